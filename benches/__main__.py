@@ -10,8 +10,10 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from benches.report import RESULTS, ROOT, Section, merge, update_readme
+from benches.report import RESULTS, ROOT, Section, merge, update_page
 
+# Pages with tables of rows from RESULTS.md.
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md")
 # In the order of the sections. Names without a module in the checkout are left out.
 BENCHES = (
     "transport", "tickets", "latency", "cpu", "gather", "flat", "ledger", "journal", "rollout", "rollout-124m",
@@ -71,8 +73,8 @@ def _write(measured: Sequence[tuple[str, str]]) -> None:
     before = RESULTS.read_text() if RESULTS.exists() else ""
     results = merge(before, measured, BENCHES)
     RESULTS.write_text(results)
-    readme = ROOT / "README.md"
-    readme.write_text(update_readme(readme.read_text(), results))
+    for page in PAGES:
+        page.write_text(update_page(page.read_text(), results))
 
 
 if __name__ == "__main__":

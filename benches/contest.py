@@ -7,8 +7,10 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -80,17 +82,20 @@ class Runner:
                 **os.environ, **threads, **quiet, **dict(contestant.variables),
                 "PYTHONPATH": str(ROOT), ROWS_VARIABLE: str(append_rows),
             },
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
 
-    def begin(self) -> None:
+    def begin(self, deadline_s: float) -> None:
         """Wait until the way is ready to be measured.
+
+        Args:
+            deadline_s: Monotonic time of the end of the wait.
 
         Raises:
             FailedError: If it does not become ready.
         """
         try:
-            self._answer(_START_S)
+            self._answer(deadline_s)
         except FailedError:
             self.close()
             raise
@@ -104,7 +109,7 @@ class Runner:
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise FailedError("its process has ended") from error
-        return self._answer()
+        return self._answer(time.monotonic() + _ANSWER_S)
 
     def close(self) -> None:
         """End the process and its children."""
@@ -114,17 +119,23 @@ class Runner:
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
         assert self._process.stdout
         self._process.stdout.close()
 
-    def _answer(self, timeout_s: float = _ANSWER_S) -> dict[str, Any]:
+    def _kill(self) -> None:
+        """Kill the process with all that it has started: a producer or a buffer would wait for it for ever."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _answer(self, deadline_s: float) -> dict[str, Any]:
         assert self._process.stdout
+        left_s = max(0.0, deadline_s - time.monotonic())
         # An answer is one line, written at once: if a part can be read, the whole line can.
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            self._process.kill()
-            raise FailedError(f"no answer within {timeout_s:.0f} s")
+        if not select.select([self._process.stdout], [], [], left_s)[0]:
+            self._kill()
+            raise FailedError(f"no answer after another {left_s:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise FailedError(f"its process ended with {self._process.wait()}")
@@ -145,9 +156,11 @@ def running(
                 runners[contestant] = Runner(contestant, producers, append_rows)
             except NotInstallableError as error:
                 failed[contestant.title] = str(error)
+        # One for all, which start at the same time: with one for each a slow machine would be waited for six times.
+        deadline_s = time.monotonic() + _START_S
         for contestant in [*runners]:
             try:
-                runners[contestant].begin()
+                runners[contestant].begin(deadline_s)
             except FailedError as error:
                 del runners[contestant]
                 failed[contestant.title] = str(error)

@@ -49,7 +49,7 @@ class Turn:
     Attributes:
         first: Position of the first prompt.
         prompts: Number of prompts.
-        tokens: Of all their responses.
+        tokens: Tokens of all responses.
         seconds: From the first ticket or call to the end of the last response.
         rows_per_s: Rows sealed a second while tickets were issued, the begin left out; 0 without a daemon.
     """
@@ -80,7 +80,7 @@ class Instance:
     Args:
         folder: Has ``model`` and ``prompts.jsonl`` (`benches.chain.write`).
         longest: Tokens of the longest response.
-        name: Of this daemon, of which there may be several in a folder.
+        name: Name of this daemon, of which there may be several in a folder.
         settings: Further settings, ``section.key=value``.
     """
 

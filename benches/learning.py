@@ -97,7 +97,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Learned:
-    """What a run has learned.
+    """The gain of a run.
 
     Attributes:
         first: Mean reward of the first steps.
@@ -134,7 +134,7 @@ class Killer:
     """Kills processes of a run when it has taken so many steps.
 
     Args:
-        runtime_dir: Its runtime directory.
+        runtime_dir: Runtime directory of the run.
         due: Name of the process, such as ``trainer-1``, by steps.
     """
 

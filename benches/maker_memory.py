@@ -59,7 +59,7 @@ def made_up_rows(options: argparse.Namespace) -> Rows:
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """Run one variant in this process."""
     model, rows = tiny_llama(options.vocabulary), made_up_rows(options)
-    passes = ModelPasses(None, options.variant or None, True, lambda: None)
+    passes = ModelPasses(None, options.variant or None, True)
     # Not ru_maxrss: that of a new program starts at its parent's value.
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()

@@ -6,12 +6,14 @@ turns, in another order each round, and a ratio is the median of the ratios of t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 _Key = TypeVar("_Key")
@@ -121,3 +123,13 @@ def cpu_seconds(pid: int) -> float:
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the pids of a process's children, and of theirs."""
+    found = set()
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                found |= {child, *descendants(child)}
+    return found

@@ -25,8 +25,8 @@ _QUICK = Shape(hidden=128, inner=352, layers=2, vocabulary=512, rows=16, tokens=
 _PROMPT_TOKENS = 32
 _CPU = torch.device("cpu")
 _WAYS: dict[str, dict[str, Any]] = {
-    "`micro_batch_size = 8`": {"micro_batch_size": 8},
-    "`micro_batch_tokens`": {"micro_batch_size": None},
+    "`micro_batch_size = 8`": {"micro_batch_size": 8, "packing": False},
+    "`micro_batch_tokens`": {"micro_batch_size": None, "packing": False},
     "`micro_batch_tokens`, `packing`": {"micro_batch_size": None, "packing": True},
 }
 _TEXT = """A random Llama of {parameters:.1f} M parameters in float32 takes steps of GRPO on {rows} made-up rows, on a

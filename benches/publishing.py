@@ -119,7 +119,7 @@ def _measured(folder: Path, shape: Shape, rounds: int) -> Section:
         began_s = time.perf_counter()
         for step in range(_TURN):
             publishing.publish(Progress(step))
-            learner.update([rows_of(shape, seed=step)])
+            learner.update([rows_of(shape, seed=step)], before_change=publishing.finish)
         took_s = time.perf_counter() - began_s
         return _Turn(took_s / _TURN, metrics.waited_s / took_s, metrics.waited_s / _TURN, metrics.written_s / _TURN)
 

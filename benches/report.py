@@ -1,7 +1,7 @@
 """`benches/RESULTS.md`: one section a benchmark and device, each with the machine and versions it was measured with.
 
-A run replaces the sections that it has measured and leaves the others unchanged. README's table of speeds repeats rows
-of it word for word: `update_readme` copies them, a test compares them.
+A run replaces the sections that it has measured and leaves the others unchanged. README and docs/measured.md repeat
+rows of it word for word: `update_page` copies them, a test compares them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "RESULTS.md"
 _INTRODUCTION = """# Results
 
-Written by `bin/bench`, which measures the sections that take 15 minutes together; `bin/bench NAME` measures one.
+Written by `bin/bench`, which measures the sections that take 15 minutes together; `bin/bench NAME` measures one. The
+sections *card* are of `bin/card`, each of a run on that card.
 A figure is the median, with the range over the rounds in brackets. Compared ways were measured in turns, and a ratio is
 the median of the ratios of the rounds: on a machine with other users, ratios hold and absolute figures do not.
 """
@@ -134,11 +135,11 @@ def table_rows(text: str) -> list[tuple[str, ...]]:
     return rows
 
 
-def update_readme(readme: str, results: str) -> str:
-    """Return README with each table row whose first cell is that of a row of RESULTS.md replaced by that row."""
+def update_page(page: str, results: str) -> str:
+    """Return a page with each table row whose first cell is that of a row of RESULTS.md replaced by that row."""
     known = {row[0]: row for row in table_rows(results)}
     lines = []
-    for line in readme.splitlines(keepends=True):
+    for line in page.splitlines(keepends=True):
         row = table_rows(f"|-|\n{line}")
         same = known.get(row[0][0]) if row else None
         lines.append(_row(same) + "\n" if same is not None and len(same) == len(row[0]) else line)

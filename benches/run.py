@@ -242,7 +242,7 @@ def follow(
 
     Args:
         command: The command; its output goes to the file ``output`` of the folder.
-        folder: Its folder, with that of `trace_path`.
+        folder: Folder of the run, with the file of `trace_path`.
         steps: The steps after which it is over.
         least: Least number of steps; with as many as `steps` the goal ends nothing.
         at_step: Called with the number of steps taken, several times a second.

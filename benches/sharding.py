@@ -32,6 +32,7 @@ from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
 from pipeline.models.lora import published
 from pipeline.models.weights.versions import PolicyVersions
+from pipeline.progress import Telemetry
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import whole_models
 from pipeline.trainer.sharding.sharding import Sharding, sharded_models
@@ -62,7 +63,7 @@ LARGE = Shape(hidden=1024, inner=2816, layers=24, vocabulary=32_000, rows=4, tok
 """The second has 374 M parameters."""
 
 
-class Memory:
+class Memory(Telemetry):
     """The largest memory of this process since `begin`, in bytes, read by a thread.
 
     Attributes:
@@ -71,6 +72,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.own = self.resident = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -93,10 +95,10 @@ class Memory:
         anonymous, file, whole = (int(found[key].split()[0]) << 10 for key in ("RssAnon", "RssFile", "VmRSS"))
         return anonymous + file, whole
 
-    def report(self, what: str) -> None:
+    def phase(self, name: str) -> None:
         """Print memory, now and at its largest, to the standard error."""
         own, resident = self.now()
-        print(f"{what:<12} own {own / 1e6:6.0f} MB, largest {self.own / 1e6:6.0f}; resident {resident / 1e6:6.0f}, "
+        print(f"{name:<12} own {own / 1e6:6.0f} MB, largest {self.own / 1e6:6.0f}; resident {resident / 1e6:6.0f}, "
               f"largest {self.resident / 1e6:6.0f}", file=sys.stderr, flush=True)  # fmt: skip
 
     def _read(self) -> None:
@@ -178,23 +180,23 @@ def rank_main(options: argparse.Namespace) -> None:
         found["load"] = memory.own
         if options.verbose:
             print(f"bare {found['bare'] / 1e6:.0f} MB", file=sys.stderr)
-            memory.report("loaded")
+            memory.phase("loaded")
         learner = Learner(
             config.trainer, "grpo", models["actor"], kl_coef=config.trainer_kl_coef, process_group=dist.group.WORLD,
-            on_phase=memory.report if options.verbose else lambda _: None,
+            telemetry=memory if options.verbose else Telemetry.none(),
         )  # fmt: skip
         publisher = _Publisher(config, models["actor"], shared)
-        learner.before_change = publisher.finish
         for step in range(STEPS):
             memory.begin()
             started_s, waited_s = time.perf_counter(), publisher.waited_s
-            learner.update([rows_of(shape, seed=step * RANKS + options.rank)])
+            rows = rows_of(shape, seed=step * RANKS + options.rank)
+            learner.update([rows], before_change=publisher.finish)
             publisher.publish(step, tensors_of(learner, Progress(step), _CPU))
             found["step_s"].append(time.perf_counter() - started_s)
             found["waited_s"].append(publisher.waited_s - waited_s)
             found["own"], found["resident"] = memory.own, memory.resident
             if options.verbose:
-                memory.report(f"published {step}")
+                memory.phase(f"published {step}")
         publisher.finish()
         dist.barrier()
         found["between"], found["between_resident"] = memory.now()

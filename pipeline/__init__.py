@@ -3,8 +3,8 @@
 The names below are the library's public ones; all other names are private and may move. Each public name is imported at
 its first use, so that `import pipeline` loads no torch: supervisor, buffer and command line run without it.
 
-Modules: `errors` (all error classes, exit codes), `prompts` (the prompt sequence), `serial` (all roles in one process),
-`sort_digits` (the embedded task).
+Modules: `errors` (all error classes, exit codes), `progress` (the receiver of progress and events), `prompts` (the
+prompt sequence), `serial` (all roles in one process), `sort_digits` (the embedded task).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer
     from pipeline.models.log_probs import action_log_probs, action_values
     from pipeline.models.packing import packed_action_log_probs, packed_action_values
+    from pipeline.progress import Telemetry
     from pipeline.replay.buffer import DetachedReplayBuffer
     from pipeline.rollout.environment.types import Environment, Turn
     from pipeline.rollout.environment.verifiers import verifiers_environment
@@ -56,6 +57,7 @@ _MODULES = {
     "models.loading": ("load_actor", "load_critic", "load_reward_model", "load_tokenizer"),
     "models.log_probs": ("action_log_probs", "action_values"),
     "models.packing": ("packed_action_log_probs", "packed_action_values"),
+    "progress": ("Telemetry",),
     "replay.buffer": ("DetachedReplayBuffer",),
     "rollout.environment.types": ("Environment", "Turn"),
     "rollout.environment.verifiers": ("verifiers_environment",),
@@ -90,6 +92,7 @@ __all__ = [
     "Responses",
     "RlhfdError",
     "Sampling",
+    "Telemetry",
     "Turn",
     "VisionRows",
     "action_log_probs",

@@ -25,17 +25,14 @@ from pipeline.buffer.spool import Spool
 from pipeline.config import user_modules
 from pipeline.config.identity import run_dir, run_name
 from pipeline.config.load import LoadedConfig
-from pipeline.config.rewards import part_labels
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
-from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.process import new_worker
 from pipeline.rollout.worker import RolloutWorker
-from pipeline.runtime.child_process import attention_variables
 from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
 from pipeline.runtime.lock import InstanceLock, SharedMemoryLock, StateLock, shm_directory
 from pipeline.runtime.messages import Message
-from pipeline.runtime.role import RoleContext, monotonic_s, reward_source
+from pipeline.runtime.role import RoleContext, monotonic_s
 from pipeline.runtime.run_start import begin_run, open_run
 from pipeline.runtime.signals import hold_signals, ignore_signals, unwind_on_signals
 from pipeline.runtime.transport import BUFFER, trainer_name, worker_name
@@ -105,7 +102,8 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     Raises:
         ConfigError: If the configuration cannot be run in one process, or not on this machine.
     """
-    _set_environment(loaded.config)
+    # One process prints for all roles; one progress bar a model is noise.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # As for a child.
     user_modules.use_folder_of(loaded.path)
     user_modules.extend_path()
@@ -142,14 +140,13 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
                 workspace.undo()
             raise
         ignore_signals()
-        workspace.remove()
+        if code is ExitCode.OK:
+            workspace.remove()
+        else:
+            log.error("the end of the run is not on disk, its errors are above: weights, training state and rows stay "
+                      "in %s for the next start, which goes on from there: make room in %s and start again "
+                      "(`rlhfd start --fresh` gives them up)", workspace.folder, config.daemon.state_dir)  # fmt: skip
         return code
-
-
-def _set_environment(config: Config) -> None:
-    # One process prints for all roles; one progress bar a model is noise.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.update(attention_variables(cudnn_attention=config.daemon.cudnn_attention))
 
 
 def _spool_undelivered(config: Config, workspace: Workspace) -> None:
@@ -245,10 +242,7 @@ class _Serial:
     def _new_worker(self, workspace: Workspace) -> RolloutWorker:
         torch.set_num_threads(self._config.rollout.threads)
         context = self._context("rollout", workspace)
-        metrics = RolloutMetrics(
-            context.metrics, reward_source=reward_source(self._config), reward_labels=part_labels(self._config)
-        )
-        return new_worker(self._config, context, self._arena, self._transport.outbox(BUFFER), metrics)
+        return new_worker(self._config, context, self._arena, self._transport.outbox(BUFFER))
 
     def _buffer_turn(self) -> None:
         now_s = monotonic_s()
@@ -263,7 +257,7 @@ class _Serial:
         for message in self._transport.take(worker_name(0)):
             self._worker.handle(message)
         self._worker.rest(0.0)
-        if not self._worker.idle and self._worker.wake():
+        if not self._worker.idle and self._worker.may_work():
             torch.set_num_threads(self._config.rollout.threads)
             self._worker.step()
 

@@ -63,14 +63,14 @@ def with_paths(config: Config) -> Config:
 
 
 def is_used(config: Config) -> bool:
-    """Whether a configuration uses the embedded model or prompts."""
+    """Return whether a configuration uses the embedded model or prompts."""
     return BUILTIN in (
         config.model.actor, config.model.reference, config.model.critic, *(one.path for one in config.prompts.files)
     )  # fmt: skip
 
 
 def is_prepared(directory: str | os.PathLike[str], *, model_seed: int = 0, warmup_steps: int = WARMUP_STEPS) -> bool:
-    """Whether `prepare` with the same arguments has completed in a directory; no torch, a fraction of a ms."""
+    """Return whether `prepare` with the same arguments has completed in a directory; no torch, a fraction of a ms."""
     directory = Path(directory)
     try:
         recipe = json.loads((directory / "recipe.json").read_text())

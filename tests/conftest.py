@@ -28,6 +28,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["NUMBA_DISABLE_JIT"] = "1"
 # How long an example takes is the machine's affair: no test fails because others are busy beside it.
 settings.register_profile("rlhfd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Tests of many examples take a multiple of `settings.default.max_examples`.
+settings.register_profile("variants", settings.get_profile("rlhfd"), max_examples=400)
 settings.load_profile("rlhfd")
 
 
@@ -56,6 +58,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--variants", action="store_true", help="also slow variants of other tests, which a usual run leaves out"
     )
     parser.addoption("--chaos-seed", type=int, default=0, help="seed of whom the chaos tests kill when")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take four times the examples with --variants."""
+    if config.getoption("--variants"):
+        settings.load_profile("variants")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -120,6 +128,9 @@ def _test_leaves_nothing(request: pytest.FixtureRequest, _zmq_context: None) -> 
         open_cuda()
     before = Holdings.now()
     yield
+    if signatures := sys.modules.get("pipeline.rollout.reward.signatures"):
+        # It is kept for the life of a process.
+        signatures.close_event_loop()
     _fail_on(before)
 
 
@@ -147,7 +158,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         wanted = os.environ.get("RLHFD_EXTRAS") == "vllm"
         (pytest.fail if wanted else pytest.skip)("vLLM is not installed: RLHFD_EXTRAS=vllm bin/test -m vllm")
     missing = [
-        program for marker in item.iter_markers("needs") for program in marker.args if shutil.which(program) is None
+        name
+        for marker in item.iter_markers("needs")
+        for name in marker.args
+        if shutil.which(name) is None and importlib.util.find_spec(name) is None
     ]
     if missing:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"not on this machine: {', '.join(missing)}")

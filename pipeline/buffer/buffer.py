@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.context import BufferContext, KeepCopy, Send
-from pipeline.buffer.evaluations import EvaluationBook, Evaluations
+from pipeline.buffer.evaluations import Evaluations
 from pipeline.buffer.leases import Leases
 from pipeline.buffer.observer import Observer
 from pipeline.buffer.tickets import Tickets
@@ -39,6 +39,7 @@ from pipeline.storage.allocator import Extent, ExtentAllocator
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen
 from pipeline.storage.tables import PromptRange
+from pipeline.telemetry.evaluations import EvaluationFile
 
 Spool = Callable[[Ledger, Chosen, list[PromptRange]], None]
 """Writes ready rows of a ledger to disk, with the prompts of unfinished tickets."""
@@ -74,7 +75,7 @@ class Buffer:
         incarnation: int | None = None,
         quarantine: KeepCopy = lambda chosen, reason, detail: None,
         plan: EvaluationPlan | None = None,
-        book: EvaluationBook | None = None,
+        book: EvaluationFile | None = None,
     ) -> None:
         """Take over a ledger, fresh or left by an earlier buffer.
 
@@ -211,6 +212,8 @@ class Buffer:
     def finish(self, spool: Spool | None = None) -> bool:
         """Remove all rows that no trainer will get, so that ``sealed = trained + dropped``.
 
+        Rows that cannot be written stay in the ledger, as a spool would have left it, for a start that takes it over.
+
         Args:
             spool: Writes the rows to disk for the next start; None without a spool.
 
@@ -223,20 +226,25 @@ class Buffer:
         for record in list(self.ledger.reserved_extents()):
             self._tickets.abandon(record)
         rest = [(record, records.ready_rows(record)) for record in self.ledger.sealed_extents()]
-        reason, whole = "cleared", True
+        reason = "cleared"
         if spool is not None and self.ledger.totals.tickets:
             try:
                 spool(self.ledger, rest, cut)
                 reason = "spooled"
             except OSError as error:
-                log.error("undelivered experiences lost, the spool cannot be written: rows=%d bytes=%d: %s",
+                log.error("the spool cannot be written, experiences stay in shared memory: rows=%d bytes=%d: %s",
                           self.ledger.ready, sum(record.nbytes for record, _ in rest), error)  # fmt: skip
-                whole = False
+                totals = self.ledger.totals
+                self.ledger.resume(
+                    position=totals.position, redo=cut, versions=[], spool=totals.spool, refilled=totals.refilled,
+                    round_left=totals.round_left + sum(prompts.prompts for prompts in cut),
+                )  # fmt: skip
+                return False
         elif rest:
             log.info("undelivered experiences discarded: %d", self.ledger.ready)
         for part in rest:
             self._leases.free(self.ledger.drop([part], reason))
-        return whole
+        return True
 
     def freeze(self) -> tuple[Chosen, list[PromptRange]]:
         """Return the rows that are neither trained nor dropped, leased rows included, and the prompts in flight.

@@ -12,31 +12,16 @@ import collections
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from pipeline.buffer.context import BufferContext
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import EVALUATION_TICKETS, Evaluated, Failed, Settled, Ticket, WantTickets
-from pipeline.telemetry.evaluations import Evaluation, PromptResult
+from pipeline.telemetry.evaluations import Evaluation, EvaluationFile, PromptResult
 
 _TICKETS_BITS = 20
 _INCARNATION_BITS = 31
 
 log = logging.getLogger(__name__)
-
-
-class EvaluationBook(Protocol):
-    """The evaluations that are complete."""
-
-    @property
-    def last(self) -> Evaluation | None:
-        """The newest one; None without one."""
-
-    def find(self, version: int, fingerprint: int, plan: str) -> Evaluation | None:
-        """Return the evaluation of these weights under this plan; None if there is none."""
-
-    def add(self, evaluation: Evaluation) -> None:
-        """Keep an evaluation, with the time."""
 
 
 @dataclasses.dataclass
@@ -86,7 +71,7 @@ class Evaluations:
     """
 
     def __init__(
-        self, context: BufferContext, plan: EvaluationPlan | None, book: EvaluationBook | None, *, incarnation: int
+        self, context: BufferContext, plan: EvaluationPlan | None, book: EvaluationFile | None, *, incarnation: int
     ) -> None:
         """Take over the complete evaluations.
 
@@ -145,7 +130,7 @@ class Evaluations:
         """Take the tickets of a dead worker that its successor does not hold; they are handed out again.
 
         Args:
-            worker: Its name.
+            worker: Name of the dead worker.
             held: Tickets that the worker or its successor holds.
             blamed: The ticket that it was at, which alone counts as an attempt; None if unknown: the oldest.
         """

@@ -203,7 +203,8 @@ class Leases:
         """Record a new version; the leases that it includes are trained."""
         totals, versions = self._ledger.totals, self._ledger.versions
         newest = published.version == totals.policy_version and versions.knows(published.version, published.fingerprint)
-        if published.rollback and published.version <= totals.policy_version:
+        # At a start no version is known: the trainer may go on from an earlier checkpoint than the prompts do.
+        if published.rollback and (published.version <= totals.policy_version or totals.policy_version < 0):
             if newest:
                 # A repeated message: batches leased since the first one are not void.
                 self._observer.duplicate()

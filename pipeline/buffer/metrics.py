@@ -8,10 +8,11 @@ from typing import get_args
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.evaluations import Evaluations
 from pipeline.buffer.observer import AsideReason, Kept, LeaseEnd, TicketEnd
+from pipeline.progress import Telemetry
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import FaultReason
 from pipeline.telemetry.evaluations import TOTAL, Evaluation
-from pipeline.telemetry.metric import EVALUATION_PLACES
+from pipeline.telemetry.metric import EVALUATION_LABELS
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.slab import SlotWriter
 
@@ -24,10 +25,11 @@ _EVALUATED = {
 }
 
 
-class BufferMetrics:
+class BufferMetrics(Telemetry):
     """Writes the buffer's slot; its `Observer`."""
 
     def __init__(self, writer: SlotWriter) -> None:
+        super().__init__()
         self._writer = writer
         self._pushes = writer.counter("rlhfd_buffer_pushes_total", result="accepted")
         self._aside = {
@@ -74,6 +76,10 @@ class BufferMetrics:
         self._capacity_bytes = writer.gauge("rlhfd_buffer_capacity_bytes")
         self._paused = writer.gauge("rlhfd_paused")
         self._evaluations: EvaluationMetrics | None = None
+
+    def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
+        """Set the buffer's heartbeat."""
+        self._writer.beat()
 
     def sealed(self, rows: int, staleness_versions: int) -> None:
         """Count rows of a seal."""
@@ -166,8 +172,8 @@ class EvaluationMetrics:
         self._prompts = [writer.gauge("rlhfd_evaluation_under_way_prompts", state=state) for state in ("done", "all")]
         self._version = writer.gauge("rlhfd_evaluation_version")
         self._means = {
-            (place, field): writer.gauge(metric, file=place)
-            for place in (TOTAL, *EVALUATION_PLACES[: len(plan.names)])
+            (label, field): writer.gauge(metric, file=label)
+            for label in (TOTAL, *EVALUATION_LABELS[: len(plan.names)])
             for field, metric in _EVALUATED.items()
         }
         self._shown: Evaluation | None = None
@@ -184,9 +190,9 @@ class EvaluationMetrics:
             return
         self._shown = last
         self._version.set(last.version)
-        for place, summary in zip((TOTAL, *EVALUATION_PLACES), (last.total, *last.files), strict=False):
+        for label, summary in zip((TOTAL, *EVALUATION_LABELS), (last.total, *last.files), strict=False):
             for field in _EVALUATED:
                 value = getattr(summary, field)
                 # A file that was left out of the configuration since has no gauge.
-                if (mean := self._means.get((place, field))) is not None:
+                if (mean := self._means.get((label, field))) is not None:
                     mean.clear() if value is None else mean.set(value)

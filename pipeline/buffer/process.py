@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.context import Send
-from pipeline.buffer.evaluations import EvaluationBook
 from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.observer import Observer
 from pipeline.buffer.quarantine import Quarantine
@@ -122,13 +121,13 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     mailbox, outboxes = Mailbox(context.folder, BUFFER, traffic), Outboxes(context)
     metrics = BufferMetrics(context.metrics)
     clock = ActivityClock(context.metrics, ["wait_data"])
-    spool = Spool(config, arena, context.metrics.beat)
+    spool = Spool(config, arena, metrics)
     if ledger.totals.tickets:
         log.info("ledger taken over: ready=%d leased=%d tickets=%d", ledger.ready, ledger.leased, ledger.reserved)
     spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
     evaluations = EvaluationFile(run_dir(config) / FILE_NAME)
     buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts, evaluations=evaluations)
-    snapshot = BufferSnapshot(config, arena, metrics.snapshot_written, on_progress=context.metrics.beat)
+    snapshot = BufferSnapshot(config, arena, metrics.snapshot_written, telemetry=metrics)
     pause, weights = Pause(context.folder), NewestWeights(context.folder / "weights")
     weights.look(buffer, monotonic_s(), patience_s=0.0)
     buffer.paused = pause.is_on()
@@ -198,7 +197,7 @@ def new_buffer(
     observer: Observer,
     *,
     prompts: int = 0,
-    evaluations: EvaluationBook | None = None,
+    evaluations: EvaluationFile | None = None,
 ) -> Buffer:
     """Return the buffer of a configuration, on a ledger that is fresh or left by an earlier buffer."""
     if config.trainer.kind == "external" and ledger.totals.policy_version < 0:

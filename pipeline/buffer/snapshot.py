@@ -18,11 +18,13 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.spool import metadata_of, snapshot_path
 from pipeline.config.schema import Config
 from pipeline.errors import DecodeError
+from pipeline.progress import Telemetry
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
 from pipeline.storage import extent_file
 from pipeline.storage.arena import Arena
@@ -30,6 +32,19 @@ from pipeline.storage.arena import Arena
 _LOOK_S = 1.0
 
 log = logging.getLogger(__name__)
+
+
+class _Awaited(Telemetry):
+    """Tells of the progress of a write once it is waited for: before, hang detection is about the loop's own."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        super().__init__()
+        self.has_begun = False
+        self._telemetry = telemetry
+
+    def progress(self, **numbers: Any) -> None:
+        if self.has_begun:
+            self._telemetry.progress(**numbers)
 
 
 class BufferSnapshot:
@@ -42,7 +57,7 @@ class BufferSnapshot:
         count: Callable[[bool], None],
         *,
         executor: concurrent.futures.Executor | None = None,
-        on_progress: Callable[[], None] = lambda: None,
+        telemetry: Telemetry = Telemetry.none(),
     ) -> None:
         """Prepare; the first `step` writes.
 
@@ -51,15 +66,14 @@ class BufferSnapshot:
             arena: The arena; its payload need not be mapped.
             count: Called after each write; its argument tells whether the write is whole.
             executor: Runs one write at a time; a thread of its own if left out.
-            on_progress: Called repeatedly while `close` waits for a write.
+            telemetry: Told of progress while `close` waits for a write.
         """
         self.path = snapshot_path(config)
         self._interval_s = config.buffer.journal_interval_s
         self._latest = checkpoints_dir(config) / "latest.json"
         self._arena = arena
         self._count = count
-        self._on_progress = on_progress
-        self._is_awaited = False
+        self._awaited = _Awaited(telemetry)
         self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, "journal")
         self._writing: concurrent.futures.Future[int] | None = None
         self._due_s = self._look_s = float("-inf")
@@ -80,13 +94,11 @@ class BufferSnapshot:
         self._due_s = now_s + self._interval_s
         chosen, cut = buffer.freeze()
         metadata = metadata_of(buffer.ledger, cut)
-        self._writing = self._executor.submit(
-            extent_file.save, self.path, self._arena, chosen, metadata, self._progressed
-        )
+        self._writing = self._executor.submit(extent_file.save, self.path, self._arena, chosen, metadata, self._awaited)
 
     def close(self, buffer: Buffer) -> None:
         """Wait for the write in progress."""
-        self._is_awaited = True
+        self._awaited.has_begun = True
         if self._writing is not None:
             concurrent.futures.wait([self._writing])
             self._end(buffer)
@@ -95,11 +107,6 @@ class BufferSnapshot:
     def remove(self) -> None:
         """Remove the file: the run has shut down in order."""
         self.path.unlink(missing_ok=True)
-
-    def _progressed(self) -> None:
-        # No heartbeat while the loop runs: hang detection is about the loop's own progress.
-        if self._is_awaited:
-            self._on_progress()
 
     def _is_due(self, now_s: float) -> bool:
         if now_s >= self._look_s:

@@ -30,6 +30,7 @@ from pipeline.buffer import admission
 from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ArenaFullError, DecodeError
+from pipeline.progress import Telemetry
 from pipeline.runtime.latest_checkpoint import Latest, checkpoints_dir, read_latest, why_anew
 from pipeline.storage import extent_file
 from pipeline.storage.allocator import Extent, ExtentAllocator
@@ -40,6 +41,8 @@ from pipeline.storage.records import Chosen
 from pipeline.storage.tables import PromptRange, between
 
 log = logging.getLogger(__name__)
+
+_TOTALS = "totals"
 
 
 class SpoolTotals(msgspec.Struct, frozen=True):
@@ -66,8 +69,7 @@ def metadata_of(ledger: Ledger, cut: list[PromptRange]) -> dict[str, str]:
     spooled = SpoolTotals(
         random.getrandbits(62), totals.position, totals.policy_version, redo, versions, totals.refilled, round_left
     )
-    # The key is that of the files of earlier releases.
-    return {"books": msgspec.json.encode(spooled).decode()}
+    return {_TOTALS: msgspec.json.encode(spooled).decode()}
 
 
 def snapshot_path(config: Config) -> Path:
@@ -78,17 +80,17 @@ def snapshot_path(config: Config) -> Path:
 class Spool:
     """The spool of one run; the buffer owns it."""
 
-    def __init__(self, config: Config, arena: Arena, on_progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: Config, arena: Arena, telemetry: Telemetry = Telemetry.none()) -> None:
         """Compute the paths; no file is read or written.
 
         Args:
             config: Configuration of the run.
             arena: The arena; its payload need not be mapped.
-            on_progress: Called repeatedly while the spool is written.
+            telemetry: Told of progress while the spool is written.
         """
         self._config = config
         self._arena = arena
-        self._on_progress = on_progress
+        self._telemetry = telemetry
         self.path = run_dir(config) / "spool" / f"{identity_of(config)}{extent_file.SUFFIX}"
         self.snapshot_path = snapshot_path(config)
 
@@ -100,7 +102,7 @@ class Spool:
         Raises:
             OSError: If the file cannot be written.
         """
-        nbytes = extent_file.save(self.path, self._arena, chosen, metadata_of(ledger, cut), self._on_progress)
+        nbytes = extent_file.save(self.path, self._arena, chosen, metadata_of(ledger, cut), self._telemetry)
         log.info("undelivered experiences spooled: rows=%d bytes=%d path=%s",
                  sum(len(rows) for _, rows in chosen), nbytes, self.path)  # fmt: skip
 
@@ -256,4 +258,4 @@ class Spool:
 
 
 def _totals_of(file: ExtentFile) -> SpoolTotals:
-    return msgspec.json.decode(file.metadata["books"], type=SpoolTotals)
+    return msgspec.json.decode(file.metadata[_TOTALS], type=SpoolTotals)

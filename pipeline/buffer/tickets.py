@@ -53,7 +53,7 @@ class Tickets:
         self._reason = ""
         self._waiting: dict[str, str] = {}
         # The newest version at which `max_refill` was reached.
-        self._exhausted = -1
+        self._exhausted: int | None = None
         self._early: dict[int, tuple[Sealed, float]] = {}
         # A dead run may have had more workers than this one; no process will connect under their names.
         for record in [record for record in self._ledger.reserved_extents() if record.owner >= workers]:
@@ -79,7 +79,7 @@ class Tickets:
         """Take tickets from a dead worker; the attempt counts for the one that may have caused the death.
 
         Args:
-            worker: Its number.
+            worker: Number of the dead worker.
             held: Tickets that the worker or its successor holds.
             attempts: The attempt number under which it got each of these; the last attempt if left out.
             blamed: The ticket that may be the cause; -1 for none.

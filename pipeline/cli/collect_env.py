@@ -174,18 +174,18 @@ def _instance(folder: Path) -> Iterator[str]:
 def _last_errors(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], folder: Path) -> Iterator[str]:
     daemon = config_load.load(path, sets, environ).config.daemon
     try:
-        place = lock.find(folder).log
+        destination = lock.find(folder).log
     except NotRunningError:
-        place = str(log_file.path_in(Path(daemon.state_dir)))
+        destination = str(log_file.path_in(Path(daemon.state_dir)))
     if daemon.log_texts:
-        yield f"left out, for daemon.log_texts is true and lines may quote prompts: {place}"
-    elif place.startswith("journal:"):
-        unit = place.removeprefix("journal:")
+        yield f"left out, for daemon.log_texts is true and lines may quote prompts: {destination}"
+    elif destination.startswith("journal:"):
+        unit = destination.removeprefix("journal:")
         yield _output_of("journalctl", f"--unit={unit}", "--priority=warning", f"--lines={_LAST_ERRORS}", "--no-pager")
     else:
-        lines = next(iter(log_file.read(Path(place), _LAST_LINES)), [])
+        lines = next(iter(log_file.read(Path(destination), _LAST_LINES)), [])
         grave = [line for line in lines if log_lines.parse(line, log_lines.process_of(line)).level in _GRAVE]
-        yield from grave[-_LAST_ERRORS:] or [f"none in the last {_LAST_LINES:,} lines of {place}"]
+        yield from grave[-_LAST_ERRORS:] or [f"none in the last {_LAST_LINES:,} lines of {destination}"]
 
 
 def _output_of(*words: str) -> str:

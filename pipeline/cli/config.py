@@ -29,7 +29,9 @@ def config() -> None:
 def check(path: Path | None, sets: tuple[str, ...]) -> None:
     """Print every error at once, each with its place; exit 78 if there is one.
 
-    On a machine with GPUs the notes name what does not fit there, as `rlhfd plan` does.
+    With a model of yours it takes some seconds more: tokenizer and first prompts, layers of adapters, engine and
+    reward functions are tried as a start does it, without weights. On a machine with GPUs the notes name what does
+    not fit there, as `rlhfd plan` does.
 
     \b
     Examples:
@@ -38,6 +40,7 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
     """
     from pipeline.buffer import sizing
     from pipeline.supervisor import notes, preflight
+    from pipeline.supervisor.capacity.disk import disk_notes
     from pipeline.supervisor.capacity.sharding import misfits
 
     loaded = load(path, sets, files=True)
@@ -47,7 +50,11 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
         raise ConfigError(loaded.placed(str(error))) from error
     if problems := preflight.problems_of_imports(loaded):
         raise ConfigError("\n".join(problems))
-    for note in [*notes.notes(loaded), *(f"rlhfd plan: {line}" for line in misfits(loaded.config, os.environ))]:
+    problems, noted = preflight.findings_of_start(loaded)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    found = [*misfits(loaded.config, os.environ), *disk_notes(loaded.config)]
+    for note in [*noted, *notes.notes(loaded), *(f"rlhfd plan: {line}" for line in found)]:
         click.echo(f"note: {note}", err=True)
     click.echo(f"{loaded.path or 'embedded defaults'}: ok")
 

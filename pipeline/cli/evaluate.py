@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
     from pipeline.config.schema import Config
+    from pipeline.runtime.run_folder import CheckpointHead
     from pipeline.telemetry.evaluations import Evaluation, PromptResult
 
 
@@ -48,7 +49,7 @@ def evaluate(
 
     Sampling, rewards and numbers are those of an evaluation during a run with this configuration: for a checkpoint of
     an evaluated version the results are the same. Lengths and dtype that nothing sets are those of the run that wrote
-    the checkpoint. Progress goes to standard error.
+    the checkpoint. Rewards must be set unless that run had those of the embedded task. Progress goes to standard error.
 
     \b
     Examples:
@@ -59,17 +60,20 @@ def evaluate(
     """
     from pipeline import sort_digits
     from pipeline.config import user_modules
+    from pipeline.runtime.run_folder import head_of
 
+    head = None if model is None else head_of(model)
     if model is not None:
         sets = (*sets, f"model.actor={json.dumps(str(model))}")
     if files:
         sets = (*sets, f"evaluation.files={json.dumps([str(file) for file in files])}")
-    loaded = load(path, sets, files=True)
+    unused = ("prompts.path", "rollout.reward_functions") if head and _has_default_reward(head) else ("prompts.path",)
+    loaded = load(path, sets, files=True, unused=unused)
     if not loaded.config.evaluation.files:
         raise click.UsageError("give FILES of held-out prompts, or a configuration with evaluation.files")
     if pass_rates is not None and len(loaded.config.evaluation.files) > 1:
         raise click.UsageError("--pass-rates needs one file of prompts")
-    config = sort_digits.with_paths(loaded.config if model is None else _as_its_run(loaded, model))
+    config = sort_digits.with_paths(loaded.config if head is None else _as_its_run(loaded, head))
     # As `start` does it: modules of the user are found beside the configuration file and in the current folder.
     user_modules.use_folder_of(loaded.path)
     user_modules.extend_path()
@@ -122,18 +126,25 @@ def _write_pass_rates(config: Config, results: list[PromptResult], path: Path) -
                + (f", {left_out:,} without a result are left out" if left_out else ""), err=True)  # fmt: skip
 
 
-def _as_its_run(loaded: LoadedConfig, model: Path) -> Config:
+def _has_default_reward(head: CheckpointHead) -> bool:
+    """Return whether the run of a checkpoint was scored by the default reward alone, that of the embedded task."""
+    from pipeline.config.own_model import NEEDED
+    from pipeline.config.schema import Config
+
+    defaults, key = Config().model_dump(mode="json"), "rollout.reward_functions"
+    parts = [one.split(".") for one in (key, *NEEDED[key])]
+    return all(head.config.get(section, {}).get(name) == defaults[section][name] for section, name in parts)
+
+
+def _as_its_run(loaded: LoadedConfig, head: CheckpointHead) -> Config:
     """Return the configuration with the defaults that the run of a checkpoint had; those of another model are its own.
 
     They follow from the model that a run began with, and from the GPUs of its machine.
     """
     from pipeline.config.conflicts import conflicts
     from pipeline.config.own_model import LENGTH_KEYS
-    from pipeline.runtime.run_folder import head_of
 
-    config, head = loaded.config, head_of(model)
-    if head is None:
-        return config
+    config = loaded.config
     for keys in (("model.dtype",), LENGTH_KEYS):
         if any(key in loaded.origins for key in keys):
             continue

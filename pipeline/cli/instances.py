@@ -147,17 +147,17 @@ def attach(path: Path | None, runtime_dir: Path | None) -> None:
         click.echo(f"left; the instance goes on: pid {status.get('pid')}, `rlhfd stop` ends it", err=True)
 
 
-def _follow(place: str, view: LiveView) -> None:
+def _follow(destination: str, view: LiveView) -> None:
     """Show new lines of a log file above the panel; the journal is left to journalctl."""
     from pipeline.telemetry import log_file
 
     def follow() -> None:
         try:
-            for lines in log_file.read(Path(place), 0, follow=True):
+            for lines in log_file.read(Path(destination), 0, follow=True):
                 for line in lines:
                     view.log(line)
         except OSError:
             return  # removed during the run
 
-    if place and not place.startswith("journal:"):
+    if destination and not destination.startswith("journal:"):
         threading.Thread(target=follow, name="log", daemon=True).start()

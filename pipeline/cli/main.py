@@ -271,8 +271,9 @@ def bench(arguments: tuple[str, ...]) -> None:
 def reload(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
     """Have the running instance read its configuration file again, and wait for the result; so does SIGHUP.
 
-    Keys that can change during a run are in force then; keys that need a restart are listed. A file with a mistake
-    changes nothing: every mistake is printed with its place, and the exit code is 78.
+    Keys that can change during a run are in force then; keys that need a restart are listed, and keys of the file that
+    `--set` or the environment overrides. Code is not loaded again. A file with a mistake changes nothing: every mistake
+    is printed with its place, and the exit code is 78.
 
     \b
     Examples:
@@ -287,6 +288,10 @@ def reload(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> Non
         click.echo(f"in force: {_change(change)}")
     for change in answer.get("needs_restart") or []:
         click.echo(f"needs a restart: {_change(change)}")
+    for key, location in (answer.get("overridden") or {}).items():
+        click.echo(f"not in force: {key} of the file, {location} stands above it")
+    if note := answer.get("note"):
+        click.echo(f"note: {note}", err=True)
     if not answer.get("in_force") and not answer.get("needs_restart"):
         click.echo(f"{answer.get('config') or 'no configuration file'}: nothing has changed")
 

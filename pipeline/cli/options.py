@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,14 +52,29 @@ def finding(command: _Command) -> _Command:
     return directory(config_option(command))
 
 
-def load(path: Path | None, sets: tuple[str, ...], *, files: bool, on_cards: bool | None = None) -> LoadedConfig:
-    """Return the configuration that these options select; `on_cards` is None for this machine's GPUs."""
+def load(
+    path: Path | None,
+    sets: tuple[str, ...],
+    *,
+    files: bool,
+    on_cards: bool | None = None,
+    unused: Container[str] = (),
+) -> LoadedConfig:
+    """Return the configuration that these options select.
+
+    Args:
+        path: The file, as `config_option` has it.
+        sets: The assignments of ``--set``.
+        files: Whether the files that it names are checked.
+        on_cards: Whether the run has GPUs; None for this machine's.
+        unused: As in `pipeline.supervisor.preflight.problems_of_files`.
+    """
     from pipeline.config import load as config_load
     from pipeline.supervisor.placement import visible_gpus
     from pipeline.supervisor.preflight import problems_of_files
 
     has_gpus = bool(visible_gpus(os.environ)) if on_cards is None else on_cards
-    checks = problems_of_files if files else None
+    checks = functools.partial(problems_of_files, unused=unused) if files else None
     return config_load.load(path, sets, os.environ, check_files=checks, on_cards=has_gpus)
 
 

@@ -16,8 +16,8 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from pipeline.config.plan import Models
     from pipeline.config.schema import Config
+    from pipeline.supervisor.capacity.budgets import Budget
     from pipeline.supervisor.capacity.machine import Machine
-    from pipeline.supervisor.capacity.places import Place
     from pipeline.supervisor.capacity.sharding import Choice
 
 
@@ -43,8 +43,20 @@ class _Bytes(click.ParamType[int]):
 @click.option("--gpus", type=click.IntRange(min=0), help="Number of GPUs; else those that a run may use here.")
 @click.option("--gpu-memory", type=_Bytes(), help="Memory of each GPU, such as 80GB; else of the smallest of these.")
 @click.option("--ram", type=_Bytes(), help="Host memory, such as 1TB, half of it for /dev/shm; else this machine's.")
-def plan(path: Path | None, sets: tuple[str, ...], gpus: int | None, gpu_memory: int | None, ram: int | None) -> None:
+@click.option(
+    "--disk", type=_Bytes(), help="Room for the run in daemon.state_dir, such as 2TB; else what is free there."
+)
+def plan(
+    path: Path | None,
+    sets: tuple[str, ...],
+    gpus: int | None,
+    gpu_memory: int | None,
+    ram: int | None,
+    disk: int | None,
+) -> None:
     """Print the memory that a run needs on each device, from config.json and the headers of safetensors files alone.
+
+    The disk of the state directory is one of them; it is left out for another machine (--ram) without --disk.
 
     Exit 1 if it does not fit; the changes that would make it fit are listed, those first that change training least.
 
@@ -55,7 +67,8 @@ def plan(path: Path | None, sets: tuple[str, ...], gpus: int | None, gpu_memory:
     """
     from pipeline.config.plan import models_of
     from pipeline.supervisor.capacity import machine as machines
-    from pipeline.supervisor.capacity.places import places_of, remedies
+    from pipeline.supervisor.capacity.budgets import budgets_of, remedies
+    from pipeline.supervisor.capacity.disk import disk_budget
     from pipeline.supervisor.capacity.sharding import choice
 
     config = load(path, sets, files=False, on_cards=None if gpus is None else gpus > 0).config
@@ -64,17 +77,22 @@ def plan(path: Path | None, sets: tuple[str, ...], gpus: int | None, gpu_memory:
     models = models_of(config)
     chosen = choice(config, models, machine)
     is_auto, config = config.trainer.sharding == "auto", chosen.config
-    places = places_of(config, models, machine)
-    click.echo("\n".join(_lines(chosen, models, machine, places, is_auto=is_auto)))
-    if any(place.lacks_bytes for place in places):
-        for line in remedies(config, models, machine):
+    budgets = budgets_of(config, models, machine)
+    is_memory_enough = not any(budget.lacks_bytes for budget in budgets)
+    if disk is not None or ram is None:
+        budgets.append(disk_budget(config, models, disk))
+    click.echo("\n".join(_lines(chosen, models, machine, budgets, is_auto=is_auto)))
+    if any(budget.lacks_bytes for budget in budgets):
+        for line in [] if is_memory_enough else remedies(config, models, machine):
             click.echo(f"  {line}")
+        if budgets[-1].name.startswith("disk") and budgets[-1].lacks_bytes:
+            click.echo("  fewer trainer.keep_checkpoints, a smaller buffer.arena_bytes, or a larger disk")
         raise click.exceptions.Exit(1)
 
 
-def _lines(chosen: Choice, models: Models, machine: Machine, places: list[Place], *, is_auto: bool) -> Iterator[str]:
+def _lines(chosen: Choice, models: Models, machine: Machine, budgets: list[Budget], *, is_auto: bool) -> Iterator[str]:
     from pipeline.config.plan import needs
-    from pipeline.supervisor.capacity.places import size
+    from pipeline.supervisor.capacity.budgets import size
 
     config, actor = chosen.config, models.actor
     sizes = f"{actor.parameters:,} parameters, {actor.layers} layers, {config.model.dtype}"
@@ -83,16 +101,16 @@ def _lines(chosen: Choice, models: Models, machine: Machine, places: list[Place]
     yield f"machine      {cards}{size(machine.ram_bytes)} of memory, {size(machine.shm_bytes)} of it for /dev/shm"
     if config.trainer.world_size > 1:
         yield f"sharding     {config.trainer.sharding}{f' by auto: {chosen.reason}' if is_auto else ''}"
-    for place in places:
+    for budget in budgets:
         yield ""
-        verdict = f"{size(place.lacks_bytes)} too much" if place.lacks_bytes else "fits"
-        yield f"{place.name}: {size(place.total_bytes)} of {size(place.capacity_bytes)}, {verdict}"
-        yield from (f"  {name:<44}{size(nbytes):>10}" for name, nbytes in place.terms.items() if nbytes)
+        verdict = f"{size(budget.lacks_bytes)} too much" if budget.lacks_bytes else "fits"
+        yield f"{budget.name}: {size(budget.total_bytes)} of {size(budget.capacity_bytes)}, {verdict}"
+        yield from (f"  {name:<44}{size(nbytes):>10}" for name, nbytes in budget.terms.items() if nbytes)
     written = needs(config, models, on_cards=machine.gpus > 0).publish
     yield ""
     yield f"a publish writes {size(sum(written.values()))}"
     yield from (f"  {name:<44}{size(nbytes):>10}" for name, nbytes in written.items() if nbytes)
-    if lacking := [place.name for place in places if place.lacks_bytes]:
+    if lacking := [budget.name for budget in budgets if budget.lacks_bytes]:
         yield ""
         yield f"does not fit: {', '.join(lacking)}"
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.prompts.lines import prompt_lines
+from pipeline.prompts.lines import problem_of_format, prompt_lines
 from pipeline.prompts.rows import parse_columns
 from pipeline.prompts.source import PromptSource
+from pipeline.prompts.tables import table_kind
 from pipeline.prompts.types import Prompt
 
 _ERRORS_SHOWN = 20
@@ -23,11 +24,11 @@ class Row:
     """A prompt with a response to be scored.
 
     Attributes:
-        place: The row's place: file and line, or the prompt's number.
+        location: File and line of the row, or the prompt's number.
         is_cut: Whether the response was cut at the length limit: no stop token follows it.
     """
 
-    place: str
+    location: str
     prompt: Prompt
     response: str
     is_cut: bool = False
@@ -39,6 +40,9 @@ def of_file(path: Path) -> list[Row]:
     Raises:
         ConfigError: If the file cannot be read, has no row or broken lines; the message has a line for each.
     """
+    problem = f"the file is {kind}, not JSON lines" if (kind := table_kind(path)) else problem_of_format(path)
+    if problem:
+        raise ConfigError(f"{path}:1:1: {problem}")
     rows: list[Row] = []
     problems: list[str] = []
     for number, _, line in prompt_lines(path, field=""):

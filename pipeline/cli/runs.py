@@ -41,9 +41,6 @@ def runs(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
         click.echo("\n".join(table(_COLUMNS, [_row(entry) for entry in entries])))
     else:
         click.echo(f"no run in {state_dir}")
-    if list((state_dir / "checkpoints").glob("step-*")):
-        click.echo(f"checkpoints of an earlier release are in {state_dir / 'checkpoints'}: "
-                   "the next start moves them to the folders of their runs", err=True)  # fmt: skip
 
 
 def entries_of(state_dir: Path) -> list[dict[str, Any]]:

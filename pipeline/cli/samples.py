@@ -39,7 +39,7 @@ class Filter:
     worker: int | None = None
 
     def matches(self, sample: Sample) -> bool:
-        """Whether a sample meets all conditions."""
+        """Return whether a sample meets all conditions."""
         rewards = [response.reward for response in sample.responses]
         if self.worker is not None and sample.worker != self.worker:
             return False
@@ -120,6 +120,8 @@ def _response(response: SampledResponse) -> Iterator[str]:
         for is_observed, start, end in _stretches(response)
     )
     notes = "" if response.stopped else click.style("  cut at the limit", dim=True)
+    if response.stop:
+        notes += click.style(f"  ended with {response.stop!r}", dim=True)
     if len(response.pieces) < response.tokens:
         notes += click.style(f"  the first {len(response.pieces)} of {response.tokens} tokens", dim=True)
     yield f"  {response.reward:>8.4g}  {advantage:>+6.2f}  {text}{notes}"

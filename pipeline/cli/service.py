@@ -43,7 +43,7 @@ def systemd() -> None:
     "--user", metavar="USER", help="User of the service; else the user who called sudo, else the calling one."
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Print the files without writing them; systemd verifies them if it is installed."
+    "--dry-run", is_flag=True, help="Print the unit without writing it; systemd verifies it if it is installed."
 )
 def install(name: str | None, path: Path | None, user: str | None, dry_run: bool) -> None:
     """Write the unit of this checkout, verify it, and print the commands that start it.
@@ -65,14 +65,12 @@ def install(name: str | None, path: Path | None, user: str | None, dry_run: bool
     for note in planned.notes:
         click.echo(f"note: {note}", err=True)
     if dry_run:
-        for file, text in planned.files.items():
-            click.echo(f"# {systemd_units.UNIT_DIR / file}\n{text}")
+        click.echo(f"# {unit.path}\n{planned.text}")
         if shutil.which("systemd-analyze"):
-            systemd_units.verify(planned.files, unit)
+            systemd_units.verify(planned)
         return
     systemd_units.install(planned)
-    for file in planned.files:
-        click.echo(f"wrote {systemd_units.UNIT_DIR / file}")
+    click.echo(f"wrote {unit.path}")
     service = unit.name.removesuffix(".service")
     click.echo(
         f"{service} runs {planned.config} as {planned.user}. Next:\n"
@@ -130,17 +128,17 @@ def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Pa
         close = difflib.get_close_matches(role, _ROLES, n=1)
         meant = f"did you mean {close[0]}?" if close else f"the roles are {', '.join(_ROLES)}, or one such as rollout-0"
         raise click.UsageError(f"no role {role}, {meant}")
-    place = _place(path, runtime_dir)
-    if not place:
+    destination = _destination(path, runtime_dir)
+    if not destination:
         raise RlhfdError("no log is kept: daemon.log_file_bytes is 0")
-    unit = place.removeprefix("journal:")
-    if unit != place:
+    unit = destination.removeprefix("journal:")
+    if unit != destination:
         _show_journal(unit, role, follow, lines)
-    _show_file(Path(place), role, follow, lines)
+    _show_file(Path(destination), role, follow, lines)
 
 
-def _place(path: Path | None, runtime_dir: Path | None) -> str:
-    """Return the place of the log: a path, or ``journal:`` and a unit."""
+def _destination(path: Path | None, runtime_dir: Path | None) -> str:
+    """Return the destination of the log: a path, or ``journal:`` and a unit."""
     from pipeline.cli.systemd_units import Unit
     from pipeline.config import load as config_load
     from pipeline.runtime import lock

@@ -51,7 +51,7 @@ def try_reward(
 
     if (file is None) == (not responses):
         raise click.UsageError("give a FILE of rows, or at least one --response")
-    loaded = load(path, sets, files=True)
+    loaded = load(path, sets, files=True, unused=() if file is None else ("prompts.path",))
     config = sort_digits.with_paths(loaded.config)
     # Before torch is loaded, which takes seconds: most mistakes are in the rows.
     rows: Iterable[Row] = [] if file is None else reward_rows.of_file(file)
@@ -63,7 +63,7 @@ def try_reward(
     from pipeline.rollout.reward.trial import RewardTrial
     from pipeline.trainer import setup
 
-    if sort_digits.is_used(loaded.config):
+    if loaded.config.model.actor == sort_digits.BUILTIN or (file is None and sort_digits.is_used(loaded.config)):
         directory = sort_digits.directory_of(config.daemon.state_dir)
         if not sort_digits.is_prepared(directory):
             click.echo(f"making the embedded model in {directory}, once: some 10 s", err=True)
@@ -78,7 +78,7 @@ def try_reward(
     replace_unknown_characters()
     for line in _json_lines(found) if as_json else _table(found, loaded):
         click.echo(line)
-    if problems := [f"{row.place}: {result.problem}" for row, result in found if result.problem]:
+    if problems := [f"{row.location}: {result.problem}" for row, result in found if result.problem]:
         click.echo("\n".join(problems), err=True)
         sys.exit(int(ExitCode.FAILED))
 
@@ -86,7 +86,7 @@ def try_reward(
 def _json_lines(found: list[tuple[Row, Trial]]) -> Iterable[str]:
     for row, result in found:
         fields: dict[str, Any] = {
-            "place": row.place,
+            "place": row.location,
             "reward": None if result.problem else sum(result.parts.values()),
             "parts": result.parts,
             "prompt": row.prompt.prompt,
@@ -110,7 +110,7 @@ def _table(found: list[tuple[Row, Trial]], loaded: LoadedConfig) -> Iterable[str
         reward = "none" if result.problem else f"{sum(result.parts.values()):.4f}"
         tokens = f"{result.tokens}{' cut' if result.is_cut else ''}"
         texts = [_short(text) for text in (row.prompt.prompt, row.response, row.prompt.answer)]
-        rows.append((row.place, reward, *cells, tokens, *texts))
+        rows.append((row.location, reward, *cells, tokens, *texts))
     yield from table(columns, rows)
     if rewards := [sum(result.parts.values()) for _, result in found if not result.problem]:
         mean, spread = sum(rewards) / len(rewards), f"{min(rewards):g} to {max(rewards):g}"

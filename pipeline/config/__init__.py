@@ -11,12 +11,14 @@ losses          keys of losses and advantages
 model_files     a model's sizes, from its files' headers
 own_model       defaults of a run with a model of its own
 plan            bytes that a run needs on each device
+positions       tokens that a model has positions for
 prompts         files, columns, filters and template of prompts
 reference       docs/configuration.md
 rewards         weights and options of reward functions; their names
 schema          every key with type, bound, unit and description
 sections        base of the sections; buffer, HTTP server, trackers, samples, cluster
-toml_positions  line and column of each key and value; corrections of invalid TOML
+toml_positions  line and column of each key and value; places of errors in invalid TOML
 types           types and validators of values
 user_modules    where reward functions and engines are imported from
+vocabularies    whether the models that read the actor's rows have its vocabulary
 """

@@ -1,6 +1,6 @@
-"""Messages about wrong keys and values, each with the key or value that was probably meant.
+"""Messages about wrong keys and values; a wrong key with the key that was probably meant.
 
-A suggested value has passed the checks that the wrong one failed.
+No other value is suggested: a converted value may be right by its type and another one than its author means.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from pipeline.config.schema import Config
-from pipeline.config.types import BUILTINS
 
 SECTIONS: dict[str, BaseModel] = {name: info.default for name, info in Config.model_fields.items()}
 _TYPE_MESSAGES = {
@@ -30,10 +29,19 @@ _TYPE_MESSAGES = {
     "string_pattern_mismatch": "must be made of a-z, 0-9 and -",
 }
 _SHOWN_CHARACTERS = 60
+_SAME_KEY = 0.8
+"""Least likeness of two names that mean one key: below it a pointer is often to a key of another meaning."""
 _ALL_KEYS = "`rlhfd config show --effective` lists all"
 # Names of keys in other trainers.
 _ELSEWHERE = {
     "lr": "trainer.learning_rate",
+    "max_model_len": "rollout.max_length",
+    "kl_loss_coef": "trainer.kl_coef",
+    "project_name": "metrics.tracker_project",
+    "experiment_name": "daemon.run_name",
+    "resume_from_checkpoint": "trainer.resume",
+    "resume_mode": "trainer.resume",
+    "save_freq": "trainer.save_every",
     "actor_learning_rate": "trainer.learning_rate",
     "beta": "trainer.kl_coef",
     "kl_beta": "trainer.kl_coef",
@@ -41,8 +49,6 @@ _ELSEWHERE = {
     "num_iterations": "trainer.epochs",
     "ppo_epochs": "trainer.epochs",
     "num_ppo_epochs": "trainer.epochs",
-    "num_epochs": "trainer.epochs",
-    "max_epochs": "trainer.epochs",
     "num_mini_batches": "trainer.mini_batches",
     "kl_target": "trainer.kl_coef_target",
     "kl_horizon": "trainer.kl_coef_horizon",
@@ -59,10 +65,7 @@ _ELSEWHERE = {
     "loss_agg_mode": "trainer.loss_aggregation",
     "adv_estimator": "rollout.advantages",
     "advantage_estimator": "rollout.advantages",
-    "filter_groups": "rollout.max_refill",
     "max_num_gen_batches": "rollout.max_refill",
-    "dynamic_sampling": "rollout.max_refill",
-    "dynamic_filtering": "rollout.max_refill",
     "tis_imp_ratio_cap": "trainer.importance_cap",
     "mask_truncated_completions": "trainer.mask_cut_responses",
     "max_grad_norm": "trainer.gradient_clip_norm",
@@ -78,7 +81,6 @@ _ELSEWHERE = {
     "packing_samples": "trainer.packing",
     "max_token_len_per_gpu": "trainer.micro_batch_tokens",
     "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
-    "warmup_ratio": "trainer.warmup_steps",
     "train_batch_size": "buffer.sample_batch_size",
     "rollout_batch_size": "rollout.batch_size",
     "lambda": "rollout.lam",
@@ -122,13 +124,28 @@ _ELSEWHERE = {
     "staleness": "buffer.max_staleness",
     "buffer_size": "buffer.limit",
 }
-_WORDS = {
-    "yes": True, "on": True, "true": True, "no": False, "off": False, "false": False, "warn": "warning",
-    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
-}  # fmt: skip
-_DURATION = re.compile(r"([\d.]+)\s*(ms|s|sec|seconds?|m|min|minutes?|h|hours?|d|days?)")
-_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_SIZE = re.compile(r"([\d.]+)\s*([KMGT]?)i?B?", re.IGNORECASE)
+# Names in other trainers of values that no key here has in that unit or meaning: a pointer would change the run.
+_NOT_HERE = {
+    "total_epochs": "there are no epochs of the prompts, trainer.max_steps is the number of steps",
+    "num_train_epochs": "there are no epochs of the prompts, trainer.max_steps is the number of steps",
+    "total_training_steps": "trainer.max_steps is the number of steps",
+    "report_to": "metrics.tracker is the list of trackers",
+    "logger": "metrics.tracker is the list of trackers",
+    "logging_steps": "each step is logged",
+    "logging_strategy": "each step is logged",
+    "test_freq": "evaluation.every is the number of policy versions between two evaluations",
+    "eval_steps": "evaluation.every is the number of policy versions between two evaluations",
+    "ppo_mini_batch_size": "trainer.mini_batches is the number of updates of a step, not the rows of one",
+    "mini_batch_size": "trainer.mini_batches is the number of updates of a step, not the rows of one",
+    "warmup_ratio": "trainer.warmup_steps is a number of steps, not a share",
+    "lr_warmup_steps_ratio": "trainer.warmup_steps is a number of steps, not a share",
+    "total_episodes": "trainer.max_steps is the number of steps, each of buffer.sample_batch_size rows",
+    "num_epochs": "trainer.epochs is the passes over the rows of a step, trainer.max_steps the number of steps",
+    "max_epochs": "trainer.epochs is the passes over the rows of a step, trainer.max_steps the number of steps",
+    "filter_groups": "rollout.max_refill is the number of further prompts for groups that are left out",
+    "dynamic_sampling": "rollout.max_refill is the number of further prompts for groups that are left out",
+    "dynamic_filtering": "rollout.max_refill is the number of further prompts for groups that are left out",
+}
 
 
 def problem_of_section(section: str, table: object) -> str:
@@ -153,6 +170,8 @@ def problem_of_key(section: str, name: str) -> str:
 
 def _meant(section: str, name: str) -> str:
     lower = name.lower().replace("-", "_")
+    if lower in _NOT_HERE:
+        return _NOT_HERE[lower]
     names = type(SECTIONS[section]).model_fields if section else {}
     all_keys = {f"{home}.{field}": field for home, model in SECTIONS.items() for field in type(model).model_fields}
     same = [full for full, field in all_keys.items() if field == lower]
@@ -161,9 +180,9 @@ def _meant(section: str, name: str) -> str:
         or _ELSEWHERE.get(lower, "")
         or _near(lower, names)
         or (same[0] if same else "")
-        or _close(lower, names)
+        or _close(lower, names, _SAME_KEY)
         or next((field for field in names if field.startswith(f"{lower}_") or field.endswith(f"_{lower}")), "")
-        or next((full for full, field in all_keys.items() if field == _close(lower, all_keys.values())), "")
+        or next((full for full, field in all_keys.items() if field == _close(lower, all_keys.values(), _SAME_KEY)), "")
     )
     return f"did you mean {found.removeprefix(f'{section}.') if section else found}?" if found else _ALL_KEYS
 
@@ -175,12 +194,12 @@ def _near(wrong: str, names: Iterable[str]) -> str:
     return next(iter(near or (ends if len(ends) == 1 else [])), "")
 
 
-def _close(wrong: str, right: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(wrong.lower(), right, n=1)), "")
+def _close(wrong: str, right: Iterable[str], cutoff: float = 0.6) -> str:
+    return next(iter(difflib.get_close_matches(wrong.lower(), right, n=1, cutoff=cutoff)), "")
 
 
 def describe(section: str, name: str, given: Any, details: ErrorDetails) -> str:
-    """Return the problem of a value, the value itself and, if one is found, the value that was meant.
+    """Return the problem of a value and the value itself, as it was given.
 
     Args:
         section: Section of the key.
@@ -202,7 +221,7 @@ def describe(section: str, name: str, given: Any, details: ErrorDetails) -> str:
     problem = f"{label} {problem}" if label else problem
     shown = toml(_without_passwords(details["input"], is_url=name.endswith("_url")))
     shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
-    return f"{problem}, got {shown}{_suggestion(section, name, given, details)}"
+    return f"{problem}, got {shown}{_suggestion(section, name, given)}"
 
 
 def without_password(text: str) -> str:
@@ -229,69 +248,11 @@ def _inner(section: str, name: str, details: ErrorDetails) -> tuple[str, list[st
     return ".".join(str(part) for part in details["loc"][2:]), list(kinds[0].model_fields)
 
 
-def _suggestion(section: str, name: str, given: Any, details: ErrorDetails) -> str:
-    if _without_passwords(details["input"]) != details["input"]:
-        return ""
+def _suggestion(section: str, name: str, given: Any) -> str:
+    """Return the advice about a text that stands for no value; empty for any other value."""
+    is_none = isinstance(given, str) and given.lower() in ("none", "null", "")
     field = type(SECTIONS[section]).model_fields[name]
-    check = TypeAdapter(type(SECTIONS[section]))
-    if isinstance(given, str) and given.lower() in ("none", "null", "") and field.default is None:
-        return ", leave the key out for none"
-    wrong = details["input"]
-    for value in _values(name, wrong, details):
-        whole = [value if one is wrong else one for one in given] if len(details["loc"]) > 1 else value
-        try:
-            check.validate_python({name: whole})
-        except ValidationError:
-            continue
-        if value != wrong or type(value) is not type(wrong):
-            return f", did you mean {toml(value)}?"
-    return ""
-
-
-def _values(name: str, given: Any, details: ErrorDetails) -> Iterator[Any]:
-    """Yield values that may have been meant, the likeliest first; most of them are wrong for any one key."""
-    if isinstance(given, bool):
-        yield from (int(given), str(given).lower())
-    elif isinstance(given, int | float):
-        yield from (bool(given), [given], *([int(given)] if given == given // 1 else []))
-        if details["type"] == "less_than_equal" and 10 <= given <= 100:
-            yield round(given / 100, 6)
-        yield str(given)
-    elif isinstance(given, str):
-        yield from _values_of_text(name, given.strip(), details)
-    elif isinstance(given, list):
-        numbers = [int(one) if isinstance(one, str) and one.strip().isdigit() else one for one in given]
-        yield [one for position, one in enumerate(numbers) if one not in numbers[:position] and one not in ("", [])]
-        yield from (list(map(str, given)), *given[:1])
-
-
-def _values_of_text(name: str, text: str, details: ErrorDetails) -> Iterator[Any]:
-    lower = text.lower()
-    if lower in _WORDS:
-        yield _WORDS[lower]
-    if name.endswith("_s") and (match := _DURATION.fullmatch(lower)):
-        unit = "ms" if match[2] == "ms" else match[2][0]
-        seconds = float(match[1]) * _SECONDS[unit]
-        yield int(seconds) if seconds == int(seconds) else seconds
-    if name.endswith("_bytes") and (match := _SIZE.fullmatch(text)):
-        unit = match[2].upper()
-        number = float(match[1])
-        while unit and number != int(number) and unit != "K":
-            number, unit = number * 1024, "KMGT"["KMGT".index(unit) - 1]
-        yield f"{int(number)}{unit}iB" if unit else int(number)
-    for parse in (int, float):
-        try:
-            yield parse(text.replace(",", "").replace(" ", ""))
-        except ValueError:
-            pass
-    expected = re.findall(r"'([^']*)'", str(details.get("ctx", {}).get("expected", "")))
-    yield from difflib.get_close_matches(lower, expected, n=1, cutoff=0.7)
-    if numbers := [int(number) for number in re.findall(r"\d+", text)]:
-        yield from (numbers[0], numbers) if len(numbers) == 1 else (numbers,)
-    yield from difflib.get_close_matches(text, BUILTINS, n=1)
-    yield re.sub(r"(\.py)?[:.]+(?=[A-Za-z_]\w*$)", ":", text)
-    yield [text]
-    yield re.sub(r"[^a-z0-9-]+", "-", lower).strip("-")
+    return ", leave the key out for none" if is_none and field.default is None else ""
 
 
 def key(name: str) -> str:

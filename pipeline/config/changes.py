@@ -25,7 +25,7 @@ class Changes(NamedTuple):
 
 
 def is_live(key: str) -> bool:
-    """Whether a running instance applies a new value of ``section.key``; declared on the field."""
+    """Return whether a running instance applies a new value of ``section.key``; declared on the field."""
     section, _, name = key.partition(".")
     extra = type(getattr(Config(), section)).model_fields[name].json_schema_extra
     return isinstance(extra, dict) and extra.get("x-reload") == "live"

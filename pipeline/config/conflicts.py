@@ -46,6 +46,11 @@ def conflicts(config: Config) -> list[Conflict]:
     if not rollout.reward_functions and config.model.reward is None and rollout.environment is None:
         keys = ("rollout.reward_functions", "model.reward", "rollout.environment")
         found.append(Conflict(keys, "is empty and model.reward is not set: nothing would score a response"))
+    if config.model.reward_tokenizer == "own" and config.model.reward is None:
+        found.append(Conflict(("model.reward_tokenizer",), "needs model.reward"))
+    if config.model.reward_tokenizer == "own" and config.rollout.environment is not None:
+        message = 'must be "policy" with rollout.environment: the turns of a row are no one response'
+        found.append(Conflict(("model.reward_tokenizer", "rollout.environment"), message))
     if environment := conflict_of_environment(config):
         found.append(Conflict(*environment))
     if rewards := conflict_of_rewards(config):
@@ -167,6 +172,9 @@ def _conflicts_of_updates(config: Config) -> list[Conflict]:
     of_rows = ("buffer.sample_batch_size", "trainer.world_size", "trainer.gradient_accumulation_steps")
     if trainer.mini_batches > rows:
         message = f"must be at most the {rows} rows of a step, got {trainer.mini_batches}"
+        found.append(Conflict(("trainer.mini_batches", *of_rows), message))
+    elif rows % trainer.mini_batches:
+        message = f"must divide the {rows} rows of a step, got {trainer.mini_batches}: updates would be of unequal size"
         found.append(Conflict(("trainer.mini_batches", *of_rows), message))
     if trainer.kl_coef_target is not None and config.trainer_kl_coef == 0:
         keys = ("trainer.kl_coef_target", "trainer.kl_coef", "rollout.algorithm")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from pydantic import Field
 
 from pipeline.config.sections import Section
-from pipeline.config.types import AnyPath
+from pipeline.config.types import AnyPath, StopStrings
 
 if TYPE_CHECKING:
     from pipeline.config.prompts import PromptsConfig
@@ -37,7 +37,16 @@ class EvaluationConfig(Section):
         default=None, ge=1, le=4096, description="The k of pass@k, at most num_generations; left out: num_generations."
     )
     pass_reward: float = Field(
-        default=1.0, ge=-1e9, le=1e9, description="Reward from which a response counts as right."
+        default=1.0,
+        ge=-1e9,
+        le=1e9,
+        description="Reward, or score of pass_function, from which a response counts as right.",
+    )
+    pass_function: str | None = Field(
+        default=None,
+        min_length=1,
+        description="One of rollout.reward_functions, as it stands there: a response is right by its score alone, "
+        "before the weight; left out: by the whole reward.",
     )
     temperature: float | None = Field(
         default=None, ge=0, description="Sampling temperature, 0: the most likely token; left out: rollout.temperature."
@@ -47,6 +56,7 @@ class EvaluationConfig(Section):
     max_new_tokens: int | None = Field(
         default=None, ge=1, lt=2**20, description="Maximum tokens of a response; left out: as in the rollouts."
     )
+    stop: StopStrings | None = Field(default=None, description="As rollout.stop, which it is if left out.")
     batch_size: int | None = Field(
         default=None, ge=1, description="Held-out prompts per ticket; left out: as many rows as a ticket of rollouts."
     )
@@ -91,6 +101,10 @@ def conflict_of_evaluation(config: Config) -> tuple[tuple[str, ...], str] | None
         keys = ("evaluation.pass_k", "evaluation.num_generations")
         message = f"must be at most the {evaluation.num_generations} of evaluation.num_generations"
         return keys, f"{message}, got {evaluation.pass_k}"
+    if evaluation.pass_function is not None and evaluation.pass_function not in config.rollout.reward_functions:
+        keys = ("evaluation.pass_function", "rollout.reward_functions")
+        names = ", ".join(config.rollout.reward_functions) or "none"
+        return keys, f"must be one of rollout.reward_functions ({names}), got {evaluation.pass_function}"
     if evaluation.temperature == 0 and evaluation.num_generations > 1:
         keys = ("evaluation.num_generations", "evaluation.temperature")
         message = "must be 1 with evaluation.temperature = 0, where all responses to a prompt are equal"

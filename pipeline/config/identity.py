@@ -18,7 +18,7 @@ _MODEL_CHARACTERS = 40
 _CACHED = "models--"
 _NOT_IDENTIFYING = {"float32_logits", "reference_device"}
 """Keys of ``[model]`` with which a run can go on at another value."""
-_NEW = ("lora_kind", "lora_adapter")
+_NEW = ("lora_kind", "lora_adapter", "reward_tokenizer")
 _FORMER_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MEANINGLESS = ("model", "actor", "checkpoint", "final", "latest")
 

@@ -1,4 +1,4 @@
-"""Reads a configuration: file, environment and ``--set`` into one `Config`, all errors at once, each with its place.
+"""Reads a configuration: file, environment and ``--set`` into one `Config`, all errors at once, each with its location.
 
 Precedence, highest first: ``--set section.key=value``, the variable ``RLHFD_SECTION__KEY``, the file, the defaults. The
 file is the given one, else the one that RLHFD_CONFIG names, else none. RLHFD_RUNTIME_DIR is a short name for
@@ -56,11 +56,11 @@ class Origin(NamedTuple):
 
     Attributes:
         layer: Layer that set the value.
-        place: ``config.toml:8:15``, ``--set rollout.workers``, or the variable's name; empty for a default.
+        location: ``config.toml:8:15``, ``--set rollout.workers``, or the variable's name; empty for a default.
     """
 
     layer: Literal["default", "file", "environment", "set"]
-    place: str = ""
+    location: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LoadedConfig:
     on_cards: bool = False
 
     def where(self, key: str) -> str:
-        """Return the prefix of an error about ``section.key``: place and name."""
+        """Return the prefix of an error about ``section.key``: location and name."""
         return _where(self.origins.get(key, Origin("default")), key)
 
     @property
@@ -95,12 +95,12 @@ class LoadedConfig:
         return "model.dtype" not in self.origins and not self.config.model.actor.startswith(BUILTIN_PREFIX)
 
     def placed(self, error: str) -> str:
-        """Return a one-line error that begins with its key, preceded by the key's place."""
+        """Return a one-line error that begins with its key, preceded by the key's location."""
         key = re.match(r"[a-z]+\.[a-z_]+", error)
         origin = self.origins.get(key[0]) if key else None
         if key is None or origin is None:
             return error
-        return f"{origin.place}: {error}" if origin.layer == "file" else f"{origin.place}{error[key.end() :]}"
+        return f"{origin.location}: {error}" if origin.layer == "file" else f"{origin.location}{error[key.end() :]}"
 
 
 FileChecks = Callable[[LoadedConfig], list[str]]
@@ -146,7 +146,7 @@ def load(
     if check_files is not None:
         errors += check_files(loaded)
     if errors:
-        raise ConfigErrors(sorted(errors, key=_by_place(path)))
+        raise ConfigErrors(sorted(errors, key=_by_location(path)))
     return loaded
 
 
@@ -157,6 +157,18 @@ def load_again(loaded: LoadedConfig, check_files: FileChecks) -> LoadedConfig:
         ConfigErrors: As `load`.
     """
     return load(loaded.path, loaded.sets, loaded.environ, check_files=check_files, on_cards=loaded.on_cards)
+
+
+def overridden(loaded: LoadedConfig) -> dict[str, str]:
+    """Return the keys of the file whose values are not in force, with the location of the value that is.
+
+    A value in the file that is equal to the one above it is left out.
+    """
+    errors: list[str] = []
+    given = _from_file(loaded.path, errors) if loaded.path else {}
+    above = {key: origin for key, origin in loaded.origins.items() if origin.layer in ("set", "environment")}
+    forced = {**_from_environment(loaded.environ, errors), **_from_sets(loaded.sets, errors)}
+    return {key: above[key].location for key in given if key in above and given[key].value != forced[key].value}
 
 
 def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
@@ -193,7 +205,8 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool, remarks: Mapp
         origin: Add the origin of each value as a comment.
         remarks: Comments by ``section.key``, beside those of `LoadedConfig.reasons`.
     """
-    config, remarks = loaded.config, {**loaded.reasons, **remarks}
+    config, missing = loaded.config, own_model.missing(loaded.config.model.actor, loaded.origins)
+    remarks = {**loaded.reasons, **missing, **remarks}
     in_force = {
         "buffer.sample_batch_size": config.sample_batch_size,
         "buffer.row_bytes": config.row_bytes,
@@ -212,11 +225,14 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool, remarks: Mapp
             key = f"{section}.{name}"
             if key not in loaded.origins and not effective:
                 continue
-            value = get(config, key)
+            value = None if key in missing else get(config, key)
             value = in_force.get(key) if value is None else value
             line = f"# {name} is left out" if value is None else f"{name} = {toml(value)}"
-            place = loaded.origins.get(key, Origin("default")).place or "default"
-            comments = [*([place] if origin and value is not None else []), *([remarks[key]] if key in remarks else [])]
+            location = loaded.origins.get(key, Origin("default")).location or "default"
+            comments = [
+                *([location] if origin and value is not None else []),
+                *([remarks[key]] if key in remarks else []),
+            ]
             lines.append(f"{line}  # {'; '.join(comments)}" if comments else line)
         if lines:
             blocks.append("\n".join([f"[{section}]", *lines, ""]))
@@ -253,12 +269,12 @@ def _from_file(path: Path, errors: list[str]) -> dict[str, _Value]:
 
     for section, table in tables.items():
         if problem := problem_of_section(section, table):
-            errors.append(f"{origin(positions.marks[section,].key).place}: {problem}")
+            errors.append(f"{origin(positions.marks[section,].key).location}: {problem}")
             continue
         for name, value in table.items():
             key, mark = f"{section}.{name}", positions.marks[section, name]
             if problem := problem_of_key(section, name):
-                errors.append(f"{origin(mark.key).place}: {problem}")
+                errors.append(f"{origin(mark.key).location}: {problem}")
                 continue
             elements = {
                 inner[2:]: origin(mark.value) for inner, mark in positions.marks.items() if inner[:2] == (section, name)
@@ -277,8 +293,8 @@ def _parse_file(path: Path, errors: list[str]) -> tuple[str, dict[str, Any], Pos
         before = error.object[: error.start].decode("utf-8-sig")
         is_utf16 = error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
         found = "UTF-16" if is_utf16 else f"byte 0x{error.object[error.start]:02x}"
-        place = "{}:{}:{}".format(path, *line_and_column(before, len(before)))
-        errors.append(f"{place}: not UTF-8 but {found}, save the file as UTF-8")
+        location = "{}:{}:{}".format(path, *line_and_column(before, len(before)))
+        errors.append(f"{location}: not UTF-8 but {found}, save the file as UTF-8")
     except tomllib.TOMLDecodeError as error:
         errors += [
             f"{path}:{line}:{column}: {without_password(message)}"
@@ -358,7 +374,7 @@ def _assignment_meant(assignment: str) -> str:
 
 def _from_text(section: str, name: str, text: str, origin: Origin, errors: list[str]) -> dict[str, _Value]:
     if problem := problem_of_section(section, {}) or problem_of_key(section, name):
-        errors.append(f"{origin.place}: {problem}")
+        errors.append(f"{origin.location}: {problem}")
         return {}
     try:
         parsed = tomllib.loads(f"value = {text}")
@@ -391,14 +407,14 @@ def _with_resolved_path(source: Any, base: Path) -> Any:
 def _validate(values: Mapping[str, _Value], base: Path, errors: list[str]) -> Config:
     wrong: set[str] = set()
     sections: dict[str, Any] = {name: _validate_section(name, values, base, errors, wrong) for name in SECTIONS}
-    # Without validation: conflicts are looked for here, where their places are known.
+    # Without validation: conflicts are looked for here, where their locations are known.
     config = Config.model_construct(**sections)
     for keys, message in conflicts(config):
         if wrong.isdisjoint(keys):
             # Defaults do not conflict, so at least one of the keys was set.
             key = next(key for key in keys if key in values)
             origin = values[key].origin
-            errors.append(f"{_where(origin, key) if key == keys[0] else f'{origin.place}: {keys[0]}'}: {message}")
+            errors.append(f"{_where(origin, key) if key == keys[0] else f'{origin.location}: {keys[0]}'}: {message}")
     return config
 
 
@@ -431,14 +447,14 @@ def _validate_section(
 
 
 def _where(origin: Origin, key: str) -> str:
-    return {"default": key, "file": f"{origin.place}: {key}"}.get(origin.layer, origin.place)
+    return {"default": key, "file": f"{origin.location}: {key}"}.get(origin.layer, origin.location)
 
 
-def _by_place(path: Path | None) -> Callable[[str], tuple[float, float]]:
+def _by_location(path: Path | None) -> Callable[[str], tuple[float, float]]:
     """Return a sort key of errors: those in the file by line and column, then the others in their order."""
 
-    def place(error: str) -> tuple[float, float]:
+    def line_and_column_of(error: str) -> tuple[float, float]:
         match = re.match(re.escape(f"{path}:") + r"(\d+):(\d+):", error)
         return (int(match[1]), int(match[2])) if match else (math.inf, 0)
 
-    return place
+    return line_and_column_of

@@ -43,6 +43,7 @@ AdvantageName = Annotated[
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
+LossRows = Literal["trained", "all"]
 LossAggregation = Literal["token_mean", "sequence_mean", "dr_grpo"]
 
 LogProbsBy = Literal["engine", "worker", "trainer"]
@@ -114,6 +115,11 @@ class LossSection(UpdateSection):
         default="k3", description="Estimator of the KL in the loss; the gradient of k1 is 0 on average."
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus in the loss.")
+    loss_rows: LossRows = Field(
+        default="trained",
+        description="Rows that count in the loss of grpo: those of groups with different scores alone, or all, as in "
+        "TRL, verl and OpenRLHF: those of equal groups then enlarge the divisors and have a KL and an entropy.",
+    )
     mask_cut_responses: bool = Field(
         default=False, description="Whether responses that were cut at their maximum length are not trained (DAPO)."
     )

@@ -5,25 +5,32 @@ No weight is read, and no library loaded.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pipeline.errors import ConfigError
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_BYTES = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100_000_000
-_LFS_POINTER = b"version https://git-lfs"
+LFS_POINTER = b"version https://git-lfs"
+"""Begins a file whose content Git LFS has not fetched."""
+
+_MOST_POINTER_BYTES = 1024
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
     "tekken.json", "*.tiktoken",
 )  # fmt: skip
 _HEADS = ("lm_head.", "value_head.", "score.")
+_MOST_TOLD = 60
+"""Characters of a value in a note."""
 _LAYER_LISTS = ("layers", "h", "blocks", "block")
 
 VLLM_IMAGE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -123,6 +130,25 @@ def model_sizes(folder: Path, field: str) -> ModelSizes:
         raise ConfigError(f"{field}: {path} does not give the model's sizes: {error}") from error
 
 
+def end_token_ids(folder: Path) -> dict[str, list[int]]:
+    """Return the tokens with which a model ends a response, by the file of its folder that lists them.
+
+    A file that is missing, cannot be read or names none is left out.
+    """
+    found = {}
+    for name in ("generation_config.json", "config.json"):
+        try:
+            described = json.loads((folder / name).read_bytes())
+            parts = [described, described.get("text_config") or {}]
+            listed = [part.get("eos_token_id") for part in parts]
+        except (OSError, ValueError, AttributeError):
+            continue
+        ids = itertools.chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in listed)
+        if tokens := list(dict.fromkeys(token for token in ids if type(token) is int and token >= 0)):
+            found[name] = tokens
+    return found
+
+
 def problem_of_model(folder: Path, *, is_actor: bool, is_trained: bool) -> str:
     """Return why the model in a folder with a config.json cannot be loaded or trained, else an empty text.
 
@@ -131,6 +157,8 @@ def problem_of_model(folder: Path, *, is_actor: bool, is_trained: bool) -> str:
         is_actor: Whether it is the language model that is sampled, with its tokenizer.
         is_trained: Whether its weights are trained.
     """
+    if problem := problem_of_pointers(folder):
+        return problem
     try:
         described = json.loads((folder / "config.json").read_bytes())
         quantized = described.get("quantization_config")
@@ -148,6 +176,36 @@ def problem_of_model(folder: Path, *, is_actor: bool, is_trained: bool) -> str:
     if is_actor and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
         return f"no tokenizer in {folder}: copy the model's tokenizer.json and tokenizer_config.json into it"
     return ""
+
+
+def problem_of_pointers(folder: Path) -> str:
+    """Return the files of a model's folder that Git LFS has not fetched, as a problem; else an empty text.
+
+    Files in its own folders count if they are chat templates, or weights that an index names.
+    """
+    pointers = []
+    try:
+        inner = {*folder.glob("additional_chat_templates/*"), *_indexed(folder)}
+        for path in sorted({*folder.iterdir(), *inner}):
+            if path.is_file() and path.stat().st_size <= _MOST_POINTER_BYTES:
+                with path.open("rb") as file:
+                    if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                        pointers.append(path)
+    except OSError as error:
+        return f"{folder} cannot be read: {error}"
+    if not pointers:
+        return ""
+    which = f"{pointers[0]} is a pointer" if len(pointers) == 1 else f"{len(pointers)} files of {folder} are pointers"
+    return f"{which} of Git LFS without the content: run git lfs pull in its folder"
+
+
+def _indexed(folder: Path) -> set[Path]:
+    """Return the files that an index of weights names; none if it cannot be read."""
+    found = set[Path]()
+    for index in folder.glob("*.index.json"):
+        with contextlib.suppress(ValueError, KeyError, AttributeError, TypeError):
+            found |= {folder / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+    return found
 
 
 def _problem_of_weights(folder: Path) -> str:
@@ -168,8 +226,8 @@ def _problem_of_file(path: Path) -> str:
     try:
         nbytes = path.stat().st_size
         with path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                return f"{path} is a pointer of Git LFS without the weights: run git lfs pull in its folder"
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                return f"{path} is a pointer of Git LFS without the content: run git lfs pull in its folder"
             file.seek(0)
             whole = _HEADER_BYTES.size + _HEADER_BYTES.unpack(file.read(_HEADER_BYTES.size))[0]
         whole += max((entry["data_offsets"][1] for entry in _entries(path).values()), default=0)
@@ -244,3 +302,34 @@ def _entries(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path.name} has a header of {nbytes:,} B")
         header = json.loads(file.read(nbytes))
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+_NEUTRAL: Final[Mapping[str, Any]] = {
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "forced_decoder_ids": None, "min_length": 0, "min_new_tokens": 0, "exponential_decay_length_penalty": None,
+    "guidance_scale": 1.0, "watermarking_config": None, "typical_p": 1.0, "min_p": 0.0, "top_h": None,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "renormalize_logits": False, "remove_invalid_values": False,
+    "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": 0.0, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "max_time": None, "stop_strings": None,
+}  # fmt: skip
+"""Keys of generation_config.json that change which tokens `generate` samples, each with the value that does not."""
+
+
+def processors_of(folder: Path) -> list[str]:
+    """Return the keys of a model's generation settings that would change its samples, with their values.
+
+    Args:
+        folder: The model's folder; older models have such keys in config.json.
+    """
+    found: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        try:
+            described = json.loads((folder / name).read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(described, dict):
+            found |= {key: described[key] for key in _NEUTRAL if key in described}
+    changes = {key: value for key, value in found.items() if value not in (None, [], {}, False, _NEUTRAL[key])}
+    return [f"{key} = {json.dumps(value)[:_MOST_TOLD]}" for key, value in sorted(changes.items())]

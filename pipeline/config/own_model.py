@@ -2,22 +2,46 @@
 
 trainer.learning_rate          1e-6, constant: `trainer.decay_steps` and `trainer.warmup_steps` are 0; adapters 1e-5
 trainer.critic_learning_rate   1e-5
+trainer.betas                  0.9, 0.999
+rollout.reward_functions       none; a run needs them, `model.reward` or `rollout.environment`
+prompts.path                   none; a run needs it or `prompts.sources`
 model.dtype                    bfloat16 where GPUs are
+trainer.save_every             50, as a run of hours on a machine that may be lost
 rollout.max_length             the model's positions, at most 1,024
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pipeline.config.positions import positions_of, row_limit
 from pipeline.config.types import BUILTIN_PREFIX
 
 MOST_TOKENS: Final = 1024
+SAVED_STEPS: Final = 50
 LENGTH_KEYS: Final = ("rollout.max_length", "rollout.max_prompt_length", "rollout.max_new_tokens")
-_POSITIONS: Final = ("max_position_embeddings", "n_positions")
+NEEDED: Final = {
+    "rollout.reward_functions": ("model.reward", "rollout.environment"),
+    "prompts.path": ("prompts.sources",),
+}
+"""The keys without a default for a model of its own, each with the keys that may be set in its place."""
+
+SHOWN: Final = {
+    "model.dtype": '`"bfloat16"` on GPUs',
+    "prompts.path": "none: this or `prompts.sources` must be set",
+    "rollout.reward_functions": "none: this, `model.reward` or `rollout.environment` must be set",
+    "rollout.max_length": f"the model's positions, at most {MOST_TOKENS:,}",
+    "trainer.learning_rate": "`1e-6`, adapters `1e-5`",
+    "trainer.critic_learning_rate": "`1e-5`",
+    "trainer.betas": "`[0.9, 0.999]`",
+    "trainer.warmup_steps": "`0`",
+    "trainer.decay_steps": "`0`",
+    "trainer.save_every": "`50`",
+}
+"""The keys with another default for a model of its own, and that default, for docs/configuration.md."""
 
 
 class Default(NamedTuple):
@@ -42,10 +66,14 @@ def defaults(values: Mapping[str, Any], base: Path, *, on_cards: bool) -> dict[s
     kind = "adapters" if trains_adapters else "a model of its own"
     found = {
         "trainer.learning_rate": Default(1e-5 if trains_adapters else 1e-6, f"for {kind}"),
+        "trainer.betas": Default((0.9, 0.999), "for a model of its own"),
         "trainer.critic_learning_rate": Default(1e-5, "for a model of its own"),
         "trainer.warmup_steps": Default(0, "constant, for a model of its own"),
         "trainer.decay_steps": Default(0, "constant, for a model of its own"),
+        "trainer.save_every": Default(SAVED_STEPS, "for a model of its own: a lost machine costs these steps at most"),
     }
+    if "model.reward" in values or "rollout.environment" in values:
+        found["rollout.reward_functions"] = Default([], "the embedded task's reward is for that task alone")
     if on_cards:
         found["model.dtype"] = Default("bfloat16", "for a model of its own on a GPU")
     positions = _positions(base / actor)
@@ -57,12 +85,29 @@ def defaults(values: Mapping[str, Any], base: Path, *, on_cards: bool) -> dict[s
     return {key: default for key, default in found.items() if key not in values}
 
 
+def missing(actor: str, given: Container[str]) -> dict[str, str]:
+    """Return the keys of `NEEDED` that have no value, each with the message; none for the embedded model.
+
+    Args:
+        actor: `model.actor`.
+        given: The keys that are set.
+    """
+    if actor.startswith(BUILTIN_PREFIX):
+        return {}
+    return {
+        key: f"must be set with a model of its own, or {' or '.join(others)}"
+        for key, others in NEEDED.items()
+        if not any(one in given for one in (key, *others))
+    }
+
+
 def _positions(folder: Path) -> int | None:
     """Return the positions of a model; None if its config.json does not tell."""
     try:
         described = json.loads((folder / "config.json").read_bytes())
-        text = described.get("text_config") or described
-        given = next((text[name] for name in _POSITIONS if name in text), None)
+        text = {**described, **(described.get("text_config") or {})}
+        limit, given = row_limit(text), positions_of(text)
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    return given if isinstance(given, int) and given >= 2 else None
+    found = [tokens for tokens in (limit and limit.tokens, given and given[1]) if tokens is not None and tokens >= 2]
+    return min(found, default=None)

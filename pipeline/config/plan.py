@@ -23,6 +23,33 @@ LEDGER_BYTES = 71_000_000
 METRICS_BYTES = 1 << 20
 DAEMON_BYTES, PROCESS_BYTES, SHARDING_BYTES = 100_000_000, 300_000_000, 200_000_000
 """Host memory of supervisor and buffer, of a rank or worker without its models, and of torch's parts for shards."""
+VLLM_PROCESS_BYTES = 700_000_000
+"""Host memory of vLLM's own process beside a worker, without its weights and cache; measured on a CPU, 0.65 GB."""
+CONTEXT_BYTES = 1_200_000_000
+"""Memory of a card that a process takes before its first tensor: context, kernels, workspaces of the libraries.
+
+Measured on an H200: 2.3 GB of two processes, 0.5 to 1 GB of each and the driver's own."""
+KEPT_SHARE = 0.3
+"""Share of the tensors of passes that torch's allocator keeps beside them: freed blocks that fit no later request.
+
+Weights, moments and gradients are allocated once. Measured: 0.7 GB kept by a rank whose passes hold 2.6, 28 %."""
+_OF_PASSES = (
+    "activations of a micro-batch", "logits", "gathered layers and root",
+    "KV cache", "logits of a step", "passes over rows", "passes and graphs of the engine",
+)  # fmt: skip
+"""Terms whose tensors come and go, of other sizes each time."""
+
+_PASS_TOKENS = 16_384
+"""Tokens of a pass without a backward pass on a GPU."""
+_PASS_STATES, _PASS_INNER = 4, 3
+"""Vectors of a token that such a pass holds at a time, of the hidden width and of the MLP's: those of one layer."""
+_PASS_LOGITS, _SAMPLED_LOGITS = 2, 5
+"""Copies in float32 of the logits of a chunk of log-probs, and of those of a token step that is sampled."""
+_VLLM_ROWS, _GRAPH_BYTES = 256, 500_000_000
+"""Rows of a step of vLLM where `rollout.inference_batch_size` is left out, and its graphs with their workspaces."""
+
+ENGINE_TERMS = ("weights of the engine", "KV cache")
+"""Terms of an engine that allocates them itself, and frees them while it sleeps."""
 
 _HIDDEN_STATES, _INNER_STATES = 15.25, 4.0
 """Vectors that a layer keeps a token for its backward pass: of the hidden width, and of the MLP's. Fitted to the four
@@ -53,9 +80,9 @@ class Needs(NamedTuple):
     """The bytes that a run needs.
 
     Attributes:
-        rank: Of each trainer rank, on its card or in host memory.
-        worker: Of each rollout worker, on its card or in host memory.
-        worker_host: Of each rollout worker in host memory, beside its card.
+        rank: Bytes of each trainer rank, on its card or in host memory.
+        worker: Bytes of each rollout worker, on its card or in host memory.
+        worker_host: Bytes of each rollout worker in host memory, beside its card.
         shared: In /dev/shm.
         publish: Written by a publish.
         rank_load: Host memory of a rank while it loads its models onto a card; 0 for shards.
@@ -131,8 +158,26 @@ def kept_bytes_a_token(sizes: ModelSizes, dtype: str, *, checkpointed: bool) -> 
 
 
 def process_bytes(config: Config, role: str) -> int:
-    """Return the host memory of a rank ("trainer") or worker without its models."""
-    return PROCESS_BYTES + (SHARDING_BYTES if role == "trainer" and config.shards_trainer else 0)
+    """Return the host memory of a rank ("trainer") or worker without its models, its engine's process included."""
+    engine = VLLM_PROCESS_BYTES if role == "rollout" and config.rollout.engine == "vllm" else 0
+    return PROCESS_BYTES + engine + (SHARDING_BYTES if role == "trainer" and config.shards_trainer else 0)
+
+
+def checkpoint_bytes(config: Config, models: Models) -> int:
+    """Return the bytes of a checkpoint: the trained weights in `model.dtype`, and the training state."""
+    trained, _ = _trained_and_frozen(config, models)
+    return (WEIGHT_BYTES[config.model.dtype] + _state_bytes(config)) * trained
+
+
+def card_bytes(config: Config, role: str, terms: Terms) -> Terms:
+    """Return what a rank ("trainer") or worker takes of a card beside its tensors, whose `terms` are given.
+
+    vLLM's weights and cache are of fixed size: nothing is kept beside them.
+    """
+    has_vllm = role == "rollout" and config.rollout.engine == "vllm"
+    of_passes = sum(terms.get(term, 0) for term in _OF_PASSES if not (has_vllm and term in ENGINE_TERMS))
+    processes = 2 if has_vllm else 1
+    return {"kept by the allocator": round(KEPT_SHARE * of_passes), "contexts and libraries": CONTEXT_BYTES * processes}
 
 
 def _state_bytes(config: Config) -> int:
@@ -214,23 +259,43 @@ def _largest(*models: ModelSizes | None) -> int:
 
 
 def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
-    width = WEIGHT_BYTES[config.model.dtype]
+    width, sizes = WEIGHT_BYTES[config.model.dtype], models.actor
     adapters = _adapters(config, models)
     terms = {"actor": width * (models.actor.parameters + adapters)} if worker_holds_actor(config) else {}
-    a_row = width * config.lengths.row * models.actor.layers * models.actor.cached
+    a_row = width * config.lengths.row * sizes.layers * sizes.cached
+    ticket = config.prompts_per_ticket * config.group_size
+    rows = min(config.rollout.inference_batch_size or ticket, ticket)
     if config.rollout.engine == "vllm":
         terms["weights of the engine"] = width * (models.actor.parameters + adapters)
         # On a card the cache is what is free there: a row is the least with which the engine starts.
         terms["KV cache"] = config.rollout.cache_bytes or (a_row if on_cards else VLLM_CPU_CACHE_BYTES)
+        if on_cards:
+            # Its first pass is as large as any: a step of prompts, and the sampler with all rows.
+            most = config.rollout.inference_batch_size or _VLLM_ROWS
+            sampled = 4 * _SAMPLED_LOGITS * most * sizes.vocabulary
+            terms["passes and graphs of the engine"] = _GRAPH_BYTES + sampled + _pass_bytes(sizes, width, _PASS_TOKENS)
     else:
-        ticket = config.prompts_per_ticket * config.group_size
-        terms["KV cache"] = min(config.rollout.inference_batch_size or ticket, ticket) * a_row
+        terms["KV cache"] = rows * a_row
+        if on_cards:
+            terms["logits of a step"] = 4 * _SAMPLED_LOGITS * rows * sizes.vocabulary
     held = models._replace(reference=_reference_on("worker", config, models))
     for name in ("reference", "critic", "reward"):
-        if (sizes := getattr(held, name)) is not None:
+        if (its := getattr(held, name)) is not None:
             streams = name == "reference" and config.model.reference_device == "host"
-            terms[name] = width * (_gathered(sizes) if streams else sizes.parameters)
+            terms[name] = width * (_gathered(its) if streams else its.parameters)
+    if on_cards and (models_here := terms.keys() & {"actor", "reference", "critic", "reward"}):
+        given, length = config.rollout.logits_forward_batch_size, config.lengths.row
+        tokens = given * length if given else min(_PASS_TOKENS, max(ticket * length, length))
+        largest = [models.actor if name == "actor" else getattr(held, name) for name in sorted(models_here)]
+        terms["passes over rows"] = max(_pass_bytes(one, width, max(tokens, length)) for one in largest if one) + (
+            4 * _PASS_LOGITS * min(_LOGITS, tokens * models.actor.vocabulary)
+        )
     return terms
+
+
+def _pass_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
+    """Return the bytes of the activations that a pass without a backward pass holds at a time."""
+    return tokens * width * (_PASS_STATES * sizes.hidden + _PASS_INNER * sizes.inner)
 
 
 def _adapters(config: Config, models: Models) -> int:
@@ -249,5 +314,5 @@ def _micro_batch_tokens(config: Config, parameters: int, *, on_cards: bool, chec
         most = _GPU_TOKENS[checkpointed]
     else:
         most = min(_CPU_TOKENS, max(1, _CPU_OPERATIONS // max(1, 6 * parameters)))
-        rows = rows if trainer.packing else min(rows, _CPU_ROWS)
+        rows = min(rows, _CPU_ROWS) if trainer.packing is False else rows
     return min(max(most, length), rows * length)

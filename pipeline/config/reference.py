@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline.config.advice import SECTIONS, toml
 from pipeline.config.changes import is_live
+from pipeline.config.own_model import SHOWN
 
 _INTRODUCTION: Final = """\
 # Configuration
@@ -40,7 +41,8 @@ to the file's folder, all others to the current folder.
   it, such as taplo or Even Better TOML, complete keys and mark mistakes
 
 Keys that end in `_s` are in seconds. Bytes are a number or a text such as `"64MiB"` or `"2GiB"`. An optional key has no
-default here; its meaning names the value in force if it is left out.
+default here; its meaning names the value in force if it is left out. Where a section has two columns of defaults, the
+second is that of a run whose `model.actor` is a model of its own.
 """
 
 
@@ -143,7 +145,7 @@ def _section_lines(section: str) -> Iterator[str]:
     yield f"## [{section}]\n"
     yield f"{model.__doc__}\n"
     properties = _section_schema(section)["properties"]
-    yield from _rows(properties)
+    yield from _rows(properties, section)
     for name, described in properties.items():
         if (inner := described.get("items", {})).get("type") == "object":
             yield f"### [[{section}.{name}]]\n"
@@ -151,14 +153,17 @@ def _section_lines(section: str) -> Iterator[str]:
             yield from _rows(inner["properties"])
 
 
-def _rows(properties: dict[str, Any]) -> Iterator[str]:
-    yield "| key | value | default | reload | meaning |"
-    yield "|---|---|---|---|---|"
+def _rows(properties: dict[str, Any], section: str = "") -> Iterator[str]:
+    """Yield a table; with a column more in a section of which keys have another default for a model of its own."""
+    has_own = any(f"{section}.{name}" in SHOWN for name in properties)
+    yield f"| key | value | default{': embedded run | default: own model' if has_own else ''} | reload | meaning |"
+    yield f"|---|---|---|{'---|' if has_own else ''}---|---|"
     for name, described in properties.items():
         default = f"`{toml(described['default'])}`" if "default" in described else ""
         live = "live" if described.get("x-reload") == "live" else ""
         meaning = described["description"].replace("|", "\\|")
-        yield f"| `{name}` | {_value(described)} | {default} | {live} | {meaning} |"
+        own = f" {SHOWN.get(f'{section}.{name}', default)} |" if has_own else ""
+        yield f"| `{name}` | {_value(described)} | {default} |{own} {live} | {meaning} |"
     yield ""
 
 

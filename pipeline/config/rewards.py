@@ -20,14 +20,15 @@ REWARD_NAMES: Final = ("code", "exact", "format", "json_schema", "judge", "lengt
 """Reward functions of this package, by the names that `rollout.reward_functions` takes."""
 
 OPTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "code": ("reward.code_timeout_s", "reward.code_memory_bytes"),
+    "code": ("reward.code_timeout_s", "reward.code_memory_bytes", "reward.format_tags"),
     "format": ("reward.format_tags",),
-    "json_schema": ("reward.schema_file",),
+    "json_schema": ("reward.schema_file", "reward.format_tags"),
     "judge": (
         "reward.judge_url", "reward.judge_model", "reward.judge_template_file", "reward.judge_best_score",
         "reward.judge_tokens",
     ),
     "length": ("reward.length_limit", "reward.length_buffer"),
+    "math": ("reward.format_tags", "reward.math_cpu_s", "reward.math_memory_bytes"),
     "regex": ("reward.pattern",),
     "remote": ("reward.service_url", "reward.service_batch_size"),
 }  # fmt: skip
@@ -130,7 +131,8 @@ class RewardConfig(Section):
     format_tags: list[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]] = Field(
         default=["think", "answer"],
         min_length=1,
-        description="Tags that format expects, each once, in this order, with text in each and none outside.",
+        description="Tags that format expects, each once, in this order, with text in each and none outside; math, "
+        "code and json_schema read the text of the last one, if the response has it.",
     )
     schema_file: AnyPath | None = Field(
         default=None,
@@ -160,6 +162,24 @@ class RewardConfig(Section):
         ge=64 << 20,
         lt=2**40,
         description="Maximum memory of the tests of a row of code.",
+    )
+    code_unisolated: bool = Field(
+        default=False,
+        description="Run code where this kernel has neither namespaces nor Landlock for its process: it can then read "
+        "the files and the memory of this user's processes.",
+    )
+    math_cpu_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=3600,
+        description="CPU seconds that math gives a row to be read and compared; a response that needs more has 0; "
+        "below rollout.reward_timeout_s.",
+    )
+    math_memory_bytes: Bytes = Field(
+        default=1 << 30,
+        ge=256 << 20,
+        lt=2**40,
+        description="Maximum memory in which math reads and compares a row; a response that needs more has 0.",
     )
     service_url: Url | None = Field(
         default=None, description="Address that remote posts rows to, such as http://127.0.0.1:8000/score."
@@ -257,9 +277,10 @@ def conflict_of_rewards(config: Config) -> tuple[tuple[str, ...], str] | None:
     if {"remote", "judge"} & set(functions) and 0 < limit_s <= reward.requests_deadline_s:
         keys = ("reward.requests_deadline_s", "rollout.reward_timeout_s", "rollout.reward_functions")
         return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {reward.requests_deadline_s:g}"
-    if "code" in functions and 0 < limit_s <= reward.code_timeout_s:
-        keys = ("reward.code_timeout_s", "rollout.reward_timeout_s", "rollout.reward_functions")
-        return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {reward.code_timeout_s:g}"
+    for name, key in (("code", "code_timeout_s"), ("math", "math_cpu_s")):
+        if name in functions and 0 < limit_s <= getattr(reward, key):
+            keys = (f"reward.{key}", "rollout.reward_timeout_s", "rollout.reward_functions")
+            return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {getattr(reward, key):g}"
     if reward.length_limit and reward.length_buffer and reward.length_buffer > reward.length_limit:
         keys = ("reward.length_buffer", "reward.length_limit")
         return keys, f"must be at most the {reward.length_limit} of reward.length_limit, got {reward.length_buffer}"

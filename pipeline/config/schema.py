@@ -30,7 +30,7 @@ from pipeline.config.sections import (
     SamplesConfig,
     Section,
 )
-from pipeline.config.types import AnyPath, Betas, Bytes, Devices, EngineName, StopTokenIds
+from pipeline.config.types import AnyPath, Betas, Bytes, Devices, EngineName, StopStrings, StopTokenIds
 
 
 class DaemonConfig(Section):
@@ -67,9 +67,6 @@ class DaemonConfig(Section):
         default=False,
         description="Whether the log quotes the errors and return values of reward functions and chat templates, which "
         "may contain prompts, responses and answers.",
-    )
-    cudnn_attention: bool = Field(
-        default=False, description="Whether attention on a GPU prefers cuDNN, which plans each new shape of a batch."
     )
     log_file_bytes: Bytes = Field(
         default=16 << 20,
@@ -203,7 +200,23 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
     )
     stop_token_ids: StopTokenIds = Field(
         default=None,
-        description="Token ids that end a response: one token, one sequence, or a list of sequences; left out: eos.",
+        description="Token ids that end a response, beside those of the model's files: one, a list of which each does, "
+        "or a list of sequences, [[5, 6], [7]].",
+    )
+    stop: StopStrings = Field(
+        default=[],
+        description='Texts that end a response, such as ["</answer>"]: with the token that completes one of them.',
+    )
+    reward_clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum magnitude of a score that is trained, with ppo in an environment of each turn's; rows "
+        "beyond it are counted; left out: no maximum.",
+    )
+    special_tokens: bool = Field(
+        default=True,
+        description="Whether the text of a response has its special tokens, but ends and padding, for rewards and "
+        "environments; false: it has none of them.",
     )
     reward_functions: list[RewardName] = Field(
         default=["pipeline.sort_digits:exact_answer"],
@@ -291,10 +304,10 @@ class TrainerConfig(LossSection):
         description="Whether the backward pass computes each decoder layer again in place of keeping its activations: "
         "less memory, a third more operations, the same gradients; left out: on a GPU.",
     )
-    packing: bool = Field(
-        default=False,
+    packing: bool | None = Field(
+        default=None,
         description="Whether training passes hold rows of text end to end, without padding, each row attending to "
-        "itself alone; losses and gradients are the same except for rounding.",
+        "itself alone; losses and gradients are the same except for rounding; left out: where the models can.",
     )
     shared_prefix: bool | None = Field(
         default=None,
@@ -334,7 +347,7 @@ class TrainerConfig(LossSection):
         default=1,
         ge=1,
         le=2**16,
-        description="Versions per training state in shared memory: a killed trainer goes back to the newest version "
+        description="Keep the training state with every n-th version: a killed trainer goes back to the newest version "
         "that has one, and the prompts since are issued again.",
     )
     probe_every: int = Field(

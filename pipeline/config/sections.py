@@ -58,6 +58,11 @@ class ModelConfig(Section):
         default=None,
         description="Directory of a sequence classification model that scores responses; left out: functions only.",
     )
+    reward_tokenizer: Literal["policy", "own"] = Field(
+        default="policy",
+        description="Tokenizer of the rows that the reward model gets: policy, the actor's token ids, or own: each row "
+        "is decoded and encoded again with the tokenizer and the chat template of `model.reward`.",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Number format of the models; own model on a GPU: bfloat16."
     )

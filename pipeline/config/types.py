@@ -65,7 +65,22 @@ def _check_stops(value: object) -> object:
         return value
     if isinstance(value, list) and all(ids and is_sequence(ids) for ids in value):
         return value
-    raise PydanticCustomError("stops", "must be a token id, a list of ids (one stop sequence), or a list of such lists")
+    raise PydanticCustomError(
+        "stops", "must be a token id, a list of ids, or a list of sequences such as [[5, 6], [7]]"
+    )
+
+
+def stop_sequences_of(value: int | list[int] | list[list[int]] | None) -> tuple[tuple[int, ...], ...]:
+    """Return `rollout.stop_token_ids` as sequences: each of several ids ends a response on its own."""
+    alternatives = [] if value is None else value if isinstance(value, list) else [value]
+    return tuple((ids,) if isinstance(ids, int) else tuple(ids) for ids in alternatives)
+
+
+def _check_stop_strings(value: object) -> object:
+    strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list) and all(isinstance(string, str) and string for string in strings):
+        return strings
+    raise PydanticCustomError("stop_strings", 'must be a text or a list of texts such as ["</answer>"], none empty')
 
 
 def _check_source(value: str) -> str:
@@ -96,6 +111,8 @@ _Sequence = Annotated[list[_Natural], Field(min_length=1)]
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
+_StopText = Annotated[str, Field(min_length=1)]
+
 _Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 _DeviceList = Annotated[list[_Natural], Field(min_length=1, json_schema_extra={"uniqueItems": True})]
 
@@ -122,6 +139,11 @@ EngineName = Annotated[str, AfterValidator(_check_engine), Field(json_schema_ext
 StopTokenIds = Annotated[
     int | list[int] | list[list[int]] | None,
     BeforeValidator(_check_stops, json_schema_input_type=_Natural | list[_Natural] | list[_Sequence] | None),
+]
+
+StopStrings = Annotated[
+    list[str],
+    BeforeValidator(_check_stop_strings, json_schema_input_type=_StopText | list[_StopText]),
 ]
 
 Betas = Annotated[tuple[float, float], BeforeValidator(_check_betas, json_schema_input_type=_Betas)]

@@ -26,6 +26,12 @@ REWARD_KEYWORDS: Final = ("gt_answer", "response_start", "response_end", "tokeni
 """Keywords that each reward function gets."""
 
 _IMPORT_TIMEOUT_S = 120.0
+_SIGNATURES_ELSEWHERE: Final = (
+    (frozenset(("completions",)), "TRL"),
+    (frozenset(("solution_str", "ground_truth")), "verl"),
+    (frozenset(("queries", "labels")), "OpenRLHF"),
+)
+"""Parameters by which a reward function of another trainer is known."""
 
 
 def folders(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -39,9 +45,9 @@ def use_folder_of(config_path: Path | None) -> None:
         os.environ[FOLDER_VARIABLE] = str(config_path.absolute().parent)
 
 
-def extend_path(places: Sequence[str] | None = None) -> None:
-    """Append `folders`, or these places, to ``sys.path``; last, so that they shadow no installed module."""
-    sys.path += [place for place in (folders() if places is None else places) if place not in sys.path]
+def extend_path(searched: Sequence[str] | None = None) -> None:
+    """Append `folders`, or these, to ``sys.path``; last, so that they shadow no installed module."""
+    sys.path += [folder for folder in (folders() if searched is None else searched) if folder not in sys.path]
 
 
 def not_found(error: BaseException, module: str) -> str:
@@ -60,7 +66,7 @@ def install_command(package: str) -> str:
 def no_function(module: ModuleType, function: str) -> str:
     """Return the message about a module without a function, with its file: it may shadow the user's own."""
     file, own = getattr(module, "__file__", None), f"{module.__name__.replace('.', '/')}.py"
-    shadowed = [path for place in sys.path if (path := Path(place or ".") / own).is_file()]
+    shadowed = [path for folder in sys.path if (path := Path(folder or ".") / own).is_file()]
     text = f"{module.__name__} has no function {function}"
     if file is None or not shadowed or any(path.samefile(file) for path in shadowed):
         return text if file is None else f"{text}: {file}"
@@ -93,16 +99,16 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", function)
 
 
-def missing(name: str, places: Sequence[str]) -> str:
+def missing(name: str, searched: Sequence[str]) -> str:
     """Return the problem of ``module:function`` if no file is found for its module; nothing is imported."""
     module = name.partition(":")[0]
-    path: Sequence[str] | None = [*sys.path, *places]
+    path: Sequence[str] | None = [*sys.path, *searched]
     if module.partition(".")[0] in sys.builtin_module_names:
         return ""
     for depth, part in enumerate(parts := module.split("."), start=1):
         spec = PathFinder.find_spec(".".join(parts[:depth]) if depth == 1 else part, path)
         if spec is None:
-            looked = f"looked in {' and '.join(places)}, and among the installed modules"
+            looked = f"looked in {' and '.join(searched)}, and among the installed modules"
             meant = re.sub(r"\.py$", "", module)
             advice = f"did you mean {meant}:{name.partition(':')[2]}?" if meant != module else looked
             return f"cannot import {module}: there is no module {'.'.join(parts[:depth])}; {advice}"
@@ -113,15 +119,35 @@ def missing(name: str, places: Sequence[str]) -> str:
     return ""
 
 
+def file_of(name: str) -> Path | None:
+    """Return the file of the module of ``module:function``; None if none is found. Nothing is imported."""
+    path: Sequence[str] | None = [*sys.path, *folders()]
+    spec = None
+    for part in name.partition(":")[0].split("."):
+        spec = None if path is None else PathFinder.find_spec(part, path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return None if spec is None or spec.origin is None or not Path(spec.origin).is_file() else Path(spec.origin)
+
+
 def problem_of_call(function: Callable[..., Any]) -> str:
     """Return the reason why a reward function cannot be called by its signature, else an empty text."""
     if inspect.isbuiltin(function):
-        # Those written in C have no reliable signature.
+        # Functions written in C have no reliable signature.
         return ""
     try:
         signature = inspect.signature(getattr(function, "forward", function))
     except (TypeError, ValueError):
         return ""
+    for names, trainer in _SIGNATURES_ELSEWHERE:
+        if names <= set(signature.parameters):
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            location = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+            return (
+                f"has the signature of {trainer}{location}, {', '.join(sorted(names))}: here it is (input_ids, "
+                "attention_mask, *, response, gt_answer, **_), a call a row, which returns a number"
+            )
     kinds = inspect.Parameter
     by_name = [name for name, one in signature.parameters.items()
                if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)][2:]  # fmt: skip
@@ -129,9 +155,11 @@ def problem_of_call(function: Callable[..., Any]) -> str:
         signature.bind(None, None, **dict.fromkeys([*REWARD_KEYWORDS, *by_name]))
     except TypeError as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
-        place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+        location = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
         form = f"(input_ids, attention_mask, *, {', '.join(REWARD_KEYWORDS)})"
-        return f"cannot be called{place}, {error}: its parameters are {form}, and **_ takes those that it does not use"
+        return (
+            f"cannot be called{location}, {error}: its parameters are {form}, and **_ takes those that it does not use"
+        )
     return ""
 
 
@@ -147,15 +175,15 @@ def problem_of_factory(factory: Callable[..., Any]) -> str:
     return ""
 
 
-def problems_of_import(names: Sequence[str], places: Sequence[str], *, kind: str = "reward") -> list[str]:
+def problems_of_import(names: Sequence[str], searched: Sequence[str], *, kind: str = "reward") -> list[str]:
     """Import each ``module:function`` in a process of its own, with its output discarded; return the problems.
 
     Args:
         names: The functions.
-        places: Folders that are searched after the installed modules.
+        searched: Folders that are searched after the installed modules.
         kind: "reward", or "environment" for factories, by which their parameters are checked.
     """
-    command = [sys.executable, "-P", "-m", __name__, json.dumps([list(names), list(places), kind])]
+    command = [sys.executable, "-P", "-m", __name__, json.dumps([list(names), list(searched), kind])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ from typing import Final
 from torch import Tensor
 
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience.advantages import generalized_advantages, group_advantages
+from pipeline.experience.advantages import generalized_advantages, group_advantages, zero_if_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class AdvantageInputs:
     """The inputs of an estimator.
 
     Attributes:
-        rewards: ``(B,)`` float32, the reward of each response, its penalties of length and KL included.
+        rewards: ``(B,)``, the reward of each response, its penalties of length and KL included; float64 in a group,
+            whose rewards are compared.
         group_size: Responses per prompt (G), contiguous; 1 with a critic.
         action_mask: ``(B, A)`` bool.
         action_rewards: ``(B, A)`` float32, the reward of each action; None without a critic.
@@ -59,14 +60,14 @@ def centered(inputs: AdvantageInputs) -> Tensor:
     the whole batch.
     """
     groups = _groups(inputs)
-    return (groups - groups.mean(dim=1, keepdim=True)).reshape(-1)
+    return zero_if_equal(groups - groups.mean(dim=1, keepdim=True), groups)
 
 
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """Return each reward less the mean of the others of its group, ``(B,)`` (RLOO, arXiv:2402.14740 section 3.2)."""
     groups = _groups(inputs)
     others = (groups.sum(dim=1, keepdim=True) - groups) / (inputs.group_size - 1)
-    return (groups - others).reshape(-1)
+    return zero_if_equal(groups - others, groups)
 
 
 def gae(inputs: AdvantageInputs) -> Tensor:

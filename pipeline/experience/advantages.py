@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline.errors import ShapeError
 
 SCORE_CLIP = 5.0
-"""PPO clips the score of a response to [-SCORE_CLIP, SCORE_CLIP]; GRPO does not."""
+"""coati's PPO clips the score of a response to [-SCORE_CLIP, SCORE_CLIP]; its GRPO does not."""
 
 _MAX_EXPONENT = 60.0
 """exp(60), 1e26, can be summed in float32 over any response; the estimator is exact up to this exponent."""
@@ -72,11 +72,17 @@ KL_ESTIMATORS: Final[Mapping[str, KlEstimator]] = {"k1": k1_kl, "k2": k2_kl, "k3
 
 
 def action_rewards(
-    scores: Tensor, log_ratios: Tensor, action_mask: Tensor, kl_coef: float, turn_rewards: Tensor | None = None
+    scores: Tensor,
+    log_ratios: Tensor,
+    action_mask: Tensor,
+    kl_coef: float,
+    turn_rewards: Tensor | None = None,
+    *,
+    clip: float | None = SCORE_CLIP,
 ) -> Tensor:
     """Reward each action for staying close to the reference, and the last one with the clipped score.
 
-    r_t = -kl_coef k_t, plus clip(score, -5, 5) at the last action of the row (arXiv:1909.08593 eq. 2). In rows of
+    r_t = -kl_coef k_t, plus clip(score, -c, c) at the last action of the row (arXiv:1909.08593 eq. 2). In rows of
     several turns the reward of each turn is at its own last action, and clipped there.
 
     Args:
@@ -85,6 +91,7 @@ def action_rewards(
         action_mask: ``(B, A)`` bool, at least one action a row.
         kl_coef: Weight of the KL term.
         turn_rewards: ``(B, A)`` float32, the part of the scores that belongs to single turns, at their last actions.
+        clip: Maximum magnitude of a score, c; None: none.
 
     Returns:
         ``(B, A)`` float32.
@@ -94,11 +101,22 @@ def action_rewards(
     """
     _count_actions(action_mask)
     rewards = (-kl_coef * log_ratios).masked_fill(~action_mask, 0.0)
+    placed = placed_scores(scores, action_mask, turn_rewards)
+    return rewards + (placed if clip is None else placed.clamp(-clip, clip))
+
+
+def placed_scores(scores: Tensor, action_mask: Tensor, turn_rewards: Tensor | None = None) -> Tensor:
+    """Return the scores at the actions that they belong to, ``(B, A)``: the last one of the row, or of each turn.
+
+    Args:
+        scores: As for `action_rewards`, as the other arguments.
+        action_mask: ``(B, A)`` bool.
+        turn_rewards: ``(B, A)`` float32.
+    """
     columns = torch.arange(action_mask.shape[1], device=action_mask.device)
     last = torch.where(action_mask, columns, 0).amax(dim=1, keepdim=True)
-    placed = torch.zeros_like(rewards) if turn_rewards is None else turn_rewards
-    placed = placed.scatter_add(1, last, (scores - placed.sum(dim=1)).unsqueeze(1))
-    return rewards + placed.clamp(-SCORE_CLIP, SCORE_CLIP)
+    placed = scores.new_zeros(action_mask.shape) if turn_rewards is None else turn_rewards
+    return placed.scatter_add(1, last, (scores - placed.sum(dim=1)).unsqueeze(1))
 
 
 def generalized_advantages(values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float, lam: float) -> Tensor:
@@ -167,14 +185,27 @@ def group_advantages(rewards: Tensor, group_size: int, *, eps: float = 1e-4) -> 
         eps: Added to the group's unbiased standard deviation.
 
     Returns:
-        ``(B,)`` float32: (reward - mean) / (standard deviation + eps).
+        ``(B,)`` float32: (reward - mean) / (standard deviation + eps), exactly 0 in a group of equal rewards.
 
     Raises:
         ShapeError: If B is not a multiple of `group_size`, or `group_size` is below 2.
     """
     groups = _groups(rewards, group_size)  # (B/G, G)
     centered = groups - groups.mean(dim=1, keepdim=True)
-    return (centered / (groups.std(dim=1, keepdim=True) + eps)).reshape(-1)
+    return zero_if_equal(centered / (groups.std(dim=1, keepdim=True) + eps), groups)
+
+
+def zero_if_equal(advantages: Tensor, groups: Tensor) -> Tensor:
+    """Return advantages, 0 in groups of equal rewards, whose mean may round to another number than the rewards.
+
+    Args:
+        advantages: ``(B/G, G)``.
+        groups: ``(B/G, G)``, the rewards.
+
+    Returns:
+        ``(B,)``.
+    """
+    return advantages.masked_fill((groups == groups[:, :1]).all(dim=1, keepdim=True), 0.0).reshape(-1)
 
 
 def group_mixed(scores: Tensor, group_size: int) -> Tensor:

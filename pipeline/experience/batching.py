@@ -42,6 +42,7 @@ from pipeline.experience.vision import batch_vision, grids_as_given, split_visio
 
 Item = TypeVar("Item", bound=BufferItem)
 
+_COUNTS = ("image_num", "video_num")
 _FIELDS = (*TOKEN_FIELDS, *ACTION_FIELDS, *SCORE_FIELDS, *OBJECT_FIELDS)
 
 
@@ -101,7 +102,7 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
 
     Raises:
         ShapeError: If the first dimension of a field, or of a tensor in `info`, is not the number of rows, or fields
-            disagree on their columns.
+            other than the masks disagree on their columns.
         FieldError: If a dtype is not allowed for its field, a number under the action mask is NaN or infinite, or
             pixels and grids of a vision-language batch do not match.
 
@@ -141,7 +142,8 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     # The rows of a tensor share one shape; the tensors of a list may differ.
     packed = any(isinstance(value, list) for name, value in fields.items() if name not in OBJECT_FIELDS)
     for row, item in enumerate(items if packed else items[:1]):
-        check_item(item, row)
+        # To split needs no width of a mask; `make_experience_batch` and `remove_padding_in_sequences` check them.
+        check_item(item, row, masks=False)
     check_finite(fields)
     return items
 
@@ -340,16 +342,18 @@ def _rows_of(name: str, value: Any, batch_size: int) -> Sequence[Any]:
 def _split_info(info: dict[str, Any] | None, batch_size: int) -> list[dict[str, Any] | None]:
     if info is None:
         return [None] * batch_size
-    columns = {key: _info_rows(f"info[{key!r}]", value, batch_size) for key, value in info.items()}
+    columns = {key: _info_rows(key, value, batch_size) for key, value in info.items()}
     return [{key: rows[row] for key, rows in columns.items()} for row in range(batch_size)]
 
 
-def _info_rows(name: str, value: Any, batch_size: int) -> Sequence[Any]:
+def _info_rows(key: str, value: Any, batch_size: int) -> Sequence[Any]:
     """Return one element a row: of a tensor or of a list as long as the batch; any other value for each row."""
     if isinstance(value, Tensor) and value.dim():
-        return _rows_of(name, value, batch_size)
+        return _rows_of(f"info[{key!r}]", value, batch_size)
     if isinstance(value, list) and len(value) == batch_size:
         return value
+    if key in _COUNTS and isinstance(value, tuple | np.ndarray) and len(value) == batch_size:
+        return list(value)
     return [value] * batch_size
 
 

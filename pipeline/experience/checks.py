@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -67,12 +68,13 @@ def num_actions(item: BufferItem) -> int:
     return _action_columns(item)[1]
 
 
-def check_item(item: BufferItem, row: int) -> None:
+def check_item(item: BufferItem, row: int, *, masks: bool = True) -> None:
     """Refuse a row whose fields are not tensors, have a wrong dtype, or disagree on its length.
 
     Args:
         item: The row.
         row: The row's number, for the error.
+        masks: Whether the widths of `attention_mask` and `action_mask` must be those of the row.
 
     Raises:
         ShapeError: If the row has no tokens, or a field's shape is not that of the row.
@@ -93,14 +95,14 @@ def check_item(item: BufferItem, row: int) -> None:
     length = len(item.sequences)
     if length == 0:
         raise ShapeError(f"row {row}: sequences has 0 tokens, a row has at least 1")
-    if item.attention_mask is not None and len(item.attention_mask) != length:
+    if masks and item.attention_mask is not None and len(item.attention_mask) != length:
         raise ShapeError(f"row {row}: attention_mask has {len(item.attention_mask)} columns, sequences has {length}")
-    counted_field, actions = _action_columns(item)
+    counted_field, actions = _action_columns(item if masks else dataclasses.replace(item, action_mask=None))
     if actions > length:
         raise ShapeError(f"row {row}: {counted_field} has {actions} columns, more than the {length} of sequences")
     for name in (*ACTION_FIELDS, *SCORE_FIELDS):
         value = getattr(item, name)
-        if value is None or value.shape == (actions,):
+        if value is None or value.shape == (actions,) or (name == "action_mask" and not masks):
             continue
         if name not in SCORE_FIELDS or (value.dim() != 0 and value.shape != (1,)):
             raise ShapeError(
@@ -142,7 +144,7 @@ def check_one_kind(name: str, values: Sequence[Tensor | None], actions: Sequence
 
     Args:
         name: The field.
-        values: Its value in each row.
+        values: The field's value in each row.
         actions: Action columns of each row.
 
     Raises:
@@ -163,7 +165,7 @@ def check_present(name: str, values: Sequence[Any]) -> bool:
 
     Args:
         name: The field.
-        values: Its value in each row.
+        values: The field's value in each row.
 
     Returns:
         True if the rows have the field.
@@ -182,7 +184,7 @@ def check_alike(name: str, tensors: Sequence[Tensor]) -> None:
 
     Args:
         name: The field.
-        tensors: Its value in each row.
+        tensors: The field's value in each row.
 
     Raises:
         FieldError: If dtypes differ.

@@ -65,8 +65,8 @@ class QuarantinedExtent:
             OSError: If the file cannot be read.
         """
         readers = [
-            codec.ExtentReader(memoryview(extent_file.read_extent(self._file, place)))
-            for place in range(len(self.extents))
+            codec.ExtentReader(memoryview(extent_file.read_extent(self._file, index)))
+            for index in range(len(self.extents))
         ]
         return codec.gather([(reader, extent.chosen) for reader, extent in zip(readers, self.extents, strict=True)])
 

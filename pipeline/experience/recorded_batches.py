@@ -64,6 +64,6 @@ def batches_of(recording: Recording, step: int) -> list[Experience]:
         raise DecodeError(f"{file.path} does not hold the batches that were recorded for step {step}")
     # The rows by their number in the line: the list in the file is not covered by a digest.
     return [
-        codec.gather([(codec.ExtentReader(memoryview(extent_file.read_extent(file, place))), range(batch.rows))])
-        for place, batch in enumerate(recorded)
+        codec.gather([(codec.ExtentReader(memoryview(extent_file.read_extent(file, index))), range(batch.rows))])
+        for index, batch in enumerate(recorded)
     ]

@@ -1,5 +1,6 @@
 """The networks: loading, log-probs, values, rewards, adapters.
 
+attention_kernels  the kernels of attention in a pass
 chunked_log_probs  log-probs with a bound on the logits in memory
 critic             a language model with a value head
 device             the process's device and its allocator
@@ -12,10 +13,12 @@ log_probs          log-probs and values of action tokens
 lora               LoRA adapters
 packing            one forward pass over rows laid end to end
 pass_size          rows of a forward pass, cut by tokens
+position_limits    refusal of passes whose rows have positions that depend on each other
 prefix_attention   attention of responses to prompts that are computed once
 recomputation      decoder layers computed again in the backward pass
 reward_model       a reward model
 shared_prefix      passes that compute a prompt once for all its responses
+tokenizer_file     the tokenizer as the files of a folder are; these files in checkpoints
 varlen_attention   attention of packed rows, each by itself
 vision_inputs      Qwen2-VL's arguments of a forward pass
 weights            published policy versions in shared memory

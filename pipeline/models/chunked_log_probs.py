@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.models.lora import without_other_hooks
+
 CHUNK_ELEMENTS = 2**26
 """Logits at once if `chunk_tokens` is None: 256 MiB in float32, and as much again for their exp."""
 
@@ -74,7 +76,7 @@ def head_log_probs(
     most = chunk_tokens or max(1, CHUNK_ELEMENTS // head.out_features)
     computed: Any = getattr(head, "computed", None)
     # The call of a sharded head would gather its weight for each chunk.
-    apply = head if computed is None else head.forward
+    apply: Any = head if computed is None else partial(without_other_hooks, head)
 
     def of_chunk(states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return logits_log_probs(

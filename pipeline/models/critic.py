@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from pipeline.models.attention_kernels import chooses_kernels
 from pipeline.models.inputs import position_ids_from_mask
+from pipeline.models.position_limits import check_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +51,7 @@ class Critic(nn.Module):
         backbone.requires_grad_(True)
         return cls(backbone)
 
+    @chooses_kernels
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **pixels: Tensor
     ) -> Tensor:
@@ -64,6 +67,7 @@ class Critic(nn.Module):
         Returns:
             ``(B, S)`` float32.
         """
+        check_rows(self, (attention_mask != 0).sum(dim=1))
         if position_ids is None:
             position_ids = position_ids_from_mask(attention_mask)
         output = self.backbone(
@@ -87,7 +91,7 @@ class Critic(nn.Module):
         from safetensors.torch import save_file
 
         state = self.state_dict() if state_dict is None else state_dict
-        # Of one module: the prefixes of its parts.
+        # The prefixes of the parts of one module.
         parts: dict[str, dict[str, Tensor]] = {"backbone": {}, "value_head": {}}
         for name, tensor in state.items():
             part, _, rest = name.partition(".")

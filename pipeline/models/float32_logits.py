@@ -86,8 +86,10 @@ def compute_in_float32(model: nn.Module) -> None:
     head = _head_of(model)
     if head is None:
         raise ConfigError(f"model.float32_logits: a {type(model).__name__} has no linear layer that makes its logits")
-    # The method, not the layer: its hooks stay, such as adapters.
-    head.forward = types.MethodType(_float32_forward, head)  # type: ignore[method-assign]
+    # The method, not the layer: its hooks stay, such as adapters, whose change is not rounded to 16 bits either.
+    for layer in (head, getattr(head, "lora_B", None)):
+        if isinstance(layer, nn.Linear):
+            layer.forward = types.MethodType(_float32_forward, layer)  # type: ignore[method-assign]
 
 
 def log_prob_spread(

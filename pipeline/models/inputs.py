@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.position_limits import check_rows
 from pipeline.models.vision_inputs import vision_backbone, vision_inputs
 
 
@@ -83,8 +84,10 @@ def model_inputs(
         transformers, for a model that accepts them (`accepted_keywords`).
 
     Raises:
-        FieldError: If rows have images and the model would ignore them.
+        FieldError: If rows have images and the model would ignore them, or if the positions of a row would depend on
+            the rows beside it.
     """
+    check_rows(model, (attention_mask != 0).sum(dim=1))
     backbone = vision_backbone(model)
     if backbone is None:
         if vision is not None and vision.tensors_exist and not _takes_pixels(model):

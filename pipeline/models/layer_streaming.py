@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,6 @@ _SLOTS = 2
 _ALIGNMENT = 256
 """Bytes; that of torch's allocator on a GPU."""
 _LEAST_PART_BYTES = 1 << 20
-
-
-class Copier(Protocol):
-    """The copies from host memory to a device."""
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """Return ``(nbytes,)`` uint8 in host memory."""
-
-    def begin(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin copies after all computation begun so far; computation begun after a call of the result sees them."""
 
 
 class InOrder:
@@ -77,7 +67,9 @@ class SideStream:
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
 
-def stream_layers(model: nn.Module, device: torch.device, field: str, copier: Copier | None = None) -> None:
+def stream_layers(
+    model: nn.Module, device: torch.device, field: str, copier: InOrder | SideStream | None = None
+) -> None:
     """Move a model to a device, all but its decoder layers, which are copied there for the time that they run.
 
     Outputs are those of the model as it was, bit for bit on a CPU. The parameters of the layers have no values of their
@@ -102,17 +94,17 @@ def stream_layers(model: nn.Module, device: torch.device, field: str, copier: Co
         copier = SideStream(device) if device.type == "cuda" else InOrder()
     held = [_Layer(layer) for layer in layers]
     slots = [
-        torch.empty(max((layer.nbytes for layer in held[place::_SLOTS]), default=0), dtype=torch.uint8, device=device)
-        for place in range(_SLOTS)
+        torch.empty(max((layer.nbytes for layer in held[number::_SLOTS]), default=0), dtype=torch.uint8, device=device)
+        for number in range(_SLOTS)
     ]
-    for place, layer in enumerate(held):
+    for number, layer in enumerate(held):
         # A layer after the other: its own memory is released, and host memory never holds the model twice.
-        layer.lay_out(slots[place % _SLOTS], copier)
+        layer.lay_out(slots[number % _SLOTS], copier)
     _move_others(model, device, {id(view) for layer in held for view in layer.views})
     stream = _Stream(held, copier)
-    for place, module in enumerate(layers):
-        module.register_forward_pre_hook(functools.partial(stream.enter, place))
-        module.register_forward_hook(functools.partial(stream.leave, place))
+    for number, module in enumerate(layers):
+        module.register_forward_pre_hook(functools.partial(stream.enter, number))
+        module.register_forward_hook(functools.partial(stream.leave, number))
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -131,11 +123,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class _Layer:
-    """A layer: its bytes in host memory, and their place in a slot.
+    """A layer: its bytes in host memory, and their offsets in a slot.
 
     Attributes:
         nbytes: Bytes of its parameters, each at a multiple of the alignment.
-        views: Its parameters on the device, once it is laid out.
+        views: The layer's parameters on the device, once it is laid out.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -149,7 +141,7 @@ class _Layer:
             self._starts[parameter] = self.nbytes
             self.nbytes += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
 
-    def lay_out(self, slot: Tensor, copier: Copier) -> None:
+    def lay_out(self, slot: Tensor, copier: InOrder | SideStream) -> None:
         """Copy the layer's bytes to host memory of its own, and make its parameters views of a slot."""
         starts = [0]
         for nbytes in _part_bytes(self.nbytes):
@@ -170,7 +162,7 @@ class _Layer:
         self.views = list(views.values())
         _replace(self._module, views)
 
-    def begin(self, copier: Copier) -> Callable[[], None]:
+    def begin(self, copier: InOrder | SideStream) -> Callable[[], None]:
         """Begin the copy to the slot."""
         return copier.begin(self._targets, self._sources)
 
@@ -178,32 +170,32 @@ class _Layer:
 class _Stream:
     """The layers in turn; one thread runs the model."""
 
-    def __init__(self, layers: list[_Layer], copier: Copier) -> None:
+    def __init__(self, layers: list[_Layer], copier: InOrder | SideStream) -> None:
         self._layers = layers
         self._copier = copier
         self._held: list[int | None] = [None] * _SLOTS
         self._waits: list[Callable[[], None]] = [lambda: None] * _SLOTS
-        for place in range(min(_SLOTS, len(layers))):
-            self._begin(place)
+        for number in range(min(_SLOTS, len(layers))):
+            self._begin(number)
 
-    def enter(self, place: int, *_: Any) -> None:
+    def enter(self, number: int, *_: Any) -> None:
         """Before a layer: its copy is in the slot."""
-        if self._held[place % _SLOTS] != place:
-            self._begin(place)
-        self._waits[place % _SLOTS]()
+        if self._held[number % _SLOTS] != number:
+            self._begin(number)
+        self._waits[number % _SLOTS]()
 
-    def leave(self, place: int, *_: Any) -> None:
+    def leave(self, number: int, *_: Any) -> None:
         """After a layer: begin the copy of the next one of its slot, after the last one the first one."""
-        following = place + _SLOTS
-        self._begin(following if following < len(self._layers) else place % _SLOTS)
+        following = number + _SLOTS
+        self._begin(following if following < len(self._layers) else number % _SLOTS)
 
-    def _begin(self, place: int) -> None:
-        slot = place % _SLOTS
-        if self._held[slot] != place:
+    def _begin(self, number: int) -> None:
+        slot = number % _SLOTS
+        if self._held[slot] != number:
             # Nothing, should the copy fail.
             self._held[slot] = None
-            self._waits[slot] = self._layers[place].begin(self._copier)
-            self._held[slot] = place
+            self._waits[slot] = self._layers[number].begin(self._copier)
+            self._held[slot] = number
 
 
 def _part_bytes(nbytes: int) -> Iterator[int]:

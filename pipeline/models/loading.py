@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from pipeline.models.critic import VALUE_HEAD_FILE, Critic
 from pipeline.models.layer_streaming import stream_layers
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.reward_model import SequenceReward
+from pipeline.models.tokenizer_file import as_in_file
 from pipeline.models.vision_inputs import is_vision_directory, vision_backbone
 
 if TYPE_CHECKING:
@@ -31,8 +33,6 @@ _MOST_LATER_NATS = 1e-4
 
 _MOST_TOLD = 300
 """Characters of an error of transformers."""
-
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def load_actor(
@@ -72,7 +72,7 @@ def load_actor(
 
 
 def outline_of_actor(path: str | Path, *, dtype: str | torch.dtype) -> PreTrainedModel:
-    """Return a causal language model whose tensors have names, shapes and dtype, and no memory: the device is "meta".
+    """Return a language model whose tensors have names, shapes and dtype, and no memory: the device is "meta".
 
     It computes nothing, so that `load_actor`'s checks of its log-probs are left to the process that has the model.
 
@@ -84,14 +84,15 @@ def outline_of_actor(path: str | Path, *, dtype: str | torch.dtype) -> PreTraine
         ConfigError: If the directory is missing or has no model configuration, or `dtype` is not a torch dtype.
     """
     _go_offline()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     field, resolved = "model.actor", _torch_dtype(dtype)
     _check_directory(path, field)
     try:
         described = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        auto_class: Any = AutoModelForImageTextToText if is_vision_directory(path) else AutoModelForCausalLM
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(described, dtype=resolved).eval()
+            model: PreTrainedModel = auto_class.from_config(described, dtype=resolved).eval()
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{field}: cannot load a model from {path}: {_told(error)}") from error
     return model
@@ -175,27 +176,54 @@ def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTraine
         field: The configuration field that names the directory, for the error message.
 
     Returns:
-        The tokenizer. It pads on the left; its pad token is the eos token if the directory defines no pad token.
+        The tokenizer. It pads on the left; its pad token is the eos token if the directory defines no pad token, and
+        without both the first end that generation_config.json lists. Its
+        tokens are those of the directory's tokenizer.json, if there is one.
 
     Raises:
-        ConfigError: If the directory is missing or does not load, or the tokenizer has neither a pad nor an eos token.
+        ConfigError: If the directory is missing or does not load, nothing gives a pad token, or
+            transformers does not make the tokenizer that tokenizer.json describes.
     """
     _go_offline()
     from transformers import AutoTokenizer
 
     _check_directory(path, field)
+    built: PreTrainedTokenizerBase | None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        )
+        built = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{field}: cannot load a tokenizer from {path}: {_told(error)}") from error
+    # The class that is named there expects another kind of vocabulary.
+    except (AttributeError, KeyError, TypeError) as error:
+        if not (Path(path) / "tokenizer.json").is_file():
+            raise ConfigError(f"{field}: cannot load a tokenizer from {path}: {_told(error)}") from error
+        built = None
+    tokenizer = as_in_file(built, Path(path), field)
+    assert tokenizer is not None
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(f"{field}: the tokenizer in {path} has neither a pad token nor an eos token")
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.eos_token or _listed_end(tokenizer, Path(path))
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(
+            f"{field}: the tokenizer in {path} has neither a pad token nor an eos token, and generation_config.json "
+            "lists no end"
+        )
     return tokenizer
+
+
+def _listed_end(tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:
+    """Return the first token by which generation_config.json ends a response, and log it; None if it lists none."""
+    try:
+        listed = json.loads((path / "generation_config.json").read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return None
+    first = listed[0] if isinstance(listed, list) and listed else listed
+    if type(first) is not int or not 0 <= first < len(tokenizer):
+        return None
+    token = str(tokenizer.convert_ids_to_tokens(first))
+    log.info("the tokenizer has neither a pad nor an eos token, padding is the first end of generation_config.json: "
+             "token=%s id=%d path=%s", token, first, path)  # fmt: skip
+    return token
 
 
 def refuse_large_tokenizer(tokenizer: PreTrainedTokenizerBase, vocabulary: int, path: str | Path) -> None:
@@ -215,26 +243,6 @@ def refuse_large_tokenizer(tokenizer: PreTrainedTokenizerBase, vocabulary: int, 
             f"model.actor: the tokenizer in {path} is larger than the model: token {token!r} has the id {largest:,}, "
             f"the model's vocabulary ends at {vocabulary - 1:,}; take its own tokenizer, or resize its embeddings"
         )
-
-
-class Preprocessing:
-    """The preprocessing of a model's directory: its tokenizer, and the files of its image processor.
-
-    Args:
-        path: The model's directory.
-        tokenizer: The model's tokenizer.
-    """
-
-    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        # Copied, not loaded: a trainer never opens an image file, and needs no pillow.
-        self._files = {name: file.read_bytes() for name in _PROCESSOR_FILES if (file := Path(path) / name).is_file()}
-
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the tokenizer and the files into a directory."""
-        self._tokenizer.save_pretrained(path)
-        for name, content in self._files.items():
-            (Path(path) / name).write_bytes(content)
 
 
 def load_critic(

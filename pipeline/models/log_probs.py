@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.errors import ShapeError
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.attention_kernels import chooses_kernels
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.inputs import accepted_keywords, model_inputs
 
@@ -45,6 +46,7 @@ def action_log_probs(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@chooses_kernels
 def action_log_probs(
     model: Callable[..., Any],
     sequences: Tensor,
@@ -140,6 +142,7 @@ def action_values(
     return all_values(critic, sequences, attention_mask, vision=vision)[:, start:-1]
 
 
+@chooses_kernels
 def all_values(
     critic: Callable[..., Any], sequences: Tensor, attention_mask: Tensor, *, vision: VisionRows | None = None
 ) -> Tensor:

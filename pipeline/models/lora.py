@@ -63,7 +63,7 @@ def adapt(actor: nn.Module, settings: LoraSettings, *, seed: int) -> nn.Module:
     """
     if not settings.lora_rank:
         return actor
-    chosen = _targets(actor, settings.lora_targets)
+    chosen = target_layers(actor, settings.lora_targets)
     actor.requires_grad_(False)
     for layer in chosen:
         _add(layer, settings)
@@ -74,7 +74,12 @@ def adapt(actor: nn.Module, settings: LoraSettings, *, seed: int) -> nn.Module:
     return actor
 
 
-def _targets(actor: nn.Module, targets: Sequence[str] | str) -> list[nn.Linear]:
+def target_layers(actor: nn.Module, targets: Sequence[str] | str) -> list[nn.Linear]:
+    """Return the linear layers that `lora_targets` names.
+
+    Raises:
+        ConfigError: If a name is that of no linear layer, or "all-linear" finds none.
+    """
     if isinstance(targets, str):
         within = [module for layer in decoder_layers(actor) for module in layer.modules()]
         if not (chosen := [module for module in within if isinstance(module, nn.Linear)]):
@@ -95,7 +100,7 @@ def initial_adapters(actor: nn.Module, settings: LoraSettings, *, seed: int) -> 
 
     Args:
         actor: The model; its adapters' values are not used.
-        settings: Those of `adapt`.
+        settings: The settings of `adapt`.
         seed: That of `adapt`.
 
     Raises:
@@ -148,6 +153,17 @@ def merged(model: nn.Module, adapter: Mapping[str, Tensor] | None = None) -> dic
     return state
 
 
+def without_other_hooks(layer: Any, states: Tensor) -> Tensor:
+    """Return a linear layer's result with its adapter's change, if it has one, and without its other hooks.
+
+    Args:
+        layer: The layer; ``layer.forward(states)`` alone would leave its adapter out.
+        states: ``(..., in_features)``.
+    """
+    output: Tensor = layer.forward(states)
+    return _adapted(layer, (states,), output) if hasattr(layer, "lora_scale") else output
+
+
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
     """Compute with the base model alone inside the block; a model without adapters is not changed."""
@@ -159,6 +175,35 @@ def without_adapters(model: Any) -> Iterator[None]:
     finally:
         for layer in adapted:
             layer.lora_is_off = False
+
+
+def twin_of_adapted_head(model: Any) -> nn.Parameter | None:
+    """Return the weight of an adapted head that is the embedding's too; None without one.
+
+    Merged, the head has a weight of its own, and the embedding, which has no adapter, keeps its own.
+    """
+    find_head, find_embedding = (getattr(model, f"get_{end}_embeddings", lambda: None) for end in ("output", "input"))
+    head, embedding = find_head(), find_embedding()
+    if head is None or embedding is None or not hasattr(head, "lora_scale"):
+        return None
+    return head.weight if head.weight is embedding.weight else None
+
+
+@contextlib.contextmanager
+def untied_where_adapted(model: Any) -> Iterator[None]:
+    """Let a model's configuration say that head and embedding differ, where they do once the adapter is merged."""
+    if twin_of_adapted_head(model) is None:
+        yield
+        return
+    configs = list({id(c): c for c in (model.config, model.config.get_text_config())}.values())
+    before = [getattr(config, "tie_word_embeddings", None) for config in configs]
+    for config in configs:
+        config.tie_word_embeddings = False
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            config.tie_word_embeddings = value
 
 
 class Saved:
@@ -184,7 +229,8 @@ class Saved:
             self._model.save_pretrained(path, state_dict=None if self._state is None else dict(self._state))
             return
         adapter = adapter if self._state is None else dict(self._state)
-        self._model.save_pretrained(path, state_dict=merged(self._model, adapter))
+        with untied_where_adapted(self._model):
+            self._model.save_pretrained(path, state_dict=merged(self._model, adapter))
         file = Path(path) / ADAPTER_FILE
         file.parent.mkdir()
         save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapter.items()}, file)
@@ -200,8 +246,12 @@ def described(model: nn.Module, settings: LoraSettings) -> dict[str, Any]:
     ends = {name.rpartition(".")[2] for name in adapted}
     # peft adapts each layer whose name ends so: layers outside the decoder may have the same ends.
     others = {name for name in linears if name.rpartition(".")[2] in ends} - {*adapted}
+    named = str(getattr(settings, "actor", ""))
+    # The embedded model has no folder by its name; transformers knows the one that it was loaded from.
+    base = getattr(model, "name_or_path", "") if named.startswith("builtin:") else named
     return {
         "peft_type": "LORA",
+        "base_model_name_or_path": base or getattr(model, "name_or_path", ""),
         "task_type": "CAUSAL_LM",
         "r": settings.lora_rank,
         "lora_alpha": settings.lora_alpha,
@@ -290,9 +340,9 @@ _ENDS = [[matrix] for matrix in _MATRICES]
 def _add(layer: nn.Linear, settings: LoraSettings) -> None:
     rank = settings.lora_rank
     scale = settings.lora_alpha / (math.sqrt(rank) if settings.lora_kind == "rslora" else rank)
-    place: Any = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-    down = nn.Linear(layer.in_features, rank, bias=False, **place)
-    up = nn.Linear(rank, layer.out_features, bias=False, **place)
+    options: Any = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    down = nn.Linear(layer.in_features, rank, bias=False, **options)
+    up = nn.Linear(rank, layer.out_features, bias=False, **options)
     layer.lora_A, layer.lora_B, layer.lora_scale = down, up, scale  # type: ignore[assignment]
     layer.lora_is_off = False  # type: ignore[assignment]
     # A hook, not a layer of another class: the base keeps its names, and a search for linear layers still finds it.

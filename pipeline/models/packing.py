@@ -9,7 +9,7 @@ tests it on two tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -20,12 +20,13 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.types import Experience, is_vl_experience
+from pipeline.models.attention_kernels import chooses_kernels, without_cudnn_attention
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import accepted_keywords, action_columns
+from pipeline.models.position_limits import check_rows
 from pipeline.models.shared_prefix import SharedRows
-from pipeline.models.varlen_attention import kernel_of, use_varlen_attention, uses_varlen_attention
-from pipeline.models.vision_inputs import vision_backbone
+from pipeline.models.varlen_attention import kernel_of, problem_of_attention, uses_varlen_attention
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ class PackedRows:
         )
 
     def check(self, model: nn.Module, field: str) -> None:
-        """Refuse a model in which packed rows attend to each other, by the outputs in a field, with a FieldError."""
+        """Refuse a model in which packed rows change each other, by the outputs in a field, with a FieldError."""
+        check_rows(model, torch.tensor(self.row_lengths))
         _check_isolation(model, field, self.input_ids.device)
 
     def keywords(self, model: object) -> dict[str, Any]:
@@ -136,34 +138,54 @@ class PackedRows:
         }
 
 
-def prepare_packing(models: Sequence[nn.Module], device: torch.device) -> None:
-    """Choose the attention of models that are trained on packed rows, and log its kernel.
+def prepare_packing(
+    models: Sequence[nn.Module],
+    device: torch.device,
+    wanted: bool | None = True,
+    *,
+    inside: Callable[[nn.Module, Callable[[], None]], None] = lambda model, call: call(),
+) -> bool:
+    """Choose the attention of models that are trained on packed rows, all of these models or none, and log which.
 
     Args:
         models: Causal language models, changed in place, and critics.
         device: Their device.
+        wanted: `trainer.packing`; None for: if all of them can, by an attention that needs no mask of T x T tokens.
+        inside: Calls a function in which a model's modules can be called.
+
+    Returns:
+        Whether rows are packed.
 
     Raises:
-        ConfigError: If a model is a vision-language one, or would let packed rows attend to each other.
+        ConfigError: If it is wanted and a model is a vision-language one, or would let packed rows attend to each
+            other.
     """
+    if wanted is False:
+        return False
+
+    def check(backbone: nn.Module) -> None:
+        _check_isolation(backbone, "last_hidden_state", device)
+
     for model in models:
-        backbone = model.backbone if isinstance(model, Critic) else getattr(model, "base_model", None)
-        if not isinstance(backbone, nn.Module) or vision_backbone(model) is not None:
-            raise ConfigError(f"trainer.packing: a {type(model).__name__} cannot be packed, only a model of text alone")
-        if use_varlen_attention(model.backbone if isinstance(model, Critic) else model):
-            config: Any = backbone.config
-            text = config.get_text_config()
-            size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-            # The dtype of passes, which the shards of a model do not have.
-            kernel = kernel_of(device, getattr(config, "dtype", None) or next(backbone.parameters()).dtype, size)
-        else:
-            kernel = "the model's own, with a block mask"
-        try:
-            _check_isolation(backbone, "last_hidden_state", device)
-        except (FieldError, ValueError) as error:
-            # A ValueError is transformers' own, of layers that cannot keep rows apart.
-            raise ConfigError(f"trainer.packing: {error}") from error
-        log.info("rows are packed: model=%s attention=%s", type(backbone).__name__, kernel)
+        if (problem := problem_of_attention(model, check, needs_kernel=wanted is None, inside=inside)) is not None:
+            name = type(model).__name__
+            if wanted:
+                raise ConfigError(f"trainer.packing: a {name} cannot be packed: {problem}")
+            log.info("rows are padded: model=%s reason=%s", name, problem)
+            return False
+    for model in models:
+        owner = model.backbone if isinstance(model, Critic) else model
+        log.info("rows are packed: model=%s attention=%s", type(owner).__name__, _kernel(owner, device))
+    return True
+
+
+def _kernel(model: Any, device: torch.device) -> str:
+    if not uses_varlen_attention(model):
+        return "the model's own, with a block mask"
+    text = model.config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # The dtype of passes, which the shards of a model do not have.
+    return kernel_of(device, getattr(model.config, "dtype", None) or next(model.parameters()).dtype, size)
 
 
 def packed_action_log_probs(
@@ -243,6 +265,7 @@ def values_by_packing(
     return values.new_zeros(action_mask.shape).masked_scatter(action_mask, values)
 
 
+@chooses_kernels
 def _log_probs(
     model: nn.Module,
     rows: PackedRows | SharedRows,
@@ -284,6 +307,7 @@ def packed_action_values(critic: Critic, experience: Experience) -> list[Tensor]
     return list(values.squeeze(-1).split(rows.num_actions))
 
 
+@chooses_kernels
 def packed_states(backbone: Any, rows: PackedRows | SharedRows) -> Tensor:
     """Return the last hidden states at the token before each action, ``(N, H)``.
 
@@ -296,6 +320,7 @@ def packed_states(backbone: Any, rows: PackedRows | SharedRows) -> Tensor:
     return states
 
 
+@without_cudnn_attention()
 @torch.no_grad()
 def _check_isolation(model: nn.Module, field: str, device: torch.device) -> None:
     """Refuse a model in which the second of two packed rows depends on the first."""

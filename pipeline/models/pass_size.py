@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import DeviceMemoryError
+from pipeline.progress import Telemetry
 
 _GPU_TOKENS = {False: 16_384, True: 8_192}
 """Most tokens of a pass on a GPU, without and with a backward pass. Without checkpointing 0.5 B parameters save 1.6 MB
@@ -50,7 +51,7 @@ def default_tokens(model: nn.Module, device: torch.device, *, backward: bool, ch
     """Return the most tokens of one pass of a model on a device.
 
     Args:
-        model: Its parameters count: 2 operations each a token, 6 with a backward pass.
+        model: The model whose parameters count: 2 operations each a token, 6 with a backward pass.
         device: The model's.
         backward: Whether a backward pass follows, for which activations are kept.
         checkpointed: Whether the backward pass computes layers again, and few activations are kept.
@@ -84,18 +85,18 @@ def training_size(
     tokens: int | None,
     packed: bool = False,
     checkpointed: bool = False,
-    on_out_of_memory: Callable[[], None],
+    telemetry: Telemetry,
 ) -> PassSize:
     """Return the bound of a trainer's micro-batches.
 
     Args:
         model: The actor.
-        device: Its device.
+        device: Device of the trainer.
         rows: `trainer.micro_batch_size`.
         tokens: `trainer.micro_batch_tokens`.
         packed: `trainer.packing`.
         checkpointed: Whether its activations are checkpointed.
-        on_out_of_memory: As for `PassSize`.
+        telemetry: Counts each time that the bound is halved.
 
     Returns:
         A bound of tokens and padding, unless rows are configured or the device is a CPU: there a bound of rows.
@@ -108,14 +109,14 @@ def training_size(
             most_tokens=most_tokens,
             most_padding=None if packed else _MOST_PADDING,
             packed=packed,
-            on_out_of_memory=on_out_of_memory,
+            telemetry=telemetry,
         )
     return PassSize(
         key,
         most_rows=rows or _CPU_ROWS,
         most_tokens=None if rows else default_tokens(model, device, backward=True),
         packed=packed,
-        on_out_of_memory=on_out_of_memory,
+        telemetry=telemetry,
     )
 
 
@@ -125,11 +126,11 @@ class PassSize:
     Args:
         key: The configuration keys that lower the bound, for the error.
         most_rows: Most rows of a pass; None for no bound.
-        most_tokens: Most tokens of a pass, padding included; None for no bound. A row longer than that is a pass of its
+        most_tokens: Most tokens of a pass, padding included; None for no bound. A longer row is a pass of its
             own.
         most_padding: Largest share of padding in a pass; None for no bound.
         packed: Whether rows are packed: a pass then has the tokens of its rows, and no padding.
-        on_out_of_memory: Called each time that the bound is halved.
+        telemetry: Counts each time that the bound is halved.
 
     Attributes:
         most_rows: As above, now.
@@ -146,14 +147,14 @@ class PassSize:
         most_tokens: int | None = None,
         most_padding: float | None = None,
         packed: bool = False,
-        on_out_of_memory: Callable[[], None] = lambda: None,
+        telemetry: Telemetry = Telemetry.none(),
     ) -> None:
         self.most_rows = most_rows
         self.most_tokens = most_tokens
         self.most_padding = most_padding
         self.packed = packed
         self._key = key
-        self._on_out_of_memory = on_out_of_memory
+        self._telemetry = telemetry
 
     def parts(
         self, lefts: Sequence[int], rights: Sequence[int], groups: Sequence[int] | None = None
@@ -211,7 +212,7 @@ class PassSize:
             )
         # A pass whose width was rounded up has more tokens than the bound by which it was cut.
         self.most_tokens = min(rows * width, self.most_tokens or rows * width) // 2
-        self._on_out_of_memory()
+        self._telemetry.out_of_memory("pass")
         log.warning("out of device memory, passes are halved from now on: rows=%d tokens=%d most_tokens=%d key=%s",
                     rows, rows * width, self.most_tokens, self._key)  # fmt: skip
 
@@ -255,12 +256,12 @@ class RowBound:
 
     Args:
         key: The configuration key that lowers the bound, for the error.
-        on_out_of_memory: Called each time that the bound is halved.
+        telemetry: Counts each time that the bound is halved.
     """
 
-    def __init__(self, key: str, on_out_of_memory: Callable[[], None]) -> None:
+    def __init__(self, key: str, telemetry: Telemetry) -> None:
         self._key = key
-        self._on_out_of_memory = on_out_of_memory
+        self._telemetry = telemetry
         self._most_rows: int | None = None
 
     def run(self, rows: int, most_rows: int | None, call: Callable[[int | None], Result]) -> Result:
@@ -291,7 +292,7 @@ class RowBound:
                 f"model.dtype = bfloat16 ({self._key} is 1 row already)"
             )
         self._most_rows = rows // 2
-        self._on_out_of_memory()
+        self._telemetry.out_of_memory("generate")
         log.warning("out of device memory, fewer rows are generated at once from now on: rows=%d most_rows=%d key=%s",
                     rows, rows // 2, self._key)  # fmt: skip
 

@@ -32,7 +32,7 @@ class ResponseRun:
         response_tokens: ``(first, end)`` of the responses' tokens in the pass.
         rows: Number of responses.
         longest: Tokens of the longest response.
-        places: ``(tokens,)`` int64, the place of each response token among rows x longest; None if all are as long.
+        indices: ``(tokens,)`` int64, the index of each response token among rows x longest; None if all are as long.
         mask: ``(longest, prompt length + longest)`` bool, True where a query attends to a key.
     """
 
@@ -42,13 +42,13 @@ class ResponseRun:
     response_tokens: tuple[int, int]
     rows: int
     longest: int
-    places: Tensor | None
+    indices: Tensor | None
     mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLayout:
-    """The places of prompts and responses in a pass.
+    """The layout of prompts and responses in a pass.
 
     Attributes:
         prompt_lengths: Tokens of each prompt; prompts of equal length are neighbours.
@@ -86,7 +86,7 @@ class PrefixLayout:
                     response_tokens=(response_start, response_end),
                     rows=len(lengths),
                     longest=longest,
-                    places=None if min(lengths) == longest else real.flatten().nonzero().squeeze(1),
+                    indices=None if min(lengths) == longest else real.flatten().nonzero().squeeze(1),
                     mask=keys <= prompt_length + columns.unsqueeze(1),
                 )
             )
@@ -103,7 +103,7 @@ def response_attention(
         query: ``(1, heads, T, size)``.
         key: ``(1, KV heads, T, size)``.
         value: As `key`.
-        layout: The places of prompts and responses in the T tokens.
+        layout: The layout of prompts and responses in the T tokens.
         scaling: Factor of the scores; None for 1 / sqrt(size).
     """
     shared = query.shape[1] // key.shape[1]
@@ -118,7 +118,7 @@ def response_attention(
         )
         by_row = output.view(*queries.shape[:3], -1)  # values may have another size than keys
         by_token = by_row.transpose(1, 2).flatten(0, 1)  # (rows x longest, heads, size)
-        outputs.append(by_token if run.places is None else by_token.index_select(0, run.places))
+        outputs.append(by_token if run.indices is None else by_token.index_select(0, run.indices))
     return outputs
 
 
@@ -134,7 +134,7 @@ def _keys(key: Tensor, run: ResponseRun) -> Tensor:
 
 def _spread(tokens: Tensor, run: ResponseRun) -> Tensor:
     """Return the tokens of the responses, ``(heads, T, size)``, as ``(rows, heads, longest, size)``, 0 in padding."""
-    if run.places is not None:
+    if run.indices is not None:
         shape = (tokens.shape[0], run.rows * run.longest, tokens.shape[2])
-        tokens = tokens.new_zeros(shape).index_copy(1, run.places, tokens)
+        tokens = tokens.new_zeros(shape).index_copy(1, run.indices, tokens)
     return tokens.view(len(tokens), run.rows, run.longest, -1).transpose(0, 1)

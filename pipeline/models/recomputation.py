@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import ConfigError
+from pipeline.models.attention_kernels import without_cudnn_attention
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ def checkpointed_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _forward(layer: Any, *arguments: Any, **keywords: Any) -> Any:
-    forward = functools.partial(type(layer).forward, layer)
+    # The same kernels both times, though a caller may begin the backward pass with others.
+    forward = without_cudnn_attention()(functools.partial(type(layer).forward, layer))
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
     # Models are trained in eval mode: no layer draws random numbers whose state must be kept.

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.inputs import accepted_keywords, position_ids_from_mask
+from pipeline.models.position_limits import check_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,6 +27,7 @@ class SequenceReward:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
+    @without_cudnn_attention()
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, **_ignored: Any) -> Tensor:
         """Return the scores of rows.
@@ -35,9 +38,13 @@ class SequenceReward:
 
         Returns:
             ``(B,)`` float32.
+
+        Raises:
+            FieldError: If the positions of a row would depend on the rows beside it.
         """
         device = self.model.device
         input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
+        check_rows(self.model, (attention_mask != 0).sum(dim=1))
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         positions = {"position_ids": position_ids_from_mask(attention_mask)}
         score = getattr(self.model, "score", None)

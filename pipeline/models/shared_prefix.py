@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, FieldError
-from pipeline.models.critic import Critic
+from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.inputs import accepted_keywords, action_columns
+from pipeline.models.position_limits import check_rows
 from pipeline.models.prefix_attention import PrefixLayout
-from pipeline.models.varlen_attention import use_varlen_attention, uses_varlen_attention
-from pipeline.models.vision_inputs import vision_backbone
+from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +89,14 @@ class SharedRows:
         position_ids: ``(1, T)`` int64, those of the tokens in their whole rows.
         before: ``(N,)`` int64, the index of the token before each action, actions in the order of the batch.
         layout: The places of prompts and responses.
+        row_lengths: ``(B,)`` int64, tokens of each row.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     before: Tensor
     layout: PrefixLayout
+    row_lengths: Tensor
 
     @classmethod
     def of_padded(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
@@ -110,18 +112,19 @@ class SharedRows:
         layout = PrefixLayout.of(prompt_lengths[firsts].tolist(), lengths, sequences.device)
         positions = (is_prompt | is_response).long().cumsum(dim=1) - 1
         chosen = [(firsts, is_prompt[firsts]), (rows, is_response[rows])]
-        # The place of a token: the start of its prompt or response in the pass, and its position there.
+        # The index of a token: the start of its prompt or response in the pass, and its position there.
         prompt_starts = layout.prompt_starts.long()
         ends = prompt_starts[-1] + response_lengths[rows].cumsum(dim=0)
         response_starts = torch.empty_like(ends).index_copy(0, rows, ends - response_lengths[rows])
-        places = positions + torch.where(
+        indices = positions + torch.where(
             is_prompt, prompt_starts[of_row].unsqueeze(1), (response_starts - prompt_lengths).unsqueeze(1)
         )
         return cls(
             input_ids=torch.cat([sequences[index][real] for index, real in chosen]).unsqueeze(0),
             position_ids=torch.cat([positions[index][real] for index, real in chosen]).unsqueeze(0),
-            before=places[columns.predicts],
+            before=indices[columns.predicts],
             layout=layout,
+            row_lengths=prompt_lengths + response_lengths,
         )
 
     def keywords(self, model: object) -> dict[str, Any]:
@@ -144,6 +147,7 @@ class SharedRows:
         Raises:
             FieldError: If it does not.
         """
+        check_rows(model, self.row_lengths)
         if model not in _shares:
             device = self.input_ids.device
             _shares[model] = uses_varlen_attention(model) and _computes_rows_alone(model, field, device)
@@ -175,8 +179,12 @@ def prepare_shared_prefix(
     """
     if wanted is False or (wanted is None and device.type != "cpu"):
         return
+
+    def check(backbone: nn.Module) -> None:
+        _example(device)[1].check(backbone, "last_hidden_state")
+
     for model in models:
-        if (problem := _problem(model, device, inside)) is not None:
+        if (problem := problem_of_attention(model, check, inside=inside)) is not None:
             name = type(model).__name__
             if wanted:
                 raise ConfigError(f"{key}: a {name} cannot share prompts: {problem}")
@@ -243,28 +251,6 @@ class _Columns:
         return cls(is_prompt, real & ~is_prompt, predicts, of_row, firsts)
 
 
-def _problem(
-    model: nn.Module, device: torch.device, inside: Callable[[nn.Module, Callable[[], None]], None]
-) -> str | None:
-    """Return the reason for which a model cannot share prompts; None if it can, and its attention is prepared then."""
-    owner = model.backbone if isinstance(model, Critic) else model
-    backbone = model.backbone if isinstance(model, Critic) else getattr(model, "base_model", None)
-    if not isinstance(backbone, nn.Module) or vision_backbone(model) is not None:
-        return "only a model of text alone can"
-    packed = uses_varlen_attention(owner)
-    if not packed and not use_varlen_attention(owner):
-        return "its attention is not sdpa over whole rows"
-    try:
-        inside(model, lambda: _example(device)[1].check(backbone, "last_hidden_state"))
-    except (FieldError, ValueError, TypeError, RuntimeError) as error:
-        if not packed:
-            restored: Any = owner
-            restored.set_attn_implementation("sdpa")
-        # One line: errors of transformers may have several.
-        return str(error).strip().partition("\n")[0]
-    return None
-
-
 def _example(device: torch.device) -> tuple[list[tuple[Tensor, int]], SharedRows]:
     """Return rows of tokens with their numbers of actions, and the same rows with shared prompts."""
     rows = [(p + r, len(r)) for p, responses in zip(_PROMPTS, _RESPONSES, strict=True) for r in responses]
@@ -277,6 +263,7 @@ def _example(device: torch.device) -> tuple[list[tuple[Tensor, int]], SharedRows
     return alone, SharedRows.of_padded(ids, mask, actions)
 
 
+@without_cudnn_attention()
 @torch.no_grad()
 def _computes_rows_alone(model: nn.Module, field: str, device: torch.device) -> bool:
     """Return whether the outputs before the actions of rows with shared prompts are those of each row alone."""

@@ -10,7 +10,9 @@ attention, for which transformers makes the block mask from the position ids.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import logging
 from collections.abc import Callable
 from itertools import groupby
@@ -21,7 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import FieldError
+from pipeline.models.critic import Critic
 from pipeline.models.prefix_attention import PrefixLayout, response_attention
+from pipeline.models.vision_inputs import vision_backbone
 
 NAME: Final = "rlhfd_varlen"
 """The attention's name in transformers' registry."""
@@ -39,7 +43,7 @@ def use_varlen_attention(model: Any) -> bool:
         model: A model of transformers, changed in place; any other model is left as it is.
 
     Returns:
-        Whether it does; False for a model whose attention is not sdpa, or slides a window.
+        Whether packed rows take this kernel; False for a model whose attention is not sdpa, or slides a window.
     """
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -59,6 +63,39 @@ def use_varlen_attention(model: Any) -> bool:
 def uses_varlen_attention(model: Any) -> bool:
     """Return whether a model's packed rows go through a kernel of this module."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+
+
+def problem_of_attention(
+    model: nn.Module,
+    check: Callable[[nn.Module], None],
+    *,
+    needs_kernel: bool = True,
+    inside: Callable[[nn.Module, Callable[[], None]], None],
+) -> str | None:
+    """Let a model's rows share a pass; return the reason for which they cannot, with the attention as it was, or None.
+
+    Args:
+        model: A causal language model, changed in place, or a critic.
+        check: Raises FieldError if rows of one pass would attend to each other in a backbone.
+        needs_kernel: Whether a model that keeps its own attention, with a block mask, cannot.
+        inside: Calls a function in which the model's modules can be called.
+    """
+    owner: Any = model.backbone if isinstance(model, Critic) else model
+    backbone = owner if isinstance(model, Critic) else getattr(model, "base_model", None)
+    if not isinstance(backbone, nn.Module) or vision_backbone(model) is not None:
+        return "only a model of text alone can"
+    was_chosen = uses_varlen_attention(owner)
+    if not was_chosen and not use_varlen_attention(owner) and needs_kernel:
+        return "its attention is not sdpa over whole rows"
+    try:
+        inside(model, lambda: check(backbone))
+    except (FieldError, ValueError, TypeError, RuntimeError) as error:
+        # The others are transformers' own, of layers that cannot keep rows apart, or take no such pass.
+        if not was_chosen and uses_varlen_attention(owner):
+            owner.set_attn_implementation("sdpa")
+        # One line: errors of transformers may have several.
+        return str(error).strip().partition("\n")[0]
+    return None
 
 
 def kernel_of(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
@@ -88,7 +125,7 @@ def varlen_attention(
     Args:
         module: The attention layer.
         query: ``(1, heads, T, size)``.
-        key: ``(1, KV heads, T, size)``; each serves as many heads as there are for one of its.
+        key: ``(1, KV heads, T, size)``; each head of keys serves an equal number of query heads.
         value: As `key`.
         attention_mask: Read in a padded pass alone.
         scaling: Factor of the scores; None for 1 / sqrt(size).
@@ -111,6 +148,9 @@ def varlen_attention(
         responses = response_attention(query, key, value, prefix_layout, scaling)
         return torch.cat([prompts[0], *responses]).unsqueeze(0), None
     if cu_seq_lens_q is None or row_lengths is None:
+        is_one_token = query.shape[2] == 1 and attention_mask is not None and attention_mask.shape[1] == 1
+        if is_one_token and not any(keywords.get(name) is not None for name in _OTHER_ATTENTION):
+            return _one_token(query, key, value, attention_mask, scaling, keywords.get("dropout", 0.0)), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         padded: tuple[Tensor, None] = sdpa_attention_forward(
@@ -118,6 +158,20 @@ def varlen_attention(
         )
         return padded
     return _causal(query, key, value, row_lengths, cu_seq_lens_q, scaling), None
+
+
+def _one_token(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
+) -> Tensor:
+    """Return the attention of one token a row to its cache, ``(rows, 1, heads, size)``.
+
+    The query heads of a KV head are more queries to it, as in `response_attention`: earlier versions of transformers
+    repeat the whole cache for them, in each layer.
+    """
+    heads = query.shape[1]
+    folded = query.reshape(len(query), key.shape[1], heads // key.shape[1], -1)
+    output = functional.scaled_dot_product_attention(folded, key, value, mask, dropout, scale=scaling)
+    return output.reshape(len(output), 1, heads, -1)
 
 
 def _causal(
@@ -155,13 +209,22 @@ def attend_by(kernel: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, int, flo
         query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
     ) -> Tensor:
         causal = (-1, 0)
+        grouped: dict[str, Any] = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
+        if not grouped and (heads := query.shape[1] // key.shape[1]) > 1:
+            key, value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
         output = varlen_attn(
-            query, key, value, starts, starts, longest, longest, scale=scaling, window_size=causal, enable_gqa=True
+            query, key, value, starts, starts, longest, longest, scale=scaling, window_size=causal, **grouped
         )
         assert isinstance(output, Tensor)
         return output
 
     return by_torch
+
+
+@functools.cache
+def _takes_groups(kernel: Callable[..., Any]) -> bool:
+    """Return whether torch's kernel lets a KV head serve several heads; that of torch 2.11 and 2.12 does not."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, row_lengths: list[int], scaling: float | None) -> Tensor:

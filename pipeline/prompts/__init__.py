@@ -1,5 +1,6 @@
 """Prompts of JSON lines, Parquet and Arrow files, as an endless sequence in which a position alone is the state.
 
+chat        chat messages in the form that a template takes
 check       all rows read once, broken ones named
 files       the files of a path, a folder or a data set by name
 lines       JSON lines

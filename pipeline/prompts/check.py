@@ -17,10 +17,10 @@ from pipeline.prompts.types import JsonValue, Message
 _ERRORS_SHOWN = 20
 
 
-class Record(NamedTuple):
-    """A row for a note: its place ``file:line:1``, its prompt and its answer."""
+class FileRow(NamedTuple):
+    """A row for a note: its location ``file:line:1``, its prompt and its answer."""
 
-    place: str
+    location: str
     prompt: str | list[Message]
     answer: JsonValue
 
@@ -52,7 +52,7 @@ def check(prompts: AnyPrompts) -> int:
     return count
 
 
-def records(prompts: AnyPrompts) -> Iterator[Record]:
+def file_rows(prompts: AnyPrompts) -> Iterator[FileRow]:
     """Yield each row in the order of the files.
 
     Raises:
@@ -65,7 +65,7 @@ def records(prompts: AnyPrompts) -> Iterator[Record]:
             for rows in opened.files:
                 for at in range(len(rows)):
                     row = opened.read(rows, at)
-                    yield Record(f"{rows.path}:{rows.line(at)}:1", row.prompt, row.answer)
+                    yield FileRow(f"{rows.path}:{rows.line(at)}:1", row.prompt, row.answer)
 
 
 def left_out(prompts: AnyPrompts) -> list[str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import array
 import bisect
+import codecs
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.model_files import LFS_POINTER
+from pipeline.config.prompts import CACHED_PREFIX
 from pipeline.errors import ConfigError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -88,7 +92,17 @@ def prompt_lines(path: Path, *, field: str = "prompts.path") -> Iterator[tuple[i
                     yield line_number, offset, line
                 offset += len(line)
     except OSError as error:
-        raise ConfigError(f"{field + ': ' if field else ''}cannot read {path}: {error.strerror}") from error
+        said = f"{field + ': ' if field else ''}cannot read {path}: {error.strerror}{_hub_advice(path, error)}"
+        raise ConfigError(said) from error
+
+
+def _hub_advice(path: Path, error: OSError) -> str:
+    """Return the advice for a path that is the name of a data set: two words, and no such folder."""
+    given = path.parts[-2:]
+    is_name = len(given) == 2 and not path.suffix and not path.parent.exists()
+    if not isinstance(error, FileNotFoundError) or not is_name:
+        return ""
+    return f"; for a data set of the hub that is in the local cache write {CACHED_PREFIX}{'/'.join(given)}"
 
 
 def lines_at_most(path: Path) -> int:
@@ -128,18 +142,105 @@ def problem_of_format(path: Path) -> str:
     """Return the problem of a file of another format as a whole, in place of one for each of its lines."""
     try:
         with path.open("rb") as file:
-            begin = file.read(_FORMAT_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
+            begin = file.read(_FORMAT_BYTES)
     except OSError:
         return ""
+    if problem := _problem_of_bytes(path, begin):
+        return problem
+    begin = begin.removeprefix(_BYTE_ORDER_MARK).lstrip()
     for magic, name in _FORMATS.items():
         if begin.startswith(magic):
             return f'the file is {name}, not JSON lines: one object like {{"prompt": "..."}} a line'
     first = begin.partition(b"\n")[0].strip()
     if first.startswith(b"[") and (first == b"[" or first.startswith(b"[{")):
         return f"the file is one JSON array, not JSON lines: jq -c '.[]' {path.name} prints it as one object a line"
+    if kind := _table_of_text(first):
+        return (
+            f"the file is {kind}, not JSON lines: pandas.read_csv(..., sep={kind.separator!r}).to_json(..., "
+            'orient="records", lines=True) writes it as one object a line'
+        )
     if first == b"{":
         return f"an object over several lines, not JSON lines: jq -c . {path.name} prints it as one object a line"
     return ""
+
+
+def text_of_file(path: Path, field: str) -> str:
+    """Return the text of a whole file.
+
+    Args:
+        path: The file.
+        field: The configuration field that names it, for the error.
+
+    Raises:
+        ConfigError: If it cannot be read, is not UTF-8, or is a pointer of Git LFS.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot read {path}: {error.strerror}") from error
+    if problem := _problem_of_bytes(path, content):
+        raise ConfigError(f"{field}: {problem}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{field}: {path} is not UTF-8: {error.reason} at byte {error.start:,}") from error
+
+
+def json_of_file(path: Path, field: str, parse: Callable[[str], Any] = json.loads) -> Any:
+    """Return the value of a JSON file.
+
+    Args:
+        path: The file.
+        field: The configuration field that names it, for the error.
+        parse: Returns the value of a JSON text, or raises ValueError.
+
+    Raises:
+        ConfigError: As `text_of_file`, or if it is not JSON.
+    """
+    text = text_of_file(path, field)
+    try:
+        return parse(text)
+    except (ValueError, RecursionError) as error:
+        kind = _table_of_text(text.partition("\n")[0].encode())
+        said = f"is {kind}, not JSON" if kind else f"is not JSON: {error}"
+        raise ConfigError(f"{field}: {path} {said}") from error
+
+
+def _problem_of_bytes(path: Path, begin: bytes) -> str:
+    """Return the problem of a file that Git LFS has not fetched or that is not UTF-8, by its begin; else empty."""
+    if begin.startswith(LFS_POINTER):
+        return f"{path} is a pointer of Git LFS without the content: run git lfs pull in its folder"
+    if encoding := _wide_encoding(begin):
+        return f"the file is {encoding}, not UTF-8: iconv -f {encoding} -t UTF-8 {path.name} prints it as UTF-8"
+    return ""
+
+
+def _wide_encoding(begin: bytes) -> str:
+    """Return UTF-32 or UTF-16 if the first bytes of a file are in it, with a byte order mark or without."""
+    if begin.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32"
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    if len(begin) < 2 or 0 not in begin[:2]:
+        return ""
+    return "UTF-16BE" if begin[0] == 0 else "UTF-16LE"
+
+
+class _TextTable(str):
+    """The name of a format with a header line and a row a line, and the character between its cells."""
+
+    separator = ","
+
+
+def _table_of_text(first: bytes) -> _TextTable | None:
+    """Return the format of a file by its first line, if that is a header of names; None for any other line."""
+    for separator, name in ((",", "CSV"), ("\t", "TSV"), (";", "CSV with semicolons")):
+        cells = first.decode("utf-8", "replace").split(separator)
+        if len(cells) > 1 and all(re.fullmatch(r"\s*\"?[^\W\d][\w .:-]*\"?\s*", cell) for cell in cells):
+            found = _TextTable(name)
+            found.separator = separator
+            return found
+    return None
 
 
 def _refuse_constant(name: str) -> None:

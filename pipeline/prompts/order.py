@@ -15,8 +15,8 @@ _MOST_PARTS = 4096
 _MIXING = 0x6D6978
 
 
-class Place(NamedTuple):
-    """The place of a position: the number of its source, and the prompt's number in the sequence of that source."""
+class SourcePosition(NamedTuple):
+    """A position as the number of its source, and the prompt's number in the sequence of that source."""
 
     source: int
     number: int
@@ -34,19 +34,19 @@ class Mixture:
         """Compute the shares.
 
         Args:
-            weights: Of each source, above 0.
+            weights: Weight of each source, above 0.
             seed: Any int.
         """
         self._seed = splitmix64((seed & _MASK_64) ^ _MIXING)
         self._shares = shares_of(weights)
         self._starts = list(itertools.accumulate(self._shares, initial=0))
 
-    def place(self, position: int) -> Place:
-        """Return the place of a position, 0 or more."""
+    def locate(self, position: int) -> SourcePosition:
+        """Return source and number of a position, 0 or more."""
         block, slot = divmod(position, self._starts[-1])
         mixed = permuted(slot, self._starts[-1], seed=self._seed, epoch=block) if len(self._shares) > 1 else 0
         source = next(number for number, start in enumerate(self._starts[1:]) if mixed < start)
-        return Place(source, block * self._shares[source] + mixed - self._starts[source])
+        return SourcePosition(source, block * self._shares[source] + mixed - self._starts[source])
 
 
 def shares_of(weights: Sequence[float]) -> list[int]:
@@ -56,7 +56,7 @@ def shares_of(weights: Sequence[float]) -> list[int]:
     rounded by the largest remainder.
 
     Args:
-        weights: Of each source, above 0.
+        weights: Weight of each source, above 0.
     """
     if len(weights) == 1:
         return [1]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from pipeline.config.prompts import PromptsConfig
 from pipeline.errors import ConfigError, PromptError
+from pipeline.prompts.chat import ChatForms, text_of
+from pipeline.prompts.lines import json_of_file
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.types import JsonValue, Message, Prompt
 
@@ -47,6 +49,16 @@ class Rendering:
     system_prompt: str | None = None
     arguments: Mapping[str, JsonValue] = field(default_factory=dict)
     tools: Sequence[JsonValue] = ()
+    _forms: dict[int, ChatForms] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def forms_of(self, tokenizer: Any) -> ChatForms:
+        """Return the forms of messages that a tokenizer's template takes; it is asked once."""
+        if id(tokenizer) not in self._forms:
+            apply = functools.partial(
+                tokenizer.apply_chat_template, add_generation_prompt=False, tokenize=False, **self.arguments
+            )
+            self._forms[id(tokenizer)] = ChatForms(apply)
+        return self._forms[id(tokenizer)]
 
 
 def rendering_of(prompts: PromptsConfig) -> Rendering:
@@ -58,12 +70,7 @@ def rendering_of(prompts: PromptsConfig) -> Rendering:
     template: Template = "chat" if prompts.needs_template else prompts.template
     tools: list[JsonValue] = []
     if prompts.tools_file is not None:
-        try:
-            tools = json.loads(prompts.tools_file.read_bytes())
-        except OSError as error:
-            raise ConfigError(f"prompts.tools_file: cannot read {prompts.tools_file}: {error.strerror}") from error
-        except ValueError as error:
-            raise ConfigError(f"prompts.tools_file: {prompts.tools_file} is not JSON: {error}") from error
+        tools = json_of_file(prompts.tools_file, "prompts.tools_file")
         if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
             raise ConfigError(f"prompts.tools_file: {prompts.tools_file} is not a list of functions, each an object")
     return Rendering(template, prompts.system_prompt, dict(prompts.template_arguments), tuple(tools))
@@ -86,7 +93,7 @@ def render(prompt: Prompt, tokenizer: Tokenizer, template: Template | Rendering 
     """
     rendering = template if isinstance(template, Rendering) else Rendering(template)
     if isinstance(prompt.prompt, str) and rendering.template != "chat":
-        token_ids = list(tokenizer(prompt.prompt)["input_ids"])
+        token_ids, _ = _encoded(prompt.prompt, tokenizer)
     elif rendering.template == "none":
         raise ConfigError(f'{prompt.named} is a list of chat messages, but prompts.template is "none"')
     else:
@@ -94,6 +101,113 @@ def render(prompt: Prompt, tokenizer: Tokenizer, template: Template | Rendering 
     if not token_ids:
         raise PromptError(f"{prompt.named} has no tokens after tokenizing")
     return token_ids
+
+
+def conversation(prompt: Prompt, response: str, tokenizer: Any, rendering: Rendering) -> list[int] | None:
+    """Return the token ids of a chat with its response as the last message; None for a text, or without a template.
+
+    Args:
+        prompt: The prompt.
+        response: The text of the response.
+        tokenizer: Tokenizer of the reader, such as a reward model.
+        rendering: The use of the chat template.
+
+    Raises:
+        PromptError: If the chat template refuses this chat.
+    """
+    is_text = isinstance(prompt.prompt, str) and rendering.template != "chat"
+    if is_text or getattr(tokenizer, "chat_template", None) is None:
+        return None
+    messages = _messages(prompt, rendering)
+    if _begins_an_answer(messages[-1]):
+        response = (text_of(messages[-1].get("content")) or "") + response
+        messages = messages[:-1]
+    elif _is_empty_answer(messages[-1]):
+        messages = messages[:-1]
+    messages = rendering.forms_of(tokenizer).adapted([*messages, {"role": "assistant", "content": response}])
+    tools = prompt.tools or list(rendering.tools)
+    return _templated(prompt, messages, tokenizer, {"tools": tools} if tools else {})
+
+
+def remarks(prompt: Prompt, tokenizer: Any, rendering: Rendering, ends: Collection[int] = ()) -> list[str]:
+    """Return the oddities at the ends of a rendered prompt, a phrase each; errors as for `render`.
+
+    Args:
+        prompt: The prompt.
+        tokenizer: As for `render`.
+        rendering: The use of the chat template.
+        ends: Tokens that end a response, beside the tokenizer's EOS.
+    """
+    ids, found = render(prompt, tokenizer, rendering), []
+    is_text = isinstance(prompt.prompt, str) and rendering.template != "chat"
+    if is_text:
+        found += _encoded(str(prompt.prompt), tokenizer)[1]
+    bos, eos = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)
+    if bos is not None and ids[:2] == [bos, bos]:
+        found.append("it begins with two BOS tokens")
+    if ids[-1] in {eos, *ends} and len(ids) > 1:
+        found.append("it ends with a token that ends responses, and each response begins behind it")
+    return found
+
+
+def special_texts(prompt: Prompt, tokenizer: Any, special: Mapping[int, str], rendering: Rendering) -> list[str]:
+    """Return the special tokens of which a chat message holds the text; the tokenizer takes it as the token.
+
+    A message of the assistant is left out, and a prompt that is a text without the chat template: their authors write
+    such tokens on purpose.
+
+    Args:
+        prompt: The prompt.
+        tokenizer: As for `render`.
+        special: The texts of the tokenizer's special tokens by id.
+        rendering: The use of the chat template.
+
+    Returns:
+        The tokens' texts, sorted.
+    """
+    if not special or (isinstance(prompt.prompt, str) and rendering.template != "chat"):
+        return []
+    given = [message for message in _messages(prompt, Rendering()) if message["role"] != "assistant"]
+    texts = [text for message in given for text in _texts_of(message.get("content"))]
+    found = set()
+    for text in texts:
+        taken = {special[token] for token in tokenizer(text, add_special_tokens=False)["input_ids"] if token in special}
+        # An unknown character is a special token too.
+        found |= {token for token in taken if token in text}
+    return sorted(found)
+
+
+def _texts_of(content: JsonValue) -> list[str]:
+    parts = content if isinstance(content, list) else [content]
+    return [text for part in parts if (text := text_of([part])) is not None]
+
+
+def _encoded(text: str, tokenizer: Any) -> tuple[list[int], list[str]]:
+    """Return the token ids of a text, and phrases about those that the tokenizer adds and that are left out."""
+    ids, found = list(tokenizer(text)["input_ids"]), []
+    bos, eos = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)
+    if bos is not None and ids[:2] == [bos, bos] and text.startswith(tokenizer.bos_token):
+        # A text that a chat template has rendered before.
+        del ids[0]
+        found.append("the text begins with the BOS token, and a second one that the tokenizer adds is left out")
+    if eos is not None and len(ids) > 1 and ids[-1] == eos:
+        own = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if list(own[-1:]) != [eos]:
+            del ids[-1]
+            found.append("an EOS token that the tokenizer adds at the end is left out")
+    return ids, found
+
+
+def _begins_an_answer(message: Message) -> bool:
+    return message["role"] == "assistant" and not message.get("tool_calls") and not _is_empty_answer(message)
+
+
+def _is_empty_answer(message: Message) -> bool:
+    if message["role"] != "assistant" or message.get("tool_calls"):
+        return False
+    content = message.get("content")
+    text = text_of(content)
+    return not content or (text is not None and not text.strip())
 
 
 def first_tokens(prompts: PromptsConfig, seed: int, tokenizer: Any) -> list[int]:
@@ -125,16 +239,32 @@ def _render_chat(prompt: Prompt, tokenizer: Any, rendering: Rendering) -> list[i
     keywords: dict[str, Any] = {**rendering.arguments}
     if tools := prompt.tools or list(rendering.tools):
         keywords["tools"] = tools
+    messages = rendering.forms_of(tokenizer).adapted(_messages(prompt, rendering))
+    keywords["add_generation_prompt"] = True
+    if _begins_an_answer(messages[-1]):
+        # The model goes on where the message ends.
+        keywords |= {"add_generation_prompt": False, "continue_final_message": True}
+    elif _is_empty_answer(messages[-1]) and len(messages) > 1:
+        messages = messages[:-1]
+    return _templated(prompt, messages, tokenizer, keywords)
+
+
+def _templated(prompt: Prompt, messages: list[Message], tokenizer: Any, keywords: dict[str, Any]) -> list[int]:
     try:
-        encoded = tokenizer.apply_chat_template(
-            _messages(prompt, rendering), add_generation_prompt=True, tokenize=True, return_dict=True, **keywords
-        )
+        encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **keywords)
     # A template is foreign code, and its error may quote the prompt. Many refuse a role, or an order of roles, that one
     # line in a million has: that costs the line and not the run.
     except Exception as error:
         bare = f"{prompt.named} does not suit the tokenizer's chat template, which raised {type(error).__name__}"
-        raise PromptError(f"{bare}: {error}", bare=bare) from error
+        whole = f"{bare}: {error}"
+        raise PromptError(whole, bare=whole if _is_literal(str(error), tokenizer.chat_template) else bare) from error
     return list(encoded["input_ids"])
+
+
+def _is_literal(text: str, template: object) -> bool:
+    """Return whether a text is a whole literal of a chat template, as of ``raise_exception('System role ...')``."""
+    sources = template.values() if isinstance(template, Mapping) else [template]
+    return bool(text) and any(f"{quote}{text}{quote}" in str(source) for source in sources for quote in "'\"")
 
 
 def _messages(prompt: Prompt, rendering: Rendering) -> list[Message]:

@@ -25,10 +25,10 @@ class ColumnNames(NamedTuple):
     """The names of a row's columns; a dot enters a column of objects.
 
     Attributes:
-        prompt: Of the prompt.
-        answer: Of the answer, which every row must have; None: "answer", in the rows that have one.
-        tools: Of the tools, in the rows that have some.
-        pass_rate: Of the pass rate, which every row must have; None: it is not read.
+        prompt: Column of the prompt.
+        answer: Column of the answer, which every row must have; None: "answer", in the rows that have one.
+        tools: Column of the tools, in the rows that have some.
+        pass_rate: Column of the pass rate, which every row must have; None: it is not read.
     """
 
     prompt: str = "prompt"
@@ -89,7 +89,7 @@ def row_of(
 
     Args:
         record: The row's columns.
-        where: Its file and line, for errors.
+        where: File and line of the row, for errors.
         names: The names of the columns.
         is_table: Whether the row is of a table, where a null in a message or tool is a key that it lacks.
 

@@ -51,7 +51,7 @@ class PromptSource:
         return sum(map(len, self._parts))
 
     def at(self, position: int) -> Prompt:
-        """Return the prompt at a place of the endless sequence.
+        """Return the prompt at a position of the endless sequence.
 
         Args:
             position: Place in the sequence, 0 or more.
@@ -65,7 +65,7 @@ class PromptSource:
         """
         if position < 0:
             raise ValueError(f"position {position} is negative")
-        which, number = self._mixture.place(position)
+        which, number = self._mixture.locate(position)
         part = self._parts[which]
         epoch, slot = divmod(number, len(part))
         index = part.index_at(slot, seed=self._seeds[which], epoch=epoch)
@@ -86,9 +86,9 @@ class Part(NamedTuple):
     """One source of prompts.
 
     Attributes:
-        source: Its path, weight and split.
+        source: Path, weight and split of the source.
         field: The configuration field that names it.
-        names: Its columns.
+        names: Columns of the source.
         least: Minimum characters of a prompt.
         most: Maximum characters of a prompt; None for no maximum.
         least_rate: Minimum pass rate of a prompt.
@@ -107,7 +107,7 @@ class Part(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Its weight."""
+        """The weight of the source."""
         return self.source.weight
 
     @property
@@ -169,7 +169,7 @@ class OpenedPart:
         return self._starts[-1] if self._kept is None else len(self._kept)
 
     def index_at(self, slot: int, *, seed: int, epoch: int) -> int:
-        """Return the place, among all rows, of the prompt at a slot of an epoch."""
+        """Return the index, among all rows, of the prompt at a slot of an epoch."""
         if epoch or self._easiest_first is None:
             return self.index_of(permuted(slot, len(self), seed=seed, epoch=epoch))
         # A negative epoch is that of no other permutation of the seed.
@@ -180,7 +180,7 @@ class OpenedPart:
         )
 
     def index_of(self, number: int) -> int:
-        """Return the place of a prompt among all rows, those left out included."""
+        """Return the index of a prompt among all rows, those left out included."""
         return number if self._kept is None else self._kept[number]
 
     def rows_at(self, index: int) -> tuple[Rows, int]:

@@ -15,9 +15,9 @@ class Prompt:
     """One element of the endless sequence.
 
     Attributes:
-        position: Place in the sequence, from 0.
+        position: Number in the sequence, from 0.
         epoch: Number of passes over all prompts of its source before this one.
-        index: Place of the prompt in its source, from 0, blank lines not counted.
+        index: Number of the prompt in its source, from 0, blank lines not counted.
         prompt: The text, or the chat messages.
         answer: Argument ``gt_answer`` of the reward functions; None if the file has none.
         images: Paths of the prompt's images, in the prompt's order.
@@ -39,11 +39,11 @@ class Prompt:
     tools: list[JsonValue] | None = None
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """File and line, as ``prompts.jsonl:37``; empty if the prompt is from no file."""
         return f"{self.file}:{self.line}" if self.file else ""
 
     @property
     def named(self) -> str:
-        """The prompt at the start of a message: its place, or its number."""
-        return f"{self.place}: the prompt" if self.file else f"prompt {self.index}"
+        """The prompt at the start of a message: its location, or its number."""
+        return f"{self.location}: the prompt" if self.file else f"prompt {self.index}"

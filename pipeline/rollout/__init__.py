@@ -4,22 +4,27 @@ environment      rows of several turns: environments in processes, and the turns
 evaluation       held-out prompts, sampled and scored alone
 first_rollouts   rollouts before the first ticket, so that a broken reward ends the start
 generation       engines behind one interface
+hooks            optional behaviour beside a worker's tickets
 insert_gate      checks of a rollout before it is sealed
 loader           loading of a worker's models, reward and engine, tried on one prompt
 maker            `NaiveExperienceMaker`: prompts to Experience, PPO and GRPO
 metrics          a worker's metrics
 model_passes     forward passes over sampled rows: log-probs, values, rewards
 process          the worker process
-progress         heartbeats with the numbers of rows and tokens done; tokens counted as they are sampled
 prompt_batch     prompts with their sampling parameters, requests to an engine and the rows of its responses
 ray              the gateway to Ray actors that hold the models; the only import of ray
 remote           a worker's models on another machine, without Ray's part
+response_text    the text of a response for rewards and environments
 reward           reward functions, in processes that can be killed
 roll_stream      tickets one at a time, for a roller whose calls block
 roller           the interface to the models; prompts rendered, padded, passed to the maker
 rows             prompts and responses as rows of a batch
 sample_recorder  sampled rollouts, recorded for people to read
+sampled_tokens   response tokens counted as they are sampled
+sampling         sampling parameters of rollouts and held-out prompts, with the tokens that end a response
 shaping          rewards, advantages and further fields by configuration
+sleep            the engine's turns on a card that a trainer shares
+start_check      the findings of a start without weights, for `rlhfd config check`
 ticket_stream    streams of tickets: several rollouts in hand
 vision_prompts   prompts with images
 worker           the worker's decisions: ticket, weights, message

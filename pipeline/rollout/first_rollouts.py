@@ -1,18 +1,90 @@
-"""Rollouts before the first ticket: what would fail each of them ends the start."""
+"""Prompts and rollouts before the first ticket: what would fail each of them ends the start, what is odd is noted."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from pipeline.config.evaluation import held_out
 from pipeline.config.lengths import extent_bytes_bound
+from pipeline.config.model_files import end_token_ids
+from pipeline.config.schema import Config
 from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
+from pipeline.prompts.rendering import Rendering, remarks, render, rendering_of, special_texts
+from pipeline.prompts.source import PromptSource
 from pipeline.rollout.roller import LocalRoller
 
-_TRIED_PROMPTS = 64
+log = logging.getLogger(__name__)
+
+_NOTED_PROMPTS = 16
+_SHOWN_TOKENS = 8
+_SEARCHED_PROMPTS = 256
+TRIED_PROMPTS = 64
+"""Prompts of which one must be usable."""
 _TRIED_ROLLOUTS = 3
 _TRIED_TOKENS = 16
+
+
+def note_first_prompts(config: Config, tokenizer: Any) -> None:
+    """Log the ends of the first rendered prompt, of training and of each held-out file; warn of odd ones.
+
+    A message that holds the text of a special token is odd too.
+
+    Args:
+        config: The instance's.
+        tokenizer: The actor's.
+    """
+    rendering = rendering_of(config.prompts)
+    ends = set(itertools.chain.from_iterable(end_token_ids(Path(config.model.actor)).values()))
+    of_evaluation = [held_out(config, file) for file in config.evaluation.files]
+    for section in (config.prompts, *of_evaluation):
+        found: list[str] = []
+        with contextlib.closing(PromptSource(section, config.daemon.seed)) as source:
+            for position in range(min(_NOTED_PROMPTS, len(source))):
+                prompt = source.at(position)
+                # Another problem of a prompt is found where it is rolled out.
+                with contextlib.suppress(PromptError, ConfigError):
+                    found = remarks(prompt, tokenizer, rendering, ends)
+                    if found or not position:
+                        _log_ends(render(prompt, tokenizer, rendering), prompt.location, found, tokenizer, config)
+                if found:
+                    break
+            _warn_of_special_texts(source, tokenizer, rendering)
+
+
+def _warn_of_special_texts(source: PromptSource, tokenizer: Any, rendering: Rendering) -> None:
+    """Warn if messages of the first prompts hold the text of special tokens: such a text ends or begins a turn."""
+    special = {number: token.content for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+               if token.special}  # fmt: skip
+    first, tokens = "", set[str]()
+    searched, number = min(_SEARCHED_PROMPTS, len(source)), 0
+    for position in range(searched):
+        with contextlib.suppress(PromptError, ConfigError):
+            prompt = source.at(position)
+            if found := special_texts(prompt, tokenizer, special, rendering):
+                first, number = first or prompt.location, number + 1
+                tokens.update(found)
+    if number:
+        log.warning("messages hold the text of special tokens, which the tokenizer takes as these tokens: "
+                    "prompts=%d of=%d first=%s tokens=%s", number, searched, first, sorted(tokens))  # fmt: skip
+
+
+def _log_ends(ids: list[int], location: str, found: list[str], tokenizer: Any, config: Config) -> None:
+    first, last = ids[:_SHOWN_TOKENS], ids[-_SHOWN_TOKENS:]
+    text = f" ends_with={tokenizer.decode(last)!r}" if config.daemon.log_texts else ""
+    if found:
+        log.warning("a rendered prompt has odd ends: %s: prompt=%s tokens=%d first_ids=%s last_ids=%s%s",
+                    "; ".join(found), location, len(ids), first, last, text)  # fmt: skip
+    else:
+        log.info("a prompt is rendered: prompt=%s tokens=%d first_ids=%s last_ids=%s%s",
+                 location, len(ids), first, last, text)  # fmt: skip
 
 
 def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
@@ -33,7 +105,7 @@ def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
     """
     refused: list[RewardError | FieldError] = []
     set_aside: PromptError | None = None
-    for position in range(_TRIED_PROMPTS):
+    for position in range(TRIED_PROMPTS):
         try:
             rolled = roller.roll(position, 1, response_tokens=_TRIED_TOKENS)
             if rolled.fault is not None:
@@ -62,7 +134,7 @@ def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
     if refused:
         raise refused[-1]
     assert set_aside is not None
-    message = f"prompts.path: none of the first {_TRIED_PROMPTS} prompts can be rolled out, the last one:"
+    message = f"prompts.path: none of the first {TRIED_PROMPTS} prompts can be rolled out, the last one:"
     raise ConfigError(f"{message} {set_aside}", bare=f"{message} {set_aside.bare}")
 
 

@@ -29,7 +29,7 @@ from pipeline.runtime.messages import FaultReason
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Why experience is refused.
+    """The reason for which experience is refused.
 
     Attributes:
         reason: The label it is counted under.

@@ -9,9 +9,8 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,7 +25,6 @@ from pipeline.models.float32_logits import compute_in_float32, use_float32_logit
 from pipeline.models.loading import (
     load_actor,
     load_critic,
-    load_reward_model,
     outline_of_actor,
     refuse_large_tokenizer,
     sees_images,
@@ -36,21 +34,25 @@ from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.models.weights.probe import answer, check, tolerance_nats_a_token
 from pipeline.models.weights.store import joined
+from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import first_tokens, rendering_of
 from pipeline.prompts.source import PromptSource
-from pipeline.prompts.types import Prompt
 from pipeline.rollout.environment.pool import EnvironmentPool
 from pipeline.rollout.environment.turns import TurnSettings
-from pipeline.rollout.evaluation.roller import EvaluationRoller
+from pipeline.rollout.evaluation.roller import evaluation_rollers
 from pipeline.rollout.first_rollouts import refuse_broken_reward
-from pipeline.rollout.generation.engine_probe import Judging, ModelProbe, PublishedProbe, Verdict
+from pipeline.rollout.generation.engine_probe import Judging, ModelProbe, PublishedProbe
 from pipeline.rollout.generation.engines import as_stream, load_engine
+from pipeline.rollout.generation.vllm.engine import begin as begin_vllm
 from pipeline.rollout.generation.weights import EngineWeights, ModelWeights, WorkerWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
+from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.roller import LocalRoller
+from pipeline.rollout.roller import LocalRoller, PromptReader
+from pipeline.rollout.sampling import sampling_of
 from pipeline.rollout.shaping import shaping_of
 from pipeline.rollout.vision_prompts import VisionPrompts
 from pipeline.storage.weights_header import Probe, WeightsVersion
@@ -60,37 +62,11 @@ _ANY_TOKENS = (0, 1)
 
 log = logging.getLogger(__name__)
 
-RowCallback = Callable[[Sequence[float] | None], None]
-"""Called with the parts of each row's reward, in the order of rows; None for a row without a reward."""
-
-
-class Telemetry(Protocol):
-    """Progress callbacks: `RolloutMetrics` locally, `NodeTelemetry` remotely."""
-
-    def activity(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that counts the time of its block for an activity."""
-
-    def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
-        """Write a heartbeat; show the progress of the stage if `rows` is above 0, and count tokens."""
-
-    def sampled(self, tokens: int) -> None:
-        """Count the response tokens of ended requests, except for those that a heartbeat has counted."""
-
-    def out_of_memory(self, during: str) -> None:
-        """Count a call that ran out of the device's memory."""
-
-    def reward_errored(self, reason: str) -> None:
-        """Count a row without a reward."""
-
-    def engine_judged(self, verdict: Verdict, gaps: Sequence[float]) -> None:
-        """Count a probe of the engine, and the differences of its log-probs in nats a token."""
-
 
 def load_roller(
     config: Config,
     tokenizer: Any,
     telemetry: Telemetry,
-    on_row: RowCallback,
     *,
     texts: bool,
     device: torch.device | None = None,
@@ -101,8 +77,7 @@ def load_roller(
     Args:
         config: The instance's.
         tokenizer: The actor's.
-        telemetry: Receives progress.
-        on_row: Called with the parts of each reward.
+        telemetry: Receives progress and events.
         texts: Whether the error may quote the message of a reward function.
         device: The models'; None for this process's.
         before_engine: Called before the engine takes memory of the card.
@@ -113,15 +88,38 @@ def load_roller(
     Raises:
         ConfigError: If one cannot be loaded, or the reward function does not return one finite number a row.
     """
+    with contextlib.ExitStack() as undone:
+        roller = _load(config, tokenizer, telemetry, texts, device, before_engine, undone)
+        undone.pop_all()
+    return roller
+
+
+def _load(
+    config: Config,
+    tokenizer: Any,
+    telemetry: Telemetry,
+    texts: bool,
+    device: torch.device | None,
+    before_engine: Callable[[], None],
+    undone: contextlib.ExitStack,
+) -> LocalRoller:
+    """Load as `load_roller` does; `undone` closes what an error leaves behind."""
     takes_images = sees_images(config.model.actor)
     refuse_environment_for_images(config, takes_images=takes_images)
     vision = VisionPrompts(config.model.actor, tokenizer) if takes_images else None
     # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
     # functions' processes are forks of this one as long as it has no GPU.
-    functions = reward_functions(config, tokenizer, telemetry, on_row) if config.rollout.reward_functions else None
-    environment = load_environment(config, telemetry.beat)
+    functions = reward_functions(config, tokenizer, telemetry) if config.rollout.reward_functions else None
+    if isinstance(functions, RewardPool):
+        undone.callback(functions.close)
+    environment = load_environment(config, tokenizer, telemetry)
+    if environment is not None:
+        undone.callback(environment.pool.close)
     device = device or process_device()
-    reward = load_reward(config, device, functions)
+    # After the forks, which would hold its link open.
+    if (begun := begin_vllm(config, device)) is not None:
+        undone.callback(begun.close)
+    reward = load_reward(config, tokenizer, device, functions)
     tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
     whole = functools.partial(load_actor, config.model.actor, dtype=config.model.dtype)
     holds_actor = worker_holds_actor(config)
@@ -132,11 +130,6 @@ def load_roller(
         holds_actor = True
     actor = whole(device=device) if holds_actor else outline_of_actor(config.model.actor, dtype=config.model.dtype)
     reference = load_reference(config, actor, device)
-    # Without the actor the reference alone computes logits here.
-    if (measured := actor if holds_actor else reference) is not None:
-        in_float32 = with_float32_logits(config, measured, tokens, device)
-        if in_float32 and reference is not None and reference is not measured:
-            compute_in_float32(reference)
     critic = None
     if config.rollout.algorithm == "ppo":
         critic = (
@@ -147,6 +140,12 @@ def load_roller(
     refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
     # After the critic, which is made of the unadapted backbone.
     adapt(actor, config.model, seed=config.daemon.seed)
+    # After the adapters, as in the trainer: that of the head is float32 too. Without the actor the reference alone
+    # computes logits here.
+    if (measured := actor if holds_actor else reference) is not None:
+        in_float32 = with_float32_logits(config, measured, tokens, device)
+        if in_float32 and reference is not None and reference is not measured:
+            compute_in_float32(reference)
     of_critic = joined({} if critic is None else {"critic": critic.state_dict()})
     rollout = config.rollout
     share_prompts(config, actor, reference, device)
@@ -158,12 +157,11 @@ def load_roller(
         actor,
         directory=Path(config.model.actor),
         device=device,
-        on_progress=telemetry.beat,
+        telemetry=telemetry,
         config=config,
+        begun=begun,
     )
-    engine = as_stream(
-        loaded, most_rows=rollout.inference_batch_size, on_out_of_memory=lambda: telemetry.out_of_memory("generate")
-    )
+    engine = as_stream(loaded, most_rows=rollout.inference_batch_size, telemetry=telemetry)
     if rollout.deterministic and not getattr(engine, "deterministic", False):
         log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
                     rollout.engine, device)  # fmt: skip
@@ -186,11 +184,9 @@ def load_roller(
         # The insert gate checks all values, and refused rows are kept in quarantine.
         refuse_not_finite=False,
         width_multiple=config.trainer.width_multiple,
-        stage=telemetry.activity,
-        on_progress=telemetry.beat,
-        on_out_of_memory=telemetry.out_of_memory,
+        telemetry=telemetry,
     )
-    judging = judging_of(config, actor, telemetry.engine_judged)
+    judging = judging_of(config, actor, telemetry)
     weights: WorkerWeights
     if holds_actor:
         probe = ModelProbe(actor, tokens or _ANY_TOKENS, device, row_tokens=config.lengths.row, judging=judging)
@@ -209,49 +205,38 @@ def load_roller(
         lengths=config.lengths,
         vocabulary=actor.config.get_text_config().vocab_size,
         template=rendering_of(config.prompts),
-        generate_kwargs={
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "stop_token_ids": rollout.stop_token_ids,
-        },
+        sampling=sampling_of(config, tokenizer, actor.config.get_text_config().vocab_size),
         vision=vision,
-        log_texts=config.daemon.log_texts,
+        turns=environment,
+        readers=prompt_readers(functions, reward),
+        group_size=config.group_size,
+        new_evaluations=evaluation_rollers(maker, config),
+        telemetry=telemetry,
     )
-    roller.turns = environment
-    roller.evaluations = [EvaluationRoller(roller, maker, config, file) for file in range(len(config.evaluation.files))]
-    watch(roller, config, telemetry, functions)
-    with contextlib.ExitStack() as undone:
-        undone.callback(roller.close)
-        try:
-            refuse_broken_reward(roller, config.row_bytes)
-        except RewardError as error:
-            if environment is not None and (failed := environment.pool.problem) is not None:
-                text = failed.text if texts else failed.bare
-                raise ConfigError(f"rollout.environment: {text}, prompt {roller.last_place}") from error
-            problem = None if functions is None else functions.problem
-            message = (
-                error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
-            )
-            raise ConfigError(f"rollout.reward_functions: {message}, prompt {roller.last_place}") from error
-        undone.pop_all()
+    undone.callback(roller.close)
+    try:
+        refuse_broken_reward(roller, config.row_bytes)
+    except RewardError as error:
+        if environment is not None and (failed := environment.pool.problem) is not None:
+            text = failed.text if texts else failed.bare
+            raise ConfigError(f"rollout.environment: {text}, prompt {roller.last_location}") from error
+        problem = None if functions is None else functions.problem
+        message = (
+            error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
+        )
+        raise ConfigError(f"rollout.reward_functions: {message}, prompt {roller.last_location}") from error
     return roller
 
 
-def watch(
-    roller: LocalRoller, config: Config, telemetry: Telemetry, functions: FunctionReward | RewardPool | None
-) -> None:
-    """Have a roller, and those of its held-out files, show their stages and name the prompts of reward problems."""
-    sizes = [config.group_size, *(config.evaluation.num_generations for _ in roller.evaluations)]
-    for one, group_size in zip((roller, *roller.evaluations), sizes, strict=True):
-        one.stage = telemetry.activity
-        one.on_sampled = telemetry.sampled
-        if functions is not None and functions.problems is not None:
-            one.on_prompts = functools.partial(_begin_prompts, functions.problems, group_size)
-
-
-def _begin_prompts(problems: RewardProblems, group_size: int, prompts: Sequence[Prompt]) -> None:
-    problems.begin([prompt.place for prompt in prompts], group_size)
+def prompt_readers(functions: FunctionReward | RewardPool | None, reward: Any) -> list[PromptReader]:
+    """Return the parts of a reward that are told the prompts of the rows that they score next."""
+    readers: list[PromptReader] = []
+    if functions is not None and functions.problems is not None:
+        problems = functions.problems
+        readers.append(lambda prompts, group_size: problems.begin([prompt.location for prompt in prompts], group_size))
+    if isinstance(model := getattr(reward, "reward_model", reward), OwnTokenizerReward):
+        readers.append(model.begin)
+    return readers
 
 
 def refuse_environment_for_images(config: Config, *, takes_images: bool) -> None:
@@ -264,7 +249,7 @@ def refuse_environment_for_images(config: Config, *, takes_images: bool) -> None
         raise ConfigError("rollout.environment: model.actor takes images, and an environment is for text alone")
 
 
-def load_environment(config: Config, on_progress: Callable[[], None]) -> TurnSettings | None:
+def load_environment(config: Config, tokenizer: Any, telemetry: Telemetry) -> TurnSettings | None:
     """Return the environments of a configuration, which have been imported; None if it names none.
 
     Raises:
@@ -278,15 +263,15 @@ def load_environment(config: Config, on_progress: Callable[[], None]) -> TurnSet
         rollout.environment,
         timeout_s=rollout.environment_timeout_s,
         processes=rollout.environment_processes,
-        on_progress=on_progress,
-        log_texts=config.daemon.log_texts,
+        telemetry=telemetry,
     )
     try:
         pool.wait_ready()
     except RlhfdError:
         pool.close()
         raise
-    return TurnSettings(pool, rollout.max_turns, rollout.max_turn_tokens)
+    text = ResponseText(tokenizer, hidden_ids(config, tokenizer))
+    return TurnSettings(pool, rollout.max_turns, rollout.max_turn_tokens, text)
 
 
 def load_reference(config: Config, actor: Any, device: torch.device) -> Any:
@@ -322,11 +307,11 @@ def with_float32_logits(config: Config, model: Any, tokens: Sequence[int], devic
     )
 
 
-def judging_of(config: Config, actor: Any, on_judged: Callable[[Verdict, Sequence[float]], None]) -> Judging:
+def judging_of(config: Config, actor: Any, telemetry: Telemetry) -> Judging:
     """Return how the engine's probe of a configuration is judged."""
     rollout = config.rollout
     limit_nats = rollout.engine_gap_nats or tolerance_nats_a_token(next(actor.parameters()).dtype)
-    return Judging(limit_nats, rollout.engine_gap_action, on_judged)
+    return Judging(limit_nats, rollout.engine_gap_action, telemetry)
 
 
 def weights_check(actor: Any, tokens: Sequence[int], device: torch.device) -> Callable[[WeightsVersion], None]:
@@ -340,11 +325,13 @@ def weights_check(actor: Any, tokens: Sequence[int], device: torch.device) -> Ca
     return check_fetched
 
 
-def load_reward(config: Config, device: torch.device, functions: FunctionReward | RewardPool | None) -> Any:
+def load_reward(
+    config: Config, tokenizer: Any, device: torch.device, functions: FunctionReward | RewardPool | None
+) -> Any:
     """Return the configured reward model, or the functions, or the sum of both."""
     if config.model.reward is None:
         return functions
-    model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
+    model = reward_model_of(config, tokenizer, device)
     if functions is None:
         return model
     return SummedReward(model, functions)
@@ -354,31 +341,35 @@ class SummedReward:
     """The sum of a reward model's score and of the functions'.
 
     Attributes:
+        reward_model: The reward model.
         model: The reward model's network, which bounds the rows of a call.
         labels: Names of the parts: those of the functions, and "model".
         parts: ``(B, parts)`` float32, of the last call, before weights.
+        exact: ``(B,)`` float64, the sums of the last call.
     """
 
     def __init__(self, reward_model: SequenceReward, functions: FunctionReward | RewardPool) -> None:
         self.model = reward_model.model
-        self._reward_model = reward_model
+        self.reward_model = reward_model
         self._functions = functions
+        # The model's score stands alone where no function applies.
+        functions.may_be_absent = True
         self.labels = [*functions.labels, "model"]
         self.parts = torch.empty(0, len(self.labels))
+        self.exact = torch.empty(0, dtype=torch.float64)
 
     def __call__(
         self, *, vision: VisionRows | None = None, columns: Sequence[Mapping[str, Any]] | None = None, **row: Any
     ) -> torch.Tensor:
         """Return the sums, ``(B,)``; arguments as for a `FunctionReward`."""
-        scores = self._reward_model(**row)
-        found = self._functions(**row, vision=vision, columns=columns)
+        scores = self.reward_model(**row)
+        self._functions(**row, vision=vision, columns=columns)
         self.parts = torch.cat([self._functions.parts, scores.float().cpu().unsqueeze(1)], dim=1)
-        return scores + found.to(scores.device)
+        self.exact = scores.double().cpu() + self._functions.exact
+        return self.exact.float().to(scores.device)
 
 
-def reward_functions(
-    config: Config, tokenizer: Any, telemetry: Telemetry, on_row: RowCallback = lambda parts: None
-) -> FunctionReward | RewardPool:
+def reward_functions(config: Config, tokenizer: Any, telemetry: Telemetry) -> FunctionReward | RewardPool:
     """Return the reward functions, in processes that can be killed unless all are this package's own.
 
     A heartbeat is written once a row.
@@ -388,33 +379,33 @@ def reward_functions(
     """
     rollout = config.rollout
     settings = reward_settings(config)
-    problems = RewardProblems(log_texts=config.daemon.log_texts)
     if not rollout.reward_timeout_s or all(name.startswith("pipeline.") for name in rollout.reward_functions):
         loaded = [load_reward_function(name, settings) for name in rollout.reward_functions]
         return FunctionReward(
             loaded,
             tokenizer,
-            telemetry.beat,
-            on_row,
+            telemetry,
             weights=weights_of(config),
             timeout_s=rollout.reward_timeout_s,
             labels=labels_of(rollout.reward_functions),
-            problems=problems,
-            on_problem=telemetry.reward_errored,
+            text=ResponseText(tokenizer, hidden_ids(config, tokenizer)),
+            problems=RewardProblems(telemetry),
         )
     pool = RewardPool(
         rollout.reward_functions,
         config.model.actor,
         timeout_s=rollout.reward_timeout_s,
         processes=rollout.reward_processes,
-        on_problem=telemetry.reward_errored,
-        on_progress=telemetry.beat,
-        on_row=on_row,
-        problems=problems,
+        telemetry=telemetry,
         may_fork=True,
         settings=settings,
         weights=weights_of(config),
         labels=labels_of(rollout.reward_functions),
+        hidden=hidden_ids(config, tokenizer),
     )
-    pool.wait_ready()
+    try:
+        pool.wait_ready()
+    except RlhfdError:
+        pool.close()
+        raise
     return pool

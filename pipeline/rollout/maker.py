@@ -19,18 +19,26 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.advantage_estimators import AdvantageInputs
-from pipeline.experience.advantages import action_rewards, coati_action_rewards, coati_kl, generalized_advantages, k3_kl
+from pipeline.experience.advantages import (
+    SCORE_CLIP,
+    action_rewards,
+    coati_action_rewards,
+    coati_kl,
+    generalized_advantages,
+    k3_kl,
+    placed_scores,
+)
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.experience.vision_rows import VisionRows, take_vision
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.lora import without_adapters
 from pipeline.models.pass_size import PassSize, RowBound
 from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
+from pipeline.progress import Telemetry
 from pipeline.rollout.generation.hf_generate import ActorGenerator
-from pipeline.rollout.generation.interface import ResponseGenerator, Responses
+from pipeline.rollout.generation.interface import ResponseGenerator, Responses, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
 from pipeline.rollout.model_passes import ModelPasses, eval_mode
-from pipeline.rollout.progress import with_numbers
 from pipeline.rollout.prompt_batch import PromptBatch, read_sampling
 from pipeline.rollout.reward.parts import RewardParts, repeated
 from pipeline.rollout.rows import Rows, check_prompts, check_tokens, rows_with_reward
@@ -75,7 +83,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             passed only if its signature names them (`pipeline.rollout.reward.functions.vision_keywords`).
         initial_model: The reference model, called as the actor for ``.logits``; None only if `kl_coef` is 0. If it is
             the actor itself, it is called without its LoRA adapters.
-        tokenizer: Its pad and eos token ids are used; eos replaces a missing pad.
+        tokenizer: The tokenizer whose pad and eos token ids are used; eos replaces a missing pad.
         kl_coef: Weight of the KL term in the reward.
         gamma: Discount of GAE.
         lam: Lambda of GAE.
@@ -87,7 +95,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         compat: "coati" for the value position, the reward placement and the per-action kl of the original, to
             reproduce its runs: values are the last A columns of the right-padded rows, the score is added to every
             action, and kl is exp(k) - 1 - k. None for the correct formulas.
-        temperature: Of sampling and of all log-probs, unless a call of `make_experience` passes one.
+        temperature: Temperature of sampling and of all log-probs, unless a call of `make_experience` passes one.
         generator: An engine that samples in place of the actor; None to sample with the actor.
         reuse_sampling_log_probs: Take `action_log_probs` from the engine if it returns them, which saves a forward
             pass of the actor. In float32 they differ from the trainer's by rounding alone (mostly 1e-6); in bfloat16
@@ -100,10 +108,8 @@ class NaiveExperienceMaker(ExperienceMaker):
             else 1.
         shaping: Rewards, advantages and further fields of a configuration; the default is GRPO's and PPO's own.
         seed: Seed of the calls of `make_experience` that pass none; None for a seed from the operating system.
-        stage: Called with the name of each stage, "generate", "reward", "logprob", "ref_logprob" or "value"; the
-            returned context manager is entered around the stage.
-        on_progress: Called once a token or mini-batch, with the keywords of `ReportsProgress` that its signature has.
-        on_out_of_memory: Called with "generate" or "pass" when one runs out of the device's memory and is halved.
+        telemetry: Told of each token and mini-batch, of the activities "generate", "reward", "logprob", "ref_logprob"
+            and "value", and of calls that run out of the device's memory.
 
     Raises:
         FieldError: If an argument is invalid, or one that the algorithm requires is missing.
@@ -158,9 +164,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         width_multiple: int | None = None,
         shaping: Shaping = Shaping(),  # noqa: B008 - immutable
         seed: int | None = None,
-        stage: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
-        on_progress: Callable[..., None] = lambda: None,
-        on_out_of_memory: Callable[[str], None] = lambda during: None,
+        telemetry: Telemetry = Telemetry.none(),
     ) -> None:
         super().__init__(actor, critic, reward_model, initial_model)
         if use_grpo and num_generation < 2:
@@ -195,11 +199,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.refuse_not_finite = refuse_not_finite
         self.width_multiple = width_multiple
         self.shaping = shaping
-        self._stage = stage
-        self._on_progress = on_progress
-        self._on_out_of_memory = on_out_of_memory
+        self._telemetry = telemetry
         self._sizes: WeakKeyDictionary[nn.Module, PassSize] = WeakKeyDictionary()
-        self._row_bound = RowBound("rollout.inference_batch_size", functools.partial(on_out_of_memory, "generate"))
+        self._row_bound = RowBound("rollout.inference_batch_size", telemetry)
         self._seeds = torch.Generator()
         if seed is None:
             self._seeds.seed()
@@ -247,9 +249,13 @@ class NaiveExperienceMaker(ExperienceMaker):
             gt_answer: Ground truth passed to the reward model, one element a prompt; None for a list of None.
             columns: Further columns of the prompts, one element a prompt, for a reward model that names them.
             **generate_kwargs: `max_length` (required; columns of prompt and response together), `stop_token_ids` (an
-                int is one stop token, a list of ints ONE stop sequence, a list of lists are alternatives; None or []
-                ends at eos), `temperature`, `top_p`, `top_k`, `do_sample`, `seed` (sampling depends on no other state),
-                `use_cache`, `eos_token_id`, `pad_token_id`; and for a vision-language prompt, whose image tokens are
+                int is one stop token, a list of ints ONE stop sequence, as in coati, a list of lists are alternatives;
+                None or [] ends at eos; in `rollout.stop_token_ids` of a daemon a list of ints are alternatives),
+                `stop_strings` (texts of which each ends a response, as `pipeline.rollout.generation.stop_strings` says;
+                in several calls a `StopStrings` saves the reading of the vocabulary), `temperature`, `top_p`, `top_k`,
+                `do_sample`, `seed` (sampling depends on no other state), `use_cache`, `eos_token_id` (default: the
+                tokenizer's and those of the actor's `generation_config`), `pad_token_id`;
+                and for a vision-language prompt, whose image tokens are
                 in `input_ids` already, `pixel_values`, `image_grid_thws`, `pixel_values_videos`, `video_grid_thws`,
                 `image_num`, `video_num` ((prompts,); if omitted, each prompt has one or none has any, unless grids are
                 a list) and `raw_images`, as in `ExperienceVL`; grids may be named as in transformers. Other keywords
@@ -268,59 +274,72 @@ class NaiveExperienceMaker(ExperienceMaker):
                 actor's vocabulary.
             RewardError: If a score is not a finite number; with `drop_errored`, if no row is left.
         """
-        batch = self.begin(input_ids, attention_mask, gt_answer, columns=columns, **generate_kwargs)
-        with eval_mode(self.actor), self._stage("generate"):
-            responses = batch.generate(self._engine(batch.extra), self._row_bound, self.inference_batch_size)
+        check_prompts(input_ids, attention_mask)
+        vision = take_vision(generate_kwargs, input_ids)
+        sampling, extra = read_sampling(
+            {"eos_token_id": self._ends(), **generate_kwargs},
+            input_ids.shape[1],
+            self.tokenizer,
+            temperature=self.temperature,
+            seeds=self._seeds,
+        )
+        batch = self.begin(input_ids, attention_mask, sampling, gt_answer, columns=columns, vision=vision)
+        with eval_mode(self.actor), self._telemetry.activity("generate"):
+            responses = batch.generate(self._engine(extra), self._row_bound, self.inference_batch_size)
         return self.finish(batch, responses)
 
     def begin(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
+        sampling: Sampling,
         gt_answer: Any = None,
         *,
         columns: Sequence[Mapping[str, Any]] | None = None,
-        **generate_kwargs: Any,
+        vision: VisionRows | None = None,
     ) -> PromptBatch:
-        """Check prompts and return them with their sampling parameters.
+        """Return prompts that are padded on the left with their sampling parameters.
 
         A caller with an engine of its own submits the batch's requests, and passes their responses to `finish`.
 
         Args:
             input_ids: As for `make_experience`.
             attention_mask: As for `make_experience`.
+            sampling: The sampling parameters.
             gt_answer: As for `make_experience`.
             columns: As for `make_experience`.
-            **generate_kwargs: As for `make_experience`.
+            vision: Images and videos of each prompt; None if no prompt has any.
 
         Returns:
             The batch, on the CPU.
 
         Raises:
-            ShapeError: As `make_experience`.
-            FieldError: As `make_experience`, for prompts and keywords.
+            ShapeError: If answers or columns are not one a prompt.
+            FieldError: If pixels, grids and image tokens do not match.
         """
-        check_prompts(input_ids, attention_mask)
         input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
         group_size = self.num_generation if self.use_grpo else 1
         answers = repeated("gt_answer", gt_answer, len(input_ids), group_size)
         row_columns = None if columns is None else repeated("columns", columns, len(input_ids), group_size)
-        vision = take_vision(generate_kwargs, input_ids)
         if (backbone := vision_backbone(self.actor)) is not None:
             vision = vision or VisionRows.none(len(input_ids))
             check_prompt_images(backbone, input_ids, attention_mask, vision)
-        sampling, extra = read_sampling(
-            generate_kwargs, input_ids.shape[1], self.tokenizer, temperature=self.temperature, seeds=self._seeds
-        )
-        return PromptBatch(input_ids, attention_mask, group_size, answers, vision, sampling, extra, row_columns)
+        return PromptBatch(input_ids, attention_mask, group_size, answers, vision, sampling, row_columns)
 
     @torch.no_grad()
-    def scores(self, batch: PromptBatch, responses: Responses) -> Tensor:
-        """Return the raw rewards alone, ``(B,)`` float32, with `drop_errored` NaN where there is none; see `finish`."""
+    def scores(
+        self, batch: PromptBatch, responses: Responses, *, on_parts: Callable[[Tensor], None] = lambda parts: None
+    ) -> Tensor:
+        """Return the raw rewards alone, ``(B,)``, with `drop_errored` NaN where there is none; see `finish`."""
         rows = batch.rows(responses)
-        with eval_mode(self.reward_model), self._stage("reward"):
+        with eval_mode(self.reward_model), self._telemetry.activity("reward"):
             return self._passes.scores(
-                self.reward_model, rows, batch.answers, keep_errored=self.drop_errored, columns=batch.columns
+                self.reward_model,
+                rows,
+                batch.answers,
+                keep_errored=self.drop_errored,
+                columns=batch.columns,
+                on_parts=on_parts,
             )
 
     @torch.no_grad()
@@ -344,7 +363,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         rows, sampled_log_probs, temperature = batch.rows(responses), responses.log_probs, batch.sampling.temperature
         parts = RewardParts()
         with eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
-            with self._stage("reward"):
+            with self._telemetry.activity("reward"):
                 scores = self._passes.scores(
                     self.reward_model,
                     rows,
@@ -361,7 +380,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             log_probs = self._log_probs(rows, sampled_log_probs, temperature)
             base_log_probs = None
             if self.initial_model is not None:
-                with self._stage("ref_logprob"), self._reference_weights():
+                with self._telemetry.activity("ref_logprob"), self._reference_weights():
                     base_log_probs = self._passes.log_probs("initial_model", self.initial_model, rows, temperature)
             log_ratios = torch.zeros(rows.action_mask.shape)
             if base_log_probs is not None and log_probs is not None:
@@ -392,8 +411,14 @@ class NaiveExperienceMaker(ExperienceMaker):
             return sampled
         if self.shaping.log_probs_by == "engine":
             raise ConfigError('rollout.log_probs: "engine" needs an engine that returns log-probs, this one has none')
-        with self._stage("logprob"):
+        with self._telemetry.activity("logprob"):
             return self._passes.log_probs("actor", self.actor, rows, temperature)
+
+    def _ends(self) -> list[int]:
+        """Return the tokens that end a response by default: the tokenizer's eos, and those of the model's files."""
+        listed = getattr(getattr(self.actor, "generation_config", None), "eos_token_id", None)
+        ids = [self.tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])]
+        return list(dict.fromkeys(token for token in ids if isinstance(token, int)))
 
     @property
     def _passes(self) -> ModelPasses:
@@ -401,8 +426,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             self.inference_batch_size,
             self.logits_forward_batch_size,
             self.refuse_not_finite,
-            with_numbers(self._on_progress),
-            functools.partial(self._on_out_of_memory, "pass"),
+            self._telemetry,
             self._sizes,
             self.width_multiple,
         )
@@ -418,16 +442,23 @@ class NaiveExperienceMaker(ExperienceMaker):
                 raise FieldError(f"unknown generation keyword {others[0]}: the generator does not take it")
             return self.generator
         if not others and can_replace_generate(self.actor):
-            return TransformersGenerator(self.actor, self._on_progress, width_multiple=self.width_multiple)
-        return ActorGenerator(self.actor, extra, self._on_progress)
+            return TransformersGenerator(self.actor, self._telemetry, width_multiple=self.width_multiple)
+        return ActorGenerator(self.actor, extra, self._telemetry)
 
     def _critic_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:
         coati = self.compat == "coati"
-        with self._stage("value"):
+        with self._telemetry.activity("value"):
             values = self._passes.values(self.critic, rows, coati=coati)
-        shaped, mask = self.shaping.shaped(rows, scores), rows.action_mask
-        kl, of_turns = self.shaping.kl(log_ratios, mask), None if rows.turns is None else rows.turns.rewards
-        reward_actions = coati_action_rewards if coati else functools.partial(action_rewards, turn_rewards=of_turns)
+        scores, mask = scores.float(), rows.action_mask
+        kl, of_turns = self.shaping.kl(log_ratios, mask), None if rows.turns is None else rows.turns.rewards.float()
+        # The whole score is clipped, or each turn's, where it is placed; the penalty of length is no part of it.
+        clip = SCORE_CLIP if self.shaping.reward_clip == "coati" else self.shaping.reward_clip
+        placed = placed_scores(scores, mask, of_turns)
+        clipped = placed if clip is None else placed.clamp(-clip, clip)
+        shaped = self.shaping.shaped(rows, clipped.sum(dim=1), is_clipped=False)
+        reward_actions = coati_action_rewards
+        if not coati:
+            reward_actions = functools.partial(action_rewards, turn_rewards=clipped, clip=None)
         rewards = reward_actions(shaped, kl, mask, self.kl_coef)
         if self.shaping.advantages is None and of_turns is not None:
             # Observations are no time steps.
@@ -442,7 +473,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             "reward": scores,
             "kl": (coati_kl if coati else k3_kl)(log_ratios, rows.action_mask),
             "advantages": advantages.masked_fill(~rows.action_mask, 0.0),
-            "info": {"score": scores.clone()},
+            "info": {"score": scores.clone(), **self.shaping.clipped(placed)},
         }
 
     def _group_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:

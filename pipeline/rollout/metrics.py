@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,14 @@ import torch
 
 from pipeline.experience.types import Experience
 from pipeline.models.device import allocator_bytes
+from pipeline.progress import Telemetry
 from pipeline.rollout.environment.pool import EnvironmentCounts
-from pipeline.rollout.generation.engine_probe import Verdict
 from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
-from pipeline.rollout.progress import SampledTokens
 from pipeline.rollout.reward.parts import PREFIX
+from pipeline.rollout.sample_recorder import RolloutSamples
+from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.telemetry.activity import ActivityClock
-from pipeline.telemetry.metric import REWARD_PLACES
+from pipeline.telemetry.metric import REWARD_LABELS
 from pipeline.telemetry.slab import SlotWriter
 
 ACTIVITIES = (
@@ -25,6 +27,8 @@ ACTIVITIES = (
     "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data",
     "wait_card", "asleep",
 )  # fmt: skip
+log = logging.getLogger(__name__)
+
 _STAGES = {
     "generate": "generate",
     "logprob": "logprob",
@@ -37,16 +41,25 @@ _STAGES = {
 _WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness", "paused": "wait_ticket_paused"}
 
 
-class RolloutMetrics:
-    """Writes a worker's slot."""
+class RolloutMetrics(Telemetry):
+    """Writes a worker's slot; the parts of rewards go to its samples."""
 
     def __init__(
-        self, writer: SlotWriter, *, reward_source: str, transport: str = "shm", reward_labels: Sequence[str] = ()
+        self,
+        writer: SlotWriter,
+        *,
+        reward_source: str,
+        transport: str = "shm",
+        reward_labels: Sequence[str] = (),
+        samples: RolloutSamples | None = None,
+        log_texts: bool = False,
     ) -> None:
+        super().__init__(log_texts=log_texts)
+        self._samples = samples
         self._writer = writer
         self._functions = {
-            f"{PREFIX}{label}": writer.gauge("rlhfd_reward_function_mean", function=place)
-            for label, place in zip(reward_labels, REWARD_PLACES, strict=False)
+            f"{PREFIX}{label}": writer.gauge("rlhfd_reward_function_mean", function=function)
+            for label, function in zip(reward_labels, REWARD_LABELS, strict=False)
         }
         self.clock = ActivityClock(writer, ACTIVITIES)
         self._waiting_for = "wait_data"
@@ -76,6 +89,8 @@ class RolloutMetrics:
         self._prompt_length = writer.histogram("rlhfd_prompt_length_tokens")
         self._response_length = writer.histogram("rlhfd_response_length_tokens")
         self._reward = writer.histogram("rlhfd_reward", source=reward_source)
+        self._clipped = writer.counter("rlhfd_rewards_clipped_total")
+        self._rows_clipped, self._next_clipped = 0, 1
         self._groups = {
             signal: writer.counter("rlhfd_groups_total", signal=signal) for signal in ("mixed", "all_equal")
         }
@@ -160,7 +175,7 @@ class RolloutMetrics:
         """Count a sealed rollout.
 
         Args:
-            experience: Its rows, the G responses of a prompt contiguous.
+            experience: Rows of the rollout, the G responses of a prompt contiguous.
             prompts: Prompts of the ticket.
             prompts_failed: Prompts of the ticket that were set aside.
             group_size: Responses of a prompt (G).
@@ -183,6 +198,8 @@ class RolloutMetrics:
         self._reward.observe_many(experience.info["score"].tolist())
         for name, gauge in self._functions.items():
             gauge.set(float(experience.info[name].mean()))
+        if "reward_clipped" in experience.info:
+            self._count_clipped(int(experience.info["reward_clipped"].sum()))
         if "turns" in experience.info:
             self._turns.observe_many(experience.info["turns"].tolist())
         if "group_mixed" in experience.info:
@@ -190,14 +207,8 @@ class RolloutMetrics:
             self._groups["mixed"].inc(mixed)
             self._groups["all_equal"].inc(len(responses) // group_size - mixed)
 
-    def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
-        """Write a heartbeat; show the progress of the stage if `rows` is above 0, and count tokens.
-
-        Args:
-            rows_done: As in `pipeline.rollout.progress.ReportsProgress`, like the arguments below.
-            rows: All of them.
-            tokens: Sampled so far.
-        """
+    def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
+        """Write a heartbeat; show the progress of the stage if `rows` is above 0, and count tokens."""
         if rows:
             self.show_rows(rows_done, rows)
         if tokens is not None:
@@ -215,7 +226,7 @@ class RolloutMetrics:
 
         Args:
             tokens: Sampled by it since its start.
-            in_hand: Those of requests that have not ended.
+            in_hand: Response tokens of requests that have not ended.
         """
         self._count_sampled(max(0, tokens - self._sampled_remotely))
         self._sampled_remotely = max(tokens, self._sampled_remotely)
@@ -224,6 +235,11 @@ class RolloutMetrics:
     def out_of_memory(self, during: str) -> None:
         """Count a call that ran out of the device's memory: "pass" or "generate"."""
         self._out_of_memory[during].inc()
+
+    def scored(self, parts: Sequence[float] | None) -> None:
+        """Record the parts of a row's reward in the samples."""
+        if self._samples is not None:
+            self._samples.scored(parts)
 
     def reward_errored(self, reason: str) -> None:
         """Count a row without a reward."""
@@ -241,7 +257,7 @@ class RolloutMetrics:
             counter.inc(counts.problems[reason] - before.problems[reason])
         self._environment = EnvironmentCounts(counts.answers, counts.tools_failed, counts.problems.copy())
 
-    def engine_judged(self, verdict: Verdict, gaps: Sequence[float]) -> None:
+    def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
         """Count a probe of the engine, and observe the differences of its log-probs, in nats a token."""
         self._probes[verdict].inc()
         finite = [gap for gap in gaps if math.isfinite(gap)]
@@ -318,6 +334,16 @@ class RolloutMetrics:
         """Show the rows in work and those of them that are done, without a heartbeat."""
         self._ticket_rows["done"].set(done)
         self._ticket_rows["all"].set(rows)
+
+    def _count_clipped(self, rows: int) -> None:
+        if not rows:
+            return
+        self._clipped.inc(rows)
+        # At the first one, and each time that there are ten times as many.
+        if (self._rows_clipped + rows) >= self._next_clipped:
+            log.warning("rewards clipped: rows=%d, by rollout.reward_clip", self._rows_clipped + rows)
+            self._next_clipped = 10 ** len(str(self._rows_clipped + rows))
+        self._rows_clipped += rows
 
     def _count_sampled(self, tokens: int) -> None:
         # Without a ticket they are those of the trial before the first one.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import FieldError
+from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.log_probs import action_log_probs, all_values
@@ -23,7 +24,7 @@ from pipeline.models.packing import log_probs_by_packing
 from pipeline.models.pass_size import PassSize, default_tokens, width_multiple
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
-from pipeline.rollout.progress import ReportsProgress
+from pipeline.progress import Telemetry
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, takes_columns, vision_keywords
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.rows import Rows
@@ -39,8 +40,7 @@ class ModelPasses:
         logits_forward_batch_size: Most rows of a mini-batch of log-probs or values; None for
             `inference_batch_size`.
         refuse_not_finite: Whether a log-prob or value that is NaN or infinite is an error.
-        on_progress: Called once a mini-batch.
-        on_out_of_memory: Called when a mini-batch runs out of the device's memory and is run again in halves.
+        telemetry: Told of each mini-batch, and of each one that runs out of the device's memory.
         sizes: The bound of each model's passes, kept by the owner of this object.
         width_multiple: Multiple to which the widths of mini-batches without common padding are rounded up; None: 64 on
             a GPU, else 1.
@@ -49,8 +49,7 @@ class ModelPasses:
     inference_batch_size: int | None
     logits_forward_batch_size: int | None
     refuse_not_finite: bool
-    on_progress: ReportsProgress
-    on_out_of_memory: Callable[[], None] = lambda: None
+    telemetry: Telemetry = Telemetry.none()
     sizes: WeakKeyDictionary[nn.Module, PassSize] = field(default_factory=WeakKeyDictionary)
     width_multiple: int | None = None
 
@@ -92,7 +91,7 @@ class ModelPasses:
             on_device = (column.to(device) for column in columns)
             log_probs, _ = log_probs_by_packing(model, *on_device, temperature=temperature, shared=True)
             result[index] = log_probs.cpu()
-            self.on_progress(rows_done=part.stop, rows=len(result))
+            self.telemetry.progress(rows_done=part.stop, rows=len(result))
 
         self._size(model).run(groups.prompts, groups.responses, step, groups.groups)
         return result
@@ -122,11 +121,12 @@ class ModelPasses:
                 vision=rows.vision_of(order[part]),
             )
             result[order[part], :columns] = log_probs.cpu()
-            self.on_progress(rows_done=part.stop, rows=len(order))
+            self.telemetry.progress(rows_done=part.stop, rows=len(order))
 
         self._size(model).run(prompts, responses, step)
         return result
 
+    @without_cudnn_attention()
     def scores(
         self,
         reward_model: Any,
@@ -148,7 +148,7 @@ class ModelPasses:
             on_parts: Called with the `parts` of a reward model that has them, ``(b, functions)``, in the order of rows.
 
         Returns:
-            ``(B,)`` float32.
+            ``(B,)``, float64 of a reward model that has `exact`, else float32.
 
         Raises:
             RewardError: If a score is NaN or infinite, without `keep_errored`.
@@ -176,10 +176,11 @@ class ModelPasses:
                 **vision_keywords(reward_model, rows.vision_of(part), device),
                 **({} if columns is None or not takes_columns(reward_model) else {"columns": columns[part]}),
             )
+            part_scores = _exact(reward_model, part_scores)
             scores.append(checked_scores(part_scores, len(ids), name, keep_errored=keep_errored).cpu())
             if isinstance(parts := getattr(reward_model, "parts", None), Tensor):
                 on_parts(parts)
-            self.on_progress(rows_done=part.stop, rows=len(answers))
+            self.telemetry.progress(rows_done=part.stop, rows=len(answers))
 
         self._size(reward_model, scores=True).run([0] * len(answers), _widths(rows, trim=trim), step)
         return torch.cat(scores) if of_turns is None else torch.cat(scores) + of_turns
@@ -207,7 +208,7 @@ class ModelPasses:
         def step(part: slice) -> None:
             ids, mask = rows.right_padded(part, trim=trim, multiple=multiple)
             values = all_values(critic, ids.to(device), mask.to(device), vision=rows.vision_of(part)).cpu()
-            self.on_progress(rows_done=part.stop, rows=len(rows.sequences))
+            self.telemetry.progress(rows_done=part.stop, rows=len(rows.sequences))
             if coati:
                 parts.append(values[:, -rows.num_actions :])
             else:
@@ -245,12 +246,21 @@ class ModelPasses:
         key = "rollout.inference_batch_size" if scores else "rollout.logits_forward_batch_size"
         module = next((one for one in (model, getattr(model, "model", None)) if isinstance(one, nn.Module)), None)
         if module is None:
-            return PassSize(key, most_rows=most_rows, on_out_of_memory=self.on_out_of_memory)
+            return PassSize(key, most_rows=most_rows, telemetry=self.telemetry)
         if module not in self.sizes:
             tokens = default_tokens(module, _device_of(module), backward=False) if most_rows is None else None
-            self.sizes[module] = PassSize(key, most_tokens=tokens, on_out_of_memory=self.on_out_of_memory)
+            self.sizes[module] = PassSize(key, most_tokens=tokens, telemetry=self.telemetry)
         self.sizes[module].most_rows = most_rows
         return self.sizes[module]
+
+
+def _exact(reward_model: Any, scores: Any) -> Any:
+    """Return the float64 scores of a reward model, if it has those of this call: a subclass may have changed them."""
+    exact = getattr(reward_model, "exact", None)
+    if not isinstance(exact, Tensor) or not isinstance(scores, Tensor) or exact.shape != scores.shape:
+        return scores
+    own = exact.float().to(scores.device)
+    return exact if bool(((own == scores) | (own.isnan() & scores.isnan())).all()) else scores
 
 
 def _widths(rows: Rows, *, trim: bool) -> list[int]:

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
@@ -16,12 +17,16 @@ from pipeline.config.schema import Config
 from pipeline.errors import EngineKilledError, ExitCode, WeightsMismatchError
 from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
-from pipeline.rollout.loader import RowCallback, load_roller
+from pipeline.rollout.first_rollouts import note_first_prompts
+from pipeline.rollout.hooks import WorkerHook
+from pipeline.rollout.loader import load_roller
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import Roller
 from pipeline.rollout.sample_recorder import RolloutSamples
-from pipeline.rollout.ticket_stream import new_stream
+from pipeline.rollout.sleep import EngineSleep
+from pipeline.rollout.ticket_stream import SleepingStream, new_stream
 from pipeline.rollout.worker import RolloutWorker
+from pipeline.runtime.lifeline import end_group_with_this
 from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_source
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.storage.arena import Arena
@@ -30,7 +35,7 @@ from pipeline.storage.card_turns import TURN_S, EngineTurn
 _IDLE_S = 0.5
 _WAITS_S = 1.0
 
-Loader = Callable[[Config, RoleContext, RolloutMetrics], tuple[Roller, RolloutSamples | None]]
+Loader = Callable[[Config, RoleContext, RolloutMetrics], Roller]
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +56,12 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
         WeightsMismatchError: If the model does not compute with its weights; the worker is reported as unusable.
     """
     torch.set_num_threads(config.rollout.threads)
-    transport = "ray" if config.cluster.engine == "ray" else "shm"
-    metrics = RolloutMetrics(
-        context.metrics, reward_source=reward_source(config), transport=transport, reward_labels=part_labels(config)
-    )
+    if load is None and config.rollout.reward_functions and not config.rollout.reward_timeout_s:
+        # Functions of the user run in this process; what they start ends with it.
+        end_group_with_this()
     # Before sockets and memory: the processes of the reward functions are forks of this one while it is alone.
-    roller, samples = (load or load_local)(config, context, metrics)
+    tokenizer, samples, metrics = prepare(config, context)
+    roller = load_local(config, context, tokenizer, metrics) if load is None else load(config, context, metrics)
     device = process_device()
     arena = Arena(context.folder / "arena")
     arena.populate()
@@ -73,7 +78,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
             worker.draining |= context.stopping
             for message in mailbox.receive(0.0):
                 worker.handle(message)
-            if not worker.idle and worker.wake():
+            if not worker.idle and worker.may_work():
                 waited_s = monotonic_s() - waiting_since_s
                 for _ in range(worker.step()):
                     metrics.ticket_came(waited_s)
@@ -101,32 +106,43 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
         mailbox.close()
 
 
-def new_worker(
-    config: Config, context: RoleContext, arena: Arena, sender: Sender, metrics: RolloutMetrics
-) -> RolloutWorker:
+def new_worker(config: Config, context: RoleContext, arena: Arena, sender: Sender) -> RolloutWorker:
     """Load a worker that computes in this process, and introduce it to the buffer; see `load_local`."""
-    roller, samples = load_local(config, context, metrics)
+    tokenizer, samples, metrics = prepare(config, context)
+    roller = load_local(config, context, tokenizer, metrics)
     return worker_with(roller, config, context, arena, sender, metrics, samples)
 
 
-def load_local(config: Config, context: RoleContext, metrics: RolloutMetrics) -> tuple[Roller, RolloutSamples | None]:
+def prepare(config: Config, context: RoleContext) -> tuple[Any, RolloutSamples | None, RolloutMetrics]:
+    """Return the tokenizer of a worker, its samples and its metrics."""
+    tokenizer = load_tokenizer(config.model.actor)
+    if context.index == 0:
+        note_first_prompts(config, tokenizer)
+    samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
+    metrics = RolloutMetrics(
+        context.metrics,
+        reward_source=reward_source(config),
+        transport="ray" if config.cluster.engine == "ray" else "shm",
+        reward_labels=part_labels(config),
+        samples=samples,
+        log_texts=config.daemon.log_texts,
+    )
+    return tokenizer, samples, metrics
+
+
+def load_local(config: Config, context: RoleContext, tokenizer: Any, metrics: RolloutMetrics) -> Roller:
     """Load the models and the reward, and try both on one prompt.
 
     Raises:
         ConfigError: If the reward function does not return one finite number a row.
     """
-    tokenizer = load_tokenizer(config.model.actor)
-    samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
-    on_row: RowCallback = (lambda parts: None) if samples is None else samples.scored
-    roller = load_roller(
+    return load_roller(
         config,
         tokenizer,
         metrics,
-        on_row,
         texts=may_quote_texts(config, context),
         before_engine=functools.partial(take_turn, config, context, metrics),
     )
-    return roller, samples
 
 
 def take_turn(config: Config, context: RoleContext, metrics: RolloutMetrics) -> None:
@@ -167,8 +183,12 @@ def worker_with(
     samples: RolloutSamples | None,
 ) -> RolloutWorker:
     """Return the worker of a configuration with this roller."""
-    worker = RolloutWorker(
-        new_stream(roller, config, metrics),
+    stream = new_stream(roller, config, metrics)
+    hooks: list[WorkerHook] = [] if samples is None else [samples]
+    if context.turn is not None:
+        hooks.append(EngineSleep(context.turn, cast("SleepingStream", stream)))
+    return RolloutWorker(
+        stream,
         arena,
         context.folder / "weights",
         sender,
@@ -177,9 +197,6 @@ def worker_with(
         clock=monotonic_s,
         group_size=config.group_size,
         checksum=config.buffer.checksum,
-        log_texts=config.daemon.log_texts,
-        samples=samples,
+        hooks=hooks,
         initial_version=0 if config.trainer.kind == "external" else -1,
     )
-    worker.turn = context.turn
-    return worker

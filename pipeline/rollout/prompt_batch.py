@@ -15,6 +15,7 @@ from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.pass_size import RowBound
 from pipeline.rollout.environment.turn_rows import turn_columns
 from pipeline.rollout.generation.interface import Completed, Engine, Request, ResponseGenerator, Responses, Sampling
+from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.stops import parse_stop_token_ids
 from pipeline.rollout.rows import Rows
 
@@ -30,7 +31,6 @@ class PromptBatch:
         answers: Ground truth of each row, ``prompts * G`` elements.
         vision: Images and videos of the prompts; None for a model of text alone.
         sampling: The sampling parameters.
-        extra: Keywords that only the actor's ``generate`` takes.
         columns: Further columns of each row's prompt; None if no prompt has any.
     """
 
@@ -40,7 +40,6 @@ class PromptBatch:
     answers: list[Any]
     vision: VisionRows | None
     sampling: Sampling
-    extra: dict[str, Any]
     columns: list[Any] | None = None
 
     def with_group_size(self, group_size: int) -> PromptBatch:
@@ -80,10 +79,10 @@ class PromptBatch:
                 self.group_size,
                 self.sampling.max_length - self.input_ids.shape[1],
                 self.sampling,
-                first_row=place * self.group_size,
-                vision=self.vision.rows([place]) if self.vision is not None and has_images else None,
+                first_row=index * self.group_size,
+                vision=self.vision.rows([index]) if self.vision is not None and has_images else None,
             )
-            for place, (ids, mask) in enumerate(zip(self.input_ids, self.attention_mask, strict=True))
+            for index, (ids, mask) in enumerate(zip(self.input_ids, self.attention_mask, strict=True))
         ]
 
     def joined(self, completed: Sequence[Completed]) -> Responses:
@@ -159,6 +158,17 @@ def tokens_of(completed: Iterable[Completed]) -> int:
     return sum(len(response.token_ids) for request in completed for response in request.responses)
 
 
+def _stop_strings(given: StopStrings | str | Sequence[str] | None, tokenizer: Any) -> StopStrings | None:
+    if isinstance(given, StopStrings):
+        return given
+    if not given:
+        return None
+    strings = [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise FieldError(f"stop_strings is {given!r}: a text, or a list of texts, none of them empty")
+    return StopStrings(strings, tokenizer)
+
+
 def read_sampling(
     generate_kwargs: dict[str, Any], prompt_width: int, tokenizer: Any, *, temperature: float, seeds: torch.Generator
 ) -> tuple[Sampling, dict[str, Any]]:
@@ -167,7 +177,7 @@ def read_sampling(
     Args:
         generate_kwargs: As for `pipeline.rollout.maker.NaiveExperienceMaker.make_experience`, without pixels.
         prompt_width: Columns of the prompts, P.
-        tokenizer: Its pad and eos token ids are the defaults.
+        tokenizer: The tokenizer whose pad and eos token ids are the defaults.
         temperature: The default.
         seeds: Gives a seed if there is none among the keywords.
 
@@ -194,6 +204,7 @@ def read_sampling(
         pad_token_id=pad,
         eos_token_ids=eos_token_ids,
         stop_sequences=parse_stop_token_ids(keywords.pop("stop_token_ids", None)),
+        stop_strings=_stop_strings(keywords.pop("stop_strings", None), tokenizer),
         temperature=keywords.pop("temperature", temperature),
         top_p=keywords.pop("top_p", 1.0),
         top_k=keywords.pop("top_k", 0),

@@ -31,16 +31,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError, WeightsError
-from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout import process as rollout_process
-from pipeline.rollout.loader import RowCallback
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.process import may_quote_texts
 from pipeline.rollout.remote import CallResult, NodeStatus, RolloutNode, WorkerSpec
 from pipeline.rollout.roller import Rolled, Roller
-from pipeline.rollout.sample_recorder import RolloutSamples
-from pipeline.runtime.role import Report, RoleContext, monotonic_s
+from pipeline.runtime.role import Report, RoleContext
 from pipeline.storage.weights_header import Age, WeightsVersion
 
 _NAMESPACE: Final = "rlhfd"
@@ -71,14 +68,11 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         ray.shutdown()
 
 
-def load_remote(config: Config, context: RoleContext, metrics: RolloutMetrics) -> tuple[Roller, RolloutSamples | None]:
+def load_remote(config: Config, context: RoleContext, metrics: RolloutMetrics) -> Roller:
     """Have the models loaded on a machine of the cluster."""
-    tokenizer = load_tokenizer(config.model.actor)
-    samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
-    on_row: RowCallback = (lambda parts: None) if samples is None else samples.scored
-    roller = RemoteRoller(config, context, metrics, on_row)
+    roller = RemoteRoller(config, context, metrics)
     roller.load()
-    return roller, samples
+    return roller
 
 
 def _join(config: Config, context: RoleContext) -> None:
@@ -104,21 +98,19 @@ def _join(config: Config, context: RoleContext) -> None:
 class RemoteRoller:
     """A gateway's `pipeline.rollout.roller.Roller`: each call is a call of its actor."""
 
-    def __init__(self, config: Config, context: RoleContext, metrics: RolloutMetrics, on_row: RowCallback) -> None:
+    def __init__(self, config: Config, context: RoleContext, metrics: RolloutMetrics) -> None:
         """Request an actor from the cluster.
 
         Args:
             config: The instance's.
             context: The gateway's; its heartbeat follows the actor's.
             metrics: The gateway's; the actor's work is counted there.
-            on_row: Called with the parts of each reward.
         """
         self._context = context
         self._metrics = metrics
-        self._on_row = on_row
         self._weights_path = context.folder / "weights"
         self._hang_timeout_s = config.daemon.hang_timeout_s
-        self._beats = -1
+        self._beats: int | None = None
         self._is_rolling = False
         self._status: Any = None
         self._holder: Any = None
@@ -129,6 +121,7 @@ class RemoteRoller:
             os.getcwd(),
             may_quote_texts(config, context),
             os.environ.get(user_modules.FOLDER_VARIABLE, ""),
+            config.daemon.log_texts,
         )
         actor = ray.remote(
             num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, concurrency_groups={"status": 1},
@@ -254,7 +247,7 @@ class RemoteRoller:
         for during in result.out_of_memory:
             self._metrics.out_of_memory(during)
         for parts in result.scores:
-            self._on_row(parts)
+            self._metrics.scored(parts)
         for verdict, gaps in result.judged:
             self._metrics.engine_judged(verdict, gaps)
         if result.error is not None:
@@ -302,7 +295,7 @@ class RemoteRoller:
         if status.beats != self._beats:
             self._beats = status.beats
             rows_done, rows = status.progress
-            self._metrics.beat(rows_done=rows_done, rows=rows)
+            self._metrics.progress(rows_done=rows_done, rows=rows)
             self._metrics.sampled_remotely(status.sampled, status.in_hand)
         if self._is_rolling and status.activity:
             self._metrics.clock.enter(status.activity)

@@ -28,11 +28,10 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.copies import WeightsCopy
-from pipeline.rollout.generation.engine_probe import Verdict
+from pipeline.progress import Telemetry
 from pipeline.rollout.loader import load_roller
-from pipeline.rollout.progress import SampledTokens
 from pipeline.rollout.roller import LocalRoller
-from pipeline.runtime.child_process import attention_variables
+from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.storage.weights_header import WeightsVersion
 
 _MOST_RECORDS: Final = 1000
@@ -50,10 +49,11 @@ class WorkerSpec:
 
     Attributes:
         config: The instance's, as JSON.
-        working_directory: Where the daemon was started; reward functions are imported from there if it exists on this
+        working_directory: Folder of the daemon's start; reward functions are imported from there if it exists on this
             machine too.
-        texts: Whether errors may quote prompts and answers.
+        texts: Whether errors of the start may quote prompts and answers.
         modules: The folder of the configuration file, searched first for reward functions and engines.
+        log_texts: Whether later errors and the log may quote them.
         release: The version of this package on the daemon's machine.
     """
 
@@ -61,6 +61,7 @@ class WorkerSpec:
     working_directory: str
     texts: bool
     modules: str = ""
+    log_texts: bool = False
     release: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("rlhfd"))
 
 
@@ -86,7 +87,7 @@ class CallResult:
     reward_errors: list[str] = dataclasses.field(default_factory=list)
     out_of_memory: list[str] = dataclasses.field(default_factory=list)
     scores: list[Sequence[float] | None] = dataclasses.field(default_factory=list)
-    judged: list[tuple[Verdict, Sequence[float]]] = dataclasses.field(default_factory=list)
+    judged: list[tuple[str, Sequence[float]]] = dataclasses.field(default_factory=list)
     records: list[logging.LogRecord] = dataclasses.field(default_factory=list)
     sampled: int = 0
 
@@ -101,7 +102,7 @@ class NodeStatus:
         records: Log records since the last result or status.
         progress: Rows done and rows of the current stage.
         sampled: Response tokens that the node has sampled since its start.
-        in_hand: Those of them whose requests have not ended.
+        in_hand: The part of these tokens whose requests have not ended.
     """
 
     beats: int
@@ -112,37 +113,38 @@ class NodeStatus:
     in_hand: int = 0
 
 
-class NodeTelemetry:
+class NodeTelemetry(Telemetry):
     """Collects the progress of a call until the gateway fetches it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, log_texts: bool = False) -> None:
+        super().__init__(log_texts=log_texts)
         self.beats = 0
         self.beat_s = time.monotonic()
         self.current = ""
-        self.progress = (0, 0)
+        self.rows = (0, 0)
         self.tokens = 0
         self._sampled = SampledTokens(self._count_sampled)
         self._out_of_memory: list[str] = []
         self._stages: list[tuple[str, float]] = []
         self._reward_errors: list[str] = []
         self._scores: list[Sequence[float] | None] = []
-        self._judged: list[tuple[Verdict, Sequence[float]]] = []
+        self._judged: list[tuple[str, Sequence[float]]] = []
 
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
         """Count the time of the block for an activity."""
         started_s, before = time.monotonic(), self.current
-        self.current, self.progress = name, (0, 0)
+        self.current, self.rows = name, (0, 0)
         try:
             yield
         finally:
             self.current = before
         self._stages.append((name, time.monotonic() - started_s))
 
-    def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
+    def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
         """Count a heartbeat; keep the progress of the stage if `rows` is above 0, and count tokens."""
         if rows:
-            self.progress = (rows_done, rows)
+            self.rows = (rows_done, rows)
         if tokens is not None:
             self._sampled.reported(tokens)
         self.beats += 1
@@ -165,11 +167,11 @@ class NodeTelemetry:
         """Record a call that ran out of the device's memory."""
         self._out_of_memory.append(during)
 
-    def engine_judged(self, verdict: Verdict, gaps: Sequence[float]) -> None:
+    def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
         """Record a probe of the engine."""
         self._judged.append((verdict, gaps))
 
-    def on_row(self, parts: Sequence[float] | None) -> None:
+    def scored(self, parts: Sequence[float] | None) -> None:
         """Record the parts of a row's reward."""
         self._scores.append(parts)
 
@@ -199,7 +201,7 @@ class RolloutNode:
         os.environ.update(_ENVIRONMENT)
         self._spec = spec
         self._config: Config | None = None
-        self._telemetry = NodeTelemetry()
+        self._telemetry = NodeTelemetry(log_texts=spec.log_texts)
         self._records = _Records()
         self._is_busy = False
         self._has_logged_stacks = False
@@ -251,7 +253,7 @@ class RolloutNode:
             telemetry.beats,
             telemetry.current,
             self._records.take(),
-            telemetry.progress,
+            telemetry.rows,
             telemetry.tokens,
             telemetry.in_hand,
         )
@@ -263,7 +265,7 @@ class RolloutNode:
     def _call(self, call: Callable[[], Any], threads: int) -> CallResult:
         # A pool of threads serves the calls; torch's number of threads is a setting of each thread.
         torch.set_num_threads(threads)
-        self._telemetry.beat()
+        self._telemetry.progress()
         self._is_busy, self._has_logged_stacks = True, False
         value, error = None, None
         try:
@@ -282,7 +284,6 @@ class RolloutNode:
         if release != self._spec.release:
             raise ConfigError(f"{machine} has rlhfd {release}, the daemon's machine {self._spec.release}")
         self._config = Config.model_validate_json(self._spec.config)
-        os.environ.update(attention_variables(cudnn_attention=self._config.daemon.cudnn_attention))
         torch.set_num_threads(self._config.rollout.threads)
         if os.path.isdir(self._spec.working_directory):
             # Scorers import reward functions from the folder they are started in, which is this process's.
@@ -291,9 +292,7 @@ class RolloutNode:
         user_modules.extend_path()
         try:
             tokenizer = load_tokenizer(self._config.model.actor)
-            self._roller = load_roller(
-                self._config, tokenizer, self._telemetry, self._telemetry.on_row, texts=self._spec.texts
-            )
+            self._roller = load_roller(self._config, tokenizer, self._telemetry, texts=self._spec.texts)
         except ConfigError as error:
             raise ConfigError(f"on {machine}: {error}", bare=f"on {machine}: {error.bare}") from error
         return machine, os.getpid()
@@ -302,7 +301,7 @@ class RolloutNode:
 def _proven(roller: LocalRoller, weights: WeightsCopy) -> WeightsVersion:
     """Replace the weights, and ask the engine about these."""
     fetched = roller.fetch(weights)
-    roller.on_sampled(roller.weights.prove(fetched.version))
+    roller.telemetry.sampled(roller.weights.prove(fetched.version))
     return fetched
 
 

@@ -6,13 +6,11 @@ A worker rolls out with a `Roller`: `LocalRoller` in its own process, `pipeline.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -20,38 +18,43 @@ import xxhash
 from pipeline.config.lengths import Lengths
 from pipeline.errors import ConfigError, PromptError
 from pipeline.experience.types import Experience
+from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.weights.store import WeightsReader
+from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import Rendering, Template, render
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.environment.turns import Turns, TurnSettings, sample_turns
-from pipeline.rollout.generation.interface import Completed, Engine, Responses
+from pipeline.rollout.generation.interface import Completed, Engine, Responses, Sampling
+from pipeline.rollout.generation.stops import ends_with_stop
 from pipeline.rollout.generation.weights import WeightsSource, WorkerWeights
 from pipeline.rollout.insert_gate import Fault, find_fault
 from pipeline.rollout.prompt_batch import PromptBatch, sample_all, tokens_of
-from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts, vision_keywords_of
+from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts, vision_rows_of
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import PromptResult
 
 log = logging.getLogger(__name__)
 
 
+PromptReader = Callable[[Sequence[Prompt], int], None]
+"""Called with prompts, and the number of rows of each of them."""
+
+
 class Maker(Protocol):
     """The methods of an experience maker (`NaiveExperienceMaker`) that a rollout calls."""
 
-    def make_experience(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, gt_answer: Any = None, **generate_kwargs: Any
-    ) -> Experience:
-        """Return the experience of a left-padded batch of prompts; not called if the roller has an engine."""
-
-
-class SplitMaker(Maker, Protocol):
-    """A maker whose prompts can be sampled by the engine of its caller."""
-
     def begin(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, gt_answer: Any = None, **generate_kwargs: Any
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        sampling: Sampling,
+        gt_answer: Sequence[Any],
+        *,
+        columns: Sequence[Mapping[str, Any]] | None,
+        vision: VisionRows | None,
     ) -> PromptBatch:
-        """Check prompts and return them with their sampling parameters."""
+        """Return a left-padded batch of prompts with their sampling parameters."""
 
     def finish(self, batch: PromptBatch, responses: Responses) -> Experience:
         """Return the experience of prompts and their responses."""
@@ -70,7 +73,7 @@ class Rolled:
         answers: The right answer of each prompt rolled out.
         versions: Weights that the responses were sampled with, oldest first; empty if all are those held by the
             caller.
-        results: Those of held-out prompts, which have no experience.
+        results: Results of held-out prompts, which have no experience.
     """
 
     experience: Experience | None
@@ -91,13 +94,15 @@ class Begun:
         kept: The prompts that can be rolled out.
         prompts: All prompts, those set aside included.
         refused: Why the last prompt set aside could not be rolled out.
-        arguments: Of the maker, by name; empty without prompts.
+        position: Position of the first prompt, those set aside included.
+        response_tokens: Most tokens of a response; None: only the row's length bounds it.
     """
 
     kept: list[tuple[Prompt, RenderedPrompt]]
     prompts: int
     refused: PromptError | None
-    arguments: Mapping[str, Any]
+    position: int
+    response_tokens: int | None = None
 
 
 class Roller(Protocol):
@@ -114,28 +119,23 @@ class Roller(Protocol):
 
 
 class LocalRoller:
-    """Tokenizes and pads prompts, calls the maker, checks the experience. Its samples depend on the position alone.
+    """Renders and pads prompts, calls engine and maker, checks the experience; samples depend on the position alone.
 
     `roll` does all of it. `pipeline.rollout.ticket_stream` has several rollouts in hand: it calls `begin`, has the
     prompts sampled by the engine, and calls `finish`.
 
     Attributes:
-        on_prompts: Called with the prompts of each rollout before these are scored, for messages that name them.
-        stage: Called with "generate" while the engine samples; see `NaiveExperienceMaker`.
-        on_sampled: Called with the tokens of the responses of each `roll`.
-        last_place: File and line of the last prompt of the newest rollout.
+        telemetry: Told of the engine's activity and of the tokens of each `roll`.
+        last_location: File and line of the last prompt of the newest rollout.
         lengths: Maximum tokens of a row, a prompt and a response.
         tokenizer: The actor's.
-        weights: Those that the maker computes with.
+        weights: The weights that the maker uses.
         vocabulary: Tokens of the model; ids are below it.
+        sampling: Sampling parameters of the longest row; a batch has its own `max_length` and `seed`.
         vision: Renders prompts with images; None for a model of text alone.
         evaluations: The rollers of the held-out files, closed with this one.
-        turns: Of rows in an environment, closed with the engine; None: a row is one response.
+        turns: Turns of rows in an environment, closed with the engine; None: a row is one response.
     """
-
-    on_prompts: Callable[[Sequence[Prompt]], None] = staticmethod(lambda prompts: None)
-    stage: Callable[[str], AbstractContextManager[None]] = staticmethod(lambda name: contextlib.nullcontext())
-    on_sampled: Callable[[int], None] = staticmethod(lambda tokens: None)
 
     def __init__(
         self,
@@ -148,9 +148,13 @@ class LocalRoller:
         lengths: Lengths,
         vocabulary: int,
         template: Template | Rendering,
-        generate_kwargs: Mapping[str, Any],
+        sampling: Sampling,
         vision: VisionPrompts | None = None,
-        log_texts: bool = False,
+        turns: TurnSettings | None = None,
+        readers: Sequence[PromptReader] = (),
+        group_size: int = 1,
+        new_evaluations: Callable[[LocalRoller], Sequence[LocalRoller]] | None = None,
+        telemetry: Telemetry = Telemetry.none(),
     ) -> None:
         """Take over the prompts.
 
@@ -158,17 +162,21 @@ class LocalRoller:
             maker: Makes experience of prompts.
             source: The prompts; closed with the roller.
             tokenizer: The actor's.
-            weights: Those that the maker computes with.
-            seed: Of the run.
+            weights: The weights that the maker uses.
+            seed: Seed of the run.
             lengths: Maximum tokens of a row, a prompt and a response.
             vocabulary: Tokens of the model; ids are below it.
             template: As in `pipeline.prompts.rendering.render`.
-            generate_kwargs: Passed to the maker with each batch.
+            sampling: Sampling parameters of the longest row.
             vision: Renders prompts with images; None for a model of text alone.
-            log_texts: Whether the log may quote prompts.
+            turns: Turns of rows in an environment; None: a row is one response.
+            readers: Called with the prompts of each rollout before these are scored, for messages that name them.
+            group_size: Responses of a prompt (G), for the readers.
+            new_evaluations: Returns the rollers of the held-out files, which share the parts of this one.
+            telemetry: Receives events, and says whether the log may quote prompts.
         """
         self.vision = vision
-        self._log_texts = log_texts
+        self.telemetry = telemetry
         self._maker = maker
         self._source = source
         self.tokenizer = tokenizer
@@ -177,10 +185,12 @@ class LocalRoller:
         self.lengths = lengths
         self.vocabulary = vocabulary
         self._template = template
-        self._generate_kwargs = dict(generate_kwargs)
-        self.last_place = ""
-        self.evaluations: Sequence[LocalRoller] = ()
-        self.turns: TurnSettings | None = None
+        self.sampling = sampling
+        self.last_location = ""
+        self.turns = turns
+        self.readers = readers
+        self._group_size = group_size
+        self.evaluations = () if new_evaluations is None else new_evaluations(self)
 
     def of(self, evaluation: int) -> LocalRoller:
         """Return the roller of a held-out file, or this one for -1."""
@@ -194,7 +204,7 @@ class LocalRoller:
 
         Args:
             position: The first prompt's.
-            prompts: How many.
+            prompts: Number of prompts.
             evaluation: Number of a held-out file; -1: the prompts of training.
             response_tokens: Most tokens of a response; None: only `max_length` bounds it.
 
@@ -208,63 +218,54 @@ class LocalRoller:
         begun = self.begin(position, prompts, response_tokens=response_tokens)
         if not begun.kept:
             return Rolled(None, prompts, begun.refused)
-        if self.engine is None:
-            self._announce(begun)
-            others = dict(begun.arguments)
-            input_ids, mask = others.pop("input_ids"), others.pop("attention_mask")
-            return self._checked(begun, self._maker.make_experience(input_ids, mask, **others))
         batch = self.batch_of(begun)
-        with self.stage("generate"):
+        with self.telemetry.activity("generate"):
             if (turns := self.turns_of(begun, batch, itertools.count().__next__)) is not None:
                 turns.clear_problem()
-                completed = sample_turns(self.engine, turns, self.on_sampled)
+                completed = sample_turns(self.engine, turns, self.telemetry.sampled)
             else:
                 completed = sample_all(self.engine, batch.requests(itertools.count().__next__))
-                self.on_sampled(tokens_of(completed))
+                self.telemetry.sampled(tokens_of(completed))
         return self.finish(begun, batch, completed)
 
     @property
-    def engine(self) -> Engine | None:
-        """The engine that samples the prompts; None: the maker does."""
+    def engine(self) -> Engine:
+        """The engine that samples the prompts."""
         return self.weights.engine
 
     def begin(self, position: int, prompts: int, *, response_tokens: int | None = None) -> Begun:
-        """Render and pad prompts; arguments and errors as for `roll`."""
+        """Render prompts; arguments and errors as for `roll`."""
         refused: PromptError | None = None
         kept: list[tuple[Prompt, RenderedPrompt]] = []
-        for place in range(position, position + prompts):
-            prompt = self._source.at(place)
+        for each in range(position, position + prompts):
+            prompt = self._source.at(each)
             try:
-                kept.append((prompt, self._render(prompt)))
+                kept.append((prompt, rendered(prompt, self.tokenizer, self._template, self.lengths, self.vision)))
             except PromptError as error:
                 # A new error: the frames of the one raised refer to the arena, and the result is kept.
                 refused = PromptError(str(error), bare=error.bare)
                 log.warning("prompt set aside: position=%d line=%d reason=%s",
-                            place, prompt.line, error.told(texts=self._log_texts))  # fmt: skip
-        if not kept:
-            return Begun(kept, prompts, refused, {})
-        input_ids, mask = self._pad([rendered.ids for _, rendered in kept])
-        room = self._columns(input_ids.shape[1]) - input_ids.shape[1]
-        arguments = {
-            "input_ids": input_ids,
-            "attention_mask": mask,
-            "gt_answer": [prompt.answer for prompt, _ in kept],
-            "max_length": input_ids.shape[1] + min(room, response_tokens or room),
-            "seed": seed_of(self._seed, position),
-            **_columns(kept),
-            **self._generate_kwargs,
-            **(vision_keywords_of(kept) if self.vision else {}),
-        }
-        return Begun(kept, prompts, refused, arguments)
+                            each, prompt.line, error.told(texts=self.telemetry.log_texts))  # fmt: skip
+        return Begun(kept, prompts, refused, position, response_tokens)
 
     def batch_of(self, begun: Begun) -> PromptBatch:
-        """Return prompts with their sampling parameters, for the engine.
+        """Pad prompts, and return them with their sampling parameters, for the engine.
 
         Raises:
             FieldError: If the maker refuses them; also ShapeError.
         """
-        maker = cast("SplitMaker", self._maker)
-        return maker.begin(**begun.arguments)
+        input_ids, mask = self._pad([rendered.ids for _, rendered in begun.kept])
+        room = self._columns(input_ids.shape[1]) - input_ids.shape[1]
+        max_length = input_ids.shape[1] + min(room, begun.response_tokens or room)
+        columns = [prompt.columns for prompt, _ in begun.kept]
+        return self._maker.begin(
+            input_ids,
+            mask,
+            dataclasses.replace(self.sampling, max_length=max_length, seed=seed_of(self._seed, begun.position)),
+            [prompt.answer for prompt, _ in begun.kept],
+            columns=columns if any(columns) else None,
+            vision=vision_rows_of(begun.kept) if self.vision else None,
+        )
 
     def turns_of(self, begun: Begun, batch: PromptBatch, new_key: Callable[[], int]) -> Turns | None:
         """Return the turns of prompts in their environments; None: they have one response each."""
@@ -277,18 +278,18 @@ class LocalRoller:
 
         Args:
             begun: The prompts.
-            batch: Of these prompts.
+            batch: Batch of these prompts.
             completed: One element a prompt, in order.
         """
         self._announce(begun)
-        maker = cast("SplitMaker", self._maker)
-        rolled = self._checked(begun, maker.finish(batch, batch.joined(completed)))
+        rolled = self._checked(begun, self._maker.finish(batch, batch.joined(completed)))
         spans = (span for request in completed for response in request.responses for span in response.spans)
         return dataclasses.replace(rolled, versions=tuple(sorted({span.version for span in spans})))
 
     def _announce(self, begun: Begun) -> None:
-        self.last_place = begun.kept[-1][0].place
-        self.on_prompts([prompt for prompt, _ in begun.kept])
+        self.last_location = begun.kept[-1][0].location
+        for read in self.readers:
+            read([prompt for prompt, _ in begun.kept], self._group_size)
 
     def _checked(self, begun: Begun, experience: Experience) -> Rolled:
         failed = begun.prompts - len(begun.kept)
@@ -312,25 +313,9 @@ class LocalRoller:
         self._source.close()
         for held_out in self.evaluations:
             held_out.close()
-        if self.engine is not None:
-            self.engine.close()
+        self.engine.close()
         if self.turns is not None:
             self.turns.pool.close()
-
-    def _render(self, prompt: Prompt) -> RenderedPrompt:
-        if self.vision is not None:
-            rendered = self.vision.render(prompt, self._template)
-        elif prompt.images:
-            raise ConfigError(f"{prompt.named} has images, but model.actor takes text alone")
-        else:
-            rendered = RenderedPrompt(render(prompt, self.tokenizer, self._template))
-        if len(rendered.ids) > self.lengths.prompt:
-            row, longest, response = self.lengths
-            problem = f"leave no room for a response: rollout.max_length is {row}"
-            if response is not None:
-                problem = f"are too many: prompts have at most {longest} (rollout.max_prompt_length)"
-            raise PromptError(f"{len(rendered.ids)} tokens {problem}")
-        return rendered
 
     def _columns(self, prompt_columns: int) -> int:
         """Return the columns of prompt and response: a response never gets the room that shorter prompts leave."""
@@ -338,14 +323,15 @@ class LocalRoller:
         return self.lengths.row if response is None else prompt_columns + response
 
     def _stopped(self, experience: Experience) -> torch.Tensor:
-        """Return ``(B,)`` bool: the response is shorter than its room or ends with eos, or its environment ended it."""
+        """Return ``(B,)`` bool: the response is shorter than its room or ends by itself, or by its environment."""
         assert experience.action_mask is not None
         if self.turns is not None and experience.info is not None:
             return torch.logical_not(experience.info["cut"])
-        lengths, columns = experience.action_mask.sum(dim=1), experience.action_mask.shape[1]
-        if (eos := self.tokenizer.eos_token_id) is None:
-            return lengths < columns
-        return torch.logical_or(lengths < columns, experience.sequences[:, -1] == eos)
+        lengths, columns, sampling = experience.action_mask.sum(dim=1), experience.action_mask.shape[1], self.sampling
+        ended = ends_with_stop(
+            experience.sequences[:, -columns:], sampling.stop_sequences, sampling.eos_token_ids, sampling.stop_strings
+        )
+        return torch.logical_or(lengths < columns, ended)
 
     def _pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(ids) for ids in rows)
@@ -358,10 +344,28 @@ class LocalRoller:
         return input_ids, mask
 
 
-def _columns(kept: list[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any]:
-    """Return the keyword with the further columns of each prompt; none if no prompt has any."""
-    columns = [prompt.columns for prompt, _ in kept]
-    return {"columns": columns} if any(columns) else {}
+def rendered(
+    prompt: Prompt, tokenizer: Any, template: Template | Rendering, lengths: Lengths, vision: VisionPrompts | None
+) -> RenderedPrompt:
+    """Return the tokens and pixels of a prompt; `vision` is None for a model of text alone.
+
+    Raises:
+        PromptError: If the prompt cannot be rendered, or leaves no room for a response.
+        ConfigError: If no prompt of its kind can be rendered.
+    """
+    if vision is not None:
+        found = vision.render(prompt, template)
+    elif prompt.images:
+        raise ConfigError(f"{prompt.named} has images, but model.actor takes text alone")
+    else:
+        found = RenderedPrompt(render(prompt, tokenizer, template))
+    if len(found.ids) > lengths.prompt:
+        row, longest, response = lengths
+        problem = f"leave no room for a response: rollout.max_length is {row}"
+        if response is not None:
+            problem = f"are too many: prompts have at most {longest} (rollout.max_prompt_length)"
+        raise PromptError(f"{len(found.ids)} tokens {problem}")
+    return found
 
 
 def seed_of(run_seed: int, position: int) -> int:

@@ -25,7 +25,7 @@ class Rows:
         lengths: ``(B,)`` int64, tokens of each response, observations included, from 1 to A.
         pad_token_id: The token in padding.
         vision: Images and videos of the rows; None where rows are text alone.
-        turns: Of rows of several turns; None for one response a row.
+        turns: Columns of rows of several turns; None for one response a row.
     """
 
     sequences: Tensor

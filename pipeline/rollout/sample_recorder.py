@@ -17,6 +17,9 @@ from typing import Any, Final
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
+from pipeline.rollout.hooks import WorkerHook
+from pipeline.rollout.roller import Rolled
+from pipeline.runtime.messages import Ticket
 from pipeline.telemetry.samples import Sample, SampledResponse, SampleWriter, folder_of
 
 _MOST_SHARE: Final = 1 / 200
@@ -32,7 +35,7 @@ log = logging.getLogger(__name__)
 Parts = Sequence[float]
 
 
-class RolloutSamples:
+class RolloutSamples(WorkerHook):
     """Selects tickets, and records one group of each.
 
     Args:
@@ -43,6 +46,7 @@ class RolloutSamples:
         per_minute: Samples a minute, at most.
         reward_names: Names of the parts of a reward, in order.
         clock: Monotonic seconds.
+        stop_strings: Texts that end a response.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class RolloutSamples:
         per_minute: float,
         reward_names: Sequence[str],
         clock: Callable[[], float],
+        stop_strings: Sequence[str] = (),
     ) -> None:
+        self._stop_strings = stop_strings
         self._writer = writer
         self._tokenizer = tokenizer
         self._worker = worker
@@ -89,9 +95,10 @@ class RolloutSamples:
             per_minute=config.samples.per_minute / workers,
             reward_names=reward_names(config),
             clock=clock,
+            stop_strings=config.rollout.stop,
         )
 
-    def begin(self) -> None:
+    def scoring(self) -> None:
         """Decide whether to record a group of the ticket that begins now."""
         self._scored.clear()
         self._is_wanted = self._clock() >= self._due_s
@@ -101,33 +108,30 @@ class RolloutSamples:
         if self._is_wanted:
             self._scored.append(parts)
 
-    def keep(
-        self, experience: Experience, stopped: Any, answers: Sequence[Any], *, ticket: int, position: int, version: int
-    ) -> None:
+    def sealed(self, ticket: Ticket, rolled: Rolled, version: int) -> None:
         """Write one group of a ticket's experience, if a sample is due.
 
         Args:
-            experience: Rows in the maker's layout, the G responses of a prompt contiguous.
-            stopped: ``(B,)`` bool, whether the response ended by itself.
-            answers: The right answer of each prompt, None for a prompt without one.
-            ticket: The ticket's number.
-            position: Position of the ticket's first prompt.
+            ticket: The ticket.
+            rolled: The rollout, with rows in the maker's layout, the G responses of a prompt contiguous.
             version: Policy version of the weights.
         """
         if not self._is_wanted:
             return
+        experience, stopped = rolled.experience, rolled.stopped
+        assert experience is not None and stopped is not None
         self._is_wanted = False
         began_s = self._clock()
         rows = len(experience.sequences)
         first = self._rng.randrange(rows // self._group_size) * self._group_size
-        known = self._sources(rows, answers)
-        place, answer = known[first // self._group_size] if known else (None, None)
+        known = self._sources(rows, rolled.answers)
+        index, answer = known[first // self._group_size] if known else (None, None)
         shown = range(first, min(first + self._group_size, first + _MOST_RESPONSES))
         sample = Sample(
             unix_s=round(time.time(), 3),
             worker=self._worker,
-            ticket=ticket,
-            position=position if place is None else position + place,
+            ticket=ticket.ticket,
+            position=ticket.position + (index or 0),
             policy_version=version,
             group_size=self._group_size,
             answer="" if answer is None else json.dumps(answer, ensure_ascii=False)[:_MOST_ANSWER_CHARACTERS],
@@ -136,13 +140,13 @@ class RolloutSamples:
         )
         try:
             if not self._writer.write(sample):
-                log.warning("sample too large for samples.bytes: ticket=%d", ticket)
+                log.warning("sample too large for samples.bytes: ticket=%d", ticket.ticket)
         except OSError as error:
-            log.warning("sample not kept: ticket=%d error=%s", ticket, error)
+            log.warning("sample not kept: ticket=%d error=%s", ticket.ticket, error)
         now_s = self._clock()
         self._due_s = now_s + max(self._interval_s, (now_s - began_s) / _MOST_SHARE)
 
-    def close(self) -> None:
+    def closing(self) -> None:
         """Close the file."""
         self._writer.close()
 
@@ -154,7 +158,7 @@ class RolloutSamples:
         return kept if len(kept) == rows else None
 
     def _sources(self, rows: int, answers: Sequence[Any]) -> list[tuple[int, Any]] | None:
-        """Return the place in the ticket and the answer of each group; None if they are ambiguous."""
+        """Return the index in the ticket and the answer of each group; None if they are ambiguous."""
         size = self._group_size
         groups = len(self._scored) // size
         if rows == len(answers) * size:
@@ -195,7 +199,8 @@ class RolloutSamples:
         assert experience.attention_mask is not None
         width = experience.sequences.shape[1] - experience.action_mask.shape[1]
         mask = experience.attention_mask[row, width:] != 0
-        ids = experience.sequences[row, width:][mask][:_MOST_TOKENS].tolist()
+        whole = experience.sequences[row, width:][mask].tolist()
+        ids = whole[:_MOST_TOKENS]
         observed = (~experience.action_mask[row])[mask][:_MOST_TOKENS].tolist()
 
         def of_tokens(values: Any) -> list[float]:
@@ -219,7 +224,14 @@ class RolloutSamples:
             reward=round(reward, 6),
             parts=self._named(parts, reward),
             observed=observed if any(observed) else [],
+            stop=self._stop_string(whole) if stopped else "",
         )
+
+    def _stop_string(self, ids: list[int]) -> str:
+        # It is of the last tokens: no token has less than a byte of it, except for those without a text.
+        most = max((len(string.encode()) for string in self._stop_strings), default=0)
+        text = self._text(ids[-2 * most :]) if most else ""
+        return next((string for string in self._stop_strings if string in text), "")
 
     def _named(self, parts: Parts, reward: float) -> dict[str, float]:
         if not parts or len(self._reward_names) < len(parts):

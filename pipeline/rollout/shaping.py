@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Shaping:
     Attributes:
         advantages: The estimator; None for the algorithm's own.
         trains_all_groups: Whether rows of groups with equal scores are trained too.
-        kl_estimator: Of the KL in the reward.
+        kl_estimator: Estimator of the KL in the reward.
         overlong_buffer_tokens: Tokens before the longest length over which a response loses reward; 0 for none.
         overlong_penalty: The reward that a response of the longest length loses.
         longest: Maximum tokens of a response; None for the action columns of its batch.
@@ -44,6 +44,8 @@ class Shaping:
             turns have it in any case, and "turns", ``(B,)`` int64.
         keeps_engine_log_probs: Whether `behaviour_log_probs` holds those of the engine, if it returns any. For an
             engine that is not the trainer's own function.
+        reward_clip: Bound of the magnitude of a score, with PPO in an environment of each turn's; None: no bound.
+            "coati": 5 with PPO, none with GRPO.
         log_probs_by: Source of `action_log_probs`: "engine" refuses an engine that returns none, "trainer" leaves the
             field empty; None and "worker" leave the choice to the maker.
     """
@@ -57,6 +59,7 @@ class Shaping:
     marks_cut: bool = False
     keeps_engine_log_probs: bool = False
     log_probs_by: LogProbsBy | None = None
+    reward_clip: float | Literal["coati"] | None = "coati"
 
     def marks(self, rows: Rows, sampling: Sampling) -> dict[str, Tensor]:
         """Return the entries of `info` that describe the responses."""
@@ -64,12 +67,21 @@ class Shaping:
             return {"cut": rows.turns.cut, "turns": rows.turns.counts}
         return {"cut": is_cut(rows, sampling)} if self.marks_cut else {}
 
-    def shaped(self, rows: Rows, scores: Tensor) -> Tensor:
-        """Return the scores with the penalty of length, ``(B,)``."""
+    def clipped(self, scores: Tensor) -> dict[str, Tensor]:
+        """Return the entry of `info` for scores beyond the bound, of rows ``(B,)`` or turns ``(B, A)``."""
+        if not isinstance(self.reward_clip, float):
+            return {}
+        beyond = scores.abs() > self.reward_clip
+        return {"reward_clipped": beyond if beyond.dim() == 1 else beyond.any(dim=1)}
+
+    def shaped(self, rows: Rows, scores: Tensor, *, is_clipped: bool = True) -> Tensor:
+        """Return the scores within their bound, with the penalty of length, ``(B,)``."""
+        if is_clipped and isinstance(self.reward_clip, float):
+            scores = scores.clamp(-self.reward_clip, self.reward_clip)
         if not self.overlong_buffer_tokens:
             return scores
         longest = rows.num_actions if self.longest is None else self.longest
-        # Of what the model wrote: the text of an environment is none of its.
+        # Only tokens that the model wrote count: the text of an environment does not.
         written = rows.action_mask.sum(dim=1)
         return scores + overlong_rewards(written, longest, self.overlong_buffer_tokens, self.overlong_penalty)
 
@@ -81,19 +93,20 @@ class Shaping:
         self, rows: Rows, scores: Tensor, log_ratios: Tensor, *, kl_coef: float, group_size: int
     ) -> dict[str, Any]:
         """Return the fields of an algorithm that compares the responses of a prompt."""
-        shaped = self.shaped(rows, scores)
+        # In float64: a reward of 100,000,001 beside one of 100,000,000 is a signal.
+        shaped = self.shaped(rows, scores.double())
         kl = kl_rewards(self.kl(log_ratios, rows.action_mask), rows.action_mask, kl_coef)
         rewards = shaped + kl
-        advantages = self.estimate(AdvantageInputs(rewards, group_size, rows.action_mask))
+        advantages = self.estimate(AdvantageInputs(rewards, group_size, rows.action_mask)).float()
         mixed = group_mixed(shaped, group_size)
         if self.trains_all_groups:
             mixed = torch.ones_like(mixed)
         return {
-            "values": rewards.clone(),
-            "reward": rewards,
+            "values": rewards.float(),
+            "reward": rewards.float(),
             "kl": kl,
             "advantages": advantages,
-            "info": {"score": scores, "group_mixed": mixed},
+            "info": {"score": scores.float(), "group_mixed": mixed, **self.clipped(scores)},
         }
 
     def estimate(self, inputs: AdvantageInputs) -> Tensor:
@@ -116,7 +129,7 @@ class Shaping:
 def is_cut(rows: Rows, sampling: Sampling) -> Tensor:
     """Return which responses have the maximum length and do not end with a stop, ``(B,)`` bool."""
     responses = rows.sequences[:, -rows.num_actions :]
-    stopped = ends_with_stop(responses, sampling.stop_sequences, sampling.eos_token_ids)
+    stopped = ends_with_stop(responses, sampling.stop_sequences, sampling.eos_token_ids, sampling.stop_strings)
     return (rows.lengths == rows.num_actions) & ~stopped
 
 
@@ -140,6 +153,7 @@ def shaping_of(config: Config) -> Shaping:
         # ratio to the engine's is that to the policy that sampled.
         keeps_engine_log_probs=by == "trainer" or (by == "worker" and rollout.engine != "transformers"),
         log_probs_by="trainer" if by == "trainer" else rollout.log_probs,
+        reward_clip=rollout.reward_clip,
     )
 
 

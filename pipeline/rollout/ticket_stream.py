@@ -99,7 +99,7 @@ class SleepingStream(TicketStream, Protocol):
 def new_stream(roller: Roller, config: Config, metrics: RolloutMetrics) -> TicketStream:
     """Return the stream of a roller: with several rollouts in hand if it has an engine of its own."""
     wanted = config.rollout.tickets_ahead
-    if isinstance(roller, LocalRoller) and roller.engine is not None:
+    if isinstance(roller, LocalRoller):
         rows = config.prompts_per_ticket * config.group_size
         return EngineStream(
             roller,
@@ -115,7 +115,7 @@ def tickets_ahead(load: EngineLoad, ticket_rows: int) -> int:
     """Return the number of tickets that keep an engine full: those that fill its room, and one more.
 
     Args:
-        load: Of the engine without requests.
+        load: The engine's load while it is idle.
         ticket_rows: Rows of a ticket.
     """
     if load.room_rows is None:
@@ -129,13 +129,13 @@ class _Rollout:
 
     Attributes:
         roller: Renders its prompts and scores its responses.
-        begun: Its prompts.
+        begun: Prompts of the ticket.
         batch: The prompts with their sampling parameters; None if there are none, or with an error.
-        since_s: When they were submitted.
-        keys: Of its requests, in order.
-        completed: Those that have ended, by key.
+        since_s: Monotonic time of submission.
+        keys: Keys of the ticket's requests, in order.
+        completed: Requests that have ended, by key.
         error: Ends the ticket.
-        turns: Its rows in their environments; None: each has one response.
+        turns: Rows of the ticket in their environments; None: each has one response.
     """
 
     roller: LocalRoller
@@ -200,9 +200,9 @@ class EngineStream:
         self._new_key = itertools.count().__next__
         # Key of the probe's request and the version in question.
         self._asked: tuple[int, int] | None = None
-        # An error of a step with the probe and tickets: of either.
+        # The error of a step with both the probe and tickets; either may be the cause.
         self._doubtful: FieldError | ShapeError | None = None
-        # Of an engine that does not count.
+        # Token counts for an engine that does not count.
         self._tokens_in = self._tokens_out = 0
 
     @property
@@ -267,7 +267,7 @@ class EngineStream:
             self._charge(left, self._doubtful)
         if completed:
             self._metrics.sampled(tokens_of(completed))
-            self._metrics.beat()
+            self._metrics.progress()
         self._show_rows()
         if clock.activity in ("generate", "environment") and all(rollout.has_ended for rollout in under_way):
             clock.enter(OTHER)

@@ -7,6 +7,7 @@ addition is to repeat an image token as often as the image needs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from pipeline.config.user_modules import install_command
 from pipeline.errors import ConfigError, PromptError
+from pipeline.experience.vision_rows import VisionRows
 from pipeline.prompts.rendering import Rendering, Template, render
 from pipeline.prompts.types import Prompt
 
@@ -40,7 +42,7 @@ class VisionPrompts:
 
         Args:
             path: The model's directory.
-            tokenizer: Its tokenizer.
+            tokenizer: Tokenizer of the actor.
             field: The configuration field that named the directory, for the error.
 
         Raises:
@@ -122,15 +124,11 @@ def _read(path: str) -> Any:
         return image.convert("RGB")
 
 
-def vision_keywords_of(kept: Sequence[tuple[Prompt, RenderedPrompt]]) -> dict[str, Any]:
-    """Return pixels of all prompts end to end, images per prompt, and their paths, for files are not stored."""
-    keywords: dict[str, Any] = {
-        name: torch.cat(parts)
-        for name in ("pixel_values", "image_grid_thws")
-        if (parts := [rendered.vision[name] for _, rendered in kept if rendered.vision])
-    }
-    return {
-        **keywords,
-        "image_num": torch.tensor([len(prompt.images) for prompt, _ in kept], dtype=torch.float32),
-        "raw_images": [list(prompt.images) or None for prompt, _ in kept],
-    }
+def vision_rows_of(kept: Sequence[tuple[Prompt, RenderedPrompt]]) -> VisionRows:
+    """Return the images of each prompt, with their paths: files are not stored."""
+    return dataclasses.replace(
+        VisionRows.none(len(kept)),
+        pixel_values=[rendered.vision.get("pixel_values") for _, rendered in kept],
+        image_grid_thws=[rendered.vision.get("image_grid_thws") for _, rendered in kept],
+        raw_images=[list(prompt.images) or None for prompt, _ in kept],
+    )

@@ -6,9 +6,8 @@ import dataclasses
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 from pipeline.errors import (
     ArenaFullError,
@@ -21,11 +20,11 @@ from pipeline.errors import (
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
 from pipeline.models.weights.store import WeightsReader
+from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.insert_gate import Fault
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import Rolled
-from pipeline.rollout.sample_recorder import RolloutSamples
-from pipeline.rollout.ticket_stream import SleepingStream, TicketStream
+from pipeline.rollout.ticket_stream import TicketStream
 from pipeline.runtime.messages import (
     Drain,
     Evaluated,
@@ -44,7 +43,6 @@ from pipeline.runtime.messages import (
 )
 from pipeline.runtime.transport import Sender, worker_name
 from pipeline.storage.arena import Arena
-from pipeline.storage.card_turns import TURN_S, EngineTurn
 from pipeline.storage.weights_header import WeightsVersion
 
 _DEADLINE_PASSED = "deadline passed: raise rollout.ticket_timeout_s, or lower rollout.batch_size or rollout.max_length"
@@ -62,7 +60,7 @@ class _InHand:
         ticket: The ticket.
         allowance_s: Time from its arrival to its deadline, which it gets from its begin on.
         deadline_s: Monotonic time; 0 before it has begun.
-        weights: Those with which it can have been sampled, oldest first.
+        weights: Weights with which it can have been sampled, oldest first.
     """
 
     ticket: Ticket
@@ -82,7 +80,6 @@ class RolloutWorker:
     Attributes:
         draining: Whether no further ticket comes.
         held: The version of the weights in hand.
-        turn: On a card that a trainer shares; None if the engine's memory is its own for good.
     """
 
     def __init__(
@@ -98,8 +95,7 @@ class RolloutWorker:
         group_size: int = 1,
         checksum: bool = True,
         initial_version: int = -1,
-        log_texts: bool = False,
-        samples: RolloutSamples | None = None,
+        hooks: Sequence[WorkerHook] = (),
     ) -> None:
         """Introduce this worker to the buffer.
 
@@ -114,11 +110,9 @@ class RolloutWorker:
             group_size: Responses of a prompt (G).
             checksum: Whether sealed extents carry a checksum.
             initial_version: The version of the weights as loaded; -1 if only published weights have a version.
-            log_texts: Whether reasons may quote prompts, responses and answers.
-            samples: Records some rollouts for people to read.
+            hooks: Optional behaviour.
         """
         self.draining = False
-        self.turn: EngineTurn | None = None
         self.held = self._initial = WeightsVersion(initial_version, 0)
         self._stream = stream
         self._arena = arena
@@ -129,8 +123,7 @@ class RolloutWorker:
         self._clock = clock
         self._group_size = group_size
         self._checksum = checksum
-        self._log_texts = log_texts
-        self._samples = samples
+        self._hooks = hooks
         self._reader: WeightsReader | None = None
         self._incarnation = random.getrandbits(62)
         self._buffer_incarnation: int | None = None
@@ -165,31 +158,13 @@ class RolloutWorker:
             case Drain():
                 self.draining = True
 
-    def wake(self) -> bool:
-        """Wake the engine unless a rank asks for the card or steps; return whether it is awake."""
-        if self.turn is None or self.turn.is_awake:
-            return True
-        if not self.turn.take():
-            return False
-        is_published = self._newest() is not None
-        cast("SleepingStream", self._stream).wake(None if is_published else self.held.version)
-        if is_published:
-            self._fetch()
-        return True
+    def may_work(self) -> bool:
+        """Return whether the tickets can be worked on now; with `rollout.sleep` wake the engine if it may."""
+        return all(hook.may_work(self) for hook in self._hooks)
 
     def rest(self, longest_s: float) -> float:
-        """Without a ticket in hand have the engine sleep if a rank asks for the card.
-
-        Returns:
-            Time until this must be asked again, at most `longest_s`.
-        """
-        if self.turn is None or (self.idle and not self.turn.is_awake):
-            return longest_s
-        if self.idle and self.turn.is_wanted():
-            cast("SleepingStream", self._stream).sleep()
-            # Not before: the rank steps at once.
-            self.turn.give_back()
-        return min(longest_s, TURN_S)
+        """Use the time without work; return the time until this must be called again, at most `longest_s`."""
+        return min((hook.rest(self, longest_s) for hook in self._hooks), default=longest_s)
 
     def step(self) -> int:
         """Begin the tickets that can begin, advance those that have begun, and report those that have ended.
@@ -212,14 +187,14 @@ class RolloutWorker:
 
     def _begin_tickets(self) -> int:
         begun = self._begun()
-        if begun and (newest := self._newest()) is not None and newest != self.held:
+        if begun and (newest := self.newest()) is not None and newest != self.held:
             if newest.history != self.held.history:
                 self._stream.cancel([in_hand.ticket.ticket for in_hand in begun])
                 for in_hand in begun:
                     in_hand.weights.clear()
                 begun = []
             elif self._stream.updates_in_flight:
-                self._fetch()
+                self.fetch()
                 for in_hand in begun:
                     in_hand.weights.append(self.held)
         already = len(begun)
@@ -230,11 +205,11 @@ class RolloutWorker:
             if self._must_fetch(ticket, exactly=not begun):
                 if begun:
                     break
-                self._fetch()
+                self.fetch()
             in_hand.deadline_s = self._clock() + in_hand.allowance_s
             in_hand.weights.append(self.held)
             begun.append(in_hand)
-            self._metrics.beat()
+            self._metrics.progress()
             held_out = {"evaluation": ticket.evaluation} if ticket.evaluation >= 0 else {}
             self._stream.begin(ticket.ticket, ticket.position, ticket.prompts, **held_out)
         return len(begun) - already
@@ -266,14 +241,12 @@ class RolloutWorker:
         return self._failed(in_hand.ticket, _DEADLINE_PASSED, retry=True)
 
     def close(self) -> None:
-        """Unmap the weights, and close models and samples."""
+        """Unmap the weights, and close models and hooks."""
         self._stream.close()
         if self._reader is not None:
             self._reader.close()
-        if self._samples is not None:
-            self._samples.close()
-        if self.turn is not None:
-            self.turn.close()
+        for hook in self._hooks:
+            hook.closing()
 
     def _hello(self) -> Hello:
         held = [*self._unsettled.values(), *(in_hand.ticket for in_hand in self._tickets.values())]
@@ -301,8 +274,8 @@ class RolloutWorker:
     def _work(self, in_hand: _InHand) -> Outcome:
         """Return the outcome of a ticket whose responses have ended."""
         ticket = in_hand.ticket
-        if self._samples is not None:
-            self._samples.begin()
+        for hook in self._hooks:
+            hook.scoring()
         try:
             rolled = self._stream.finish(ticket.ticket)
             if ticket.evaluation >= 0:
@@ -317,13 +290,13 @@ class RolloutWorker:
             return self._seal(ticket, weights, rolled)
         except (FieldError, ShapeError) as error:
             if ticket.evaluation >= 0:
-                return self._failed(ticket, error.told(texts=self._log_texts), retry=False)
-            fault = Fault(_reason_of(error), error.told(texts=self._log_texts))
+                return self._failed(ticket, error.told(texts=self._metrics.log_texts), retry=False)
+            fault = Fault(_reason_of(error), error.told(texts=self._metrics.log_texts))
             return self._faulty(ticket, in_hand.weights[0], fault, None)
         except (RewardError, ArenaFullError) as error:
             # Not retried: the same prompts would give the same rollout.
             # As text: the frames of the error refer to the arena, and a log record may be kept.
-            reason = error.told(texts=self._log_texts)
+            reason = error.told(texts=self._metrics.log_texts)
             log.error("rollout failed: ticket=%d position=%d reason=%s", ticket.ticket, ticket.position, reason)
             return self._failed(ticket, reason, retry=False)
 
@@ -368,11 +341,8 @@ class RolloutWorker:
             group_size=self._group_size,
             stopped=rolled.stopped,
         )
-        if self._samples is not None:
-            self._samples.keep(
-                experience, rolled.stopped, rolled.answers,
-                ticket=ticket.ticket, position=ticket.position, version=weights.version,
-            )  # fmt: skip
+        for hook in self._hooks:
+            hook.sealed(ticket, rolled, weights.version)
         return Sealed(
             self._name, ticket.ticket, len(experience.sequences), encoded.nbytes, encoded.checksum,
             weights.version, weights.fingerprint, rolled.prompts_failed, ticket.attempt,
@@ -404,7 +374,8 @@ class RolloutWorker:
             self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=retry)
         return Failed(self._name, ticket.ticket, reason, retry, ticket.attempt)
 
-    def _newest(self) -> WeightsVersion | None:
+    def newest(self) -> WeightsVersion | None:
+        """Return the newest published version; None before the first publish."""
         if self._reader is None and self._weights_path.exists():
             self._reader = WeightsReader(self._weights_path)
         return None if self._reader is None else self._reader.newest()
@@ -415,14 +386,15 @@ class RolloutWorker:
         With `exactly` also if they are newer, and others are newer still: a wait for rollouts is not worth it, but a
         worker without any takes the newest weights.
         """
-        newest = self._newest()
+        newest = self.newest()
         if newest is None or newest == self.held:
             return False
         if newest.history != self.held.history or ticket.policy_version > self.held.version:
             return True
         return exactly and ticket.policy_version != self.held.version
 
-    def _fetch(self) -> None:
+    def fetch(self) -> None:
+        """Replace the weights by the newest version; there must be one."""
         assert self._reader is not None
         with self._metrics.activity("fetch_weights"):
             started_s = self._clock()

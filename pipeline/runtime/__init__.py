@@ -1,5 +1,6 @@
 """The base of every process of an instance; no torch.
 
+checkpoint_note     a checkpoint's description of itself, and its verification
 child_entry         entry of a child process
 child_process       a child process, started and watched
 control             the control socket
@@ -7,14 +8,20 @@ evaluation_plan     the held-out prompts of a configuration, and their tickets
 forking             forks of this process that run one function
 forkserver          the supervisor's side of the forkserver
 forkserver_process  the forkserver, the only module here that loads torch
-former_layout       the state directory of earlier releases, moved into the folders of its runs
+forkserver_refusal  the reason why a forkserver cannot serve, remembered for the next start
+import_watch        the module whose import started a thread
 latest_checkpoint   the latest checkpoint, and whether a start resumes from it
 lifeline            the end of a child with its parent
+link                messages between two processes over a socket
 lock                the lock and record of an instance
 messages            every message between the processes
 pause               whether tickets are issued
+pool                processes that run code of the user, replaced when they end
+pool_process        the forkserver of a pool, and the start of a process
 role                a role's folder, metrics, reports and SIGTERM
+role_libraries      the import of the roles' libraries, without packages of no use to them
 run_folder          the folder of a run
+run_inputs          digests of the files that a run reads
 run_start           the run's part of a start
 signals             signals that end a process; processes that a signal has stopped
 transport           ZeroMQ between the processes of an instance

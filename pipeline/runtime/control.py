@@ -45,9 +45,13 @@ async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-        path.chmod(0o600)
+        # It gets its name once it listens: a client that sees it is never refused.
+        new = path.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        listener.bind(str(new))
+        new.chmod(0o600)
+        listener.listen()
+        new.replace(path)
     except BaseException:
         listener.close()
         raise

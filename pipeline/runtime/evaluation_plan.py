@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pipeline.config.evaluation import held_out, names_of, prompts_per_ticket
 from pipeline.config.rewards import weights_of
 from pipeline.config.schema import Config
+from pipeline.config.types import stop_sequences_of
 from pipeline.errors import ConfigError
 from pipeline.prompts.files import files_of
 from pipeline.prompts.source import PromptSource
@@ -23,7 +24,7 @@ class EvaluationPlan:
     Attributes:
         every: Versions per evaluation.
         num_generations: Responses to a prompt.
-        k: Of pass@k.
+        k: The k of pass@k.
         names: Name of each file.
         prompts: Prompts of each file.
         prompts_per_ticket: Most prompts of a ticket.
@@ -48,15 +49,15 @@ class EvaluationPlan:
         evaluation = config.evaluation
         if not evaluation.files:
             return None
-        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best"})
         rollout = config.rollout
+        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best"})
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr([
             settings, prompts_per_ticket(config), config.daemon.seed, config.lengths, rollout.temperature,
-            rollout.top_p, rollout.top_k, rollout.stop_token_ids, rollout.reward_functions, weights_of(config),
-            config.reward.model_dump(mode="json"), config.model.reward,
-            held_out(config, "").model_dump(mode="json"),
-            *([] if rollout.environment is None else [rollout.environment, rollout.max_turns, rollout.max_turn_tokens]),
+            rollout.top_p, rollout.top_k, stop_sequences_of(rollout.stop_token_ids), rollout.stop,
+            rollout.special_tokens, rollout.reward_functions, weights_of(config),
+            config.reward.model_dump(mode="json"), config.model.reward, held_out(config, "").model_dump(mode="json"),
+            rollout.environment, rollout.max_turns, rollout.max_turn_tokens,
         ]).encode())  # fmt: skip
         prompts = []
         for file in evaluation.files:
@@ -95,8 +96,8 @@ class EvaluationPlan:
 
         Args:
             version: Policy version.
-            fingerprint: Of the weights, in hexadecimal.
-            results: Those of each file, in any order; the result does not depend on it.
+            fingerprint: Fingerprint of the weights, in hexadecimal.
+            results: Results of each file, in any order; the evaluation does not depend on it.
             unix_s: Unix time.
         """
         ordered = [sorted(found, key=lambda result: result.position) for found in results]

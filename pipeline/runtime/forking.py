@@ -8,24 +8,44 @@ import gc
 import logging
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from typing import NoReturn
+from pathlib import Path
+from typing import Final, NoReturn
 
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 
+# jemalloc's, which pyarrow brings: it only gives memory back early, and jemalloc takes its locks around each fork.
+_DISPENSABLE: Final = frozenset({"jemalloc_bg_thd"})
 _DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def unfit_to_fork() -> str:
     """Return the reason why this process must not be forked, as a predicate; "" if it may be."""
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        return f"has started {threads - 1} threads, which a fork would lose"
+    if threads := threads_lost():
+        return f"has started what a fork would lose: {', '.join(f'thread {name}' for name in threads.values())}"
     # CUDA is initialized once a process, and does not work in a fork of it.
     opened = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     if any(path.startswith("/dev/nvidia") for path in opened):
         return "has opened a GPU, which a forked process cannot use"
     return ""
+
+
+def threads_lost() -> dict[int, str]:
+    """Return the id and name of each thread that a fork of this process would lose, and that the fork would miss."""
+    lost = {tid: _native_name(tid) for tid in map(int, os.listdir("/proc/self/task")) if tid != os.getpid()}
+    if lost:
+        lost |= {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id in lost}
+    return {tid: name for tid, name in lost.items() if name not in _DISPENSABLE}
+
+
+def _native_name(tid: int) -> str:
+    try:
+        return Path(f"/proc/self/task/{tid}/comm").read_text().strip()
+    except OSError:
+        # It has ended since; its number may be that of no thread of Python.
+        return "(ended)"
 
 
 class ForkedChild:

@@ -19,6 +19,7 @@ from pipeline.runtime.child_process import LaunchSpec, Process, Starter, execute
 
 _FORK_TIMEOUT_S = 5.0
 _MODULE = "pipeline.runtime.forkserver_process"
+_JEMALLOC = "JE_ARROW_MALLOC_CONF"
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
@@ -26,6 +27,15 @@ class ForkRequest(msgspec.Struct, frozen=True):
 
     spec: LaunchSpec
     environment: dict[str, str]
+
+
+def forkserver_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a forkserver: no library of these starts threads as it is imported.
+
+    pyarrow's allocator reads the options in their order, so ours applies unless a later one is the user's.
+    """
+    options = ["background_thread:false", environment.get(_JEMALLOC, "")]
+    return {**environment, "OPENBLAS_NUM_THREADS": "1", _JEMALLOC: ",".join(filter(None, options))}
 
 
 class Forkserver:
@@ -49,7 +59,8 @@ class Forkserver:
             self._link.settimeout(_FORK_TIMEOUT_S)
             with theirs:
                 arguments = [str(theirs.fileno()), name, model]
-                return executed(_MODULE, arguments, environment, pass_fds=(theirs.fileno(),))(reports, lines)
+                variables = forkserver_environment(environment)
+                return executed(_MODULE, arguments, variables, pass_fds=(theirs.fileno(),))(reports, lines)
 
         return start
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import gc
-import importlib
-import importlib.util
 import json
 import os
 import signal
 import socket
 import sys
-import threading
 import time
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from pipeline.runtime.forking import unfit_to_fork
+from pipeline.runtime import role_libraries
+from pipeline.runtime.forking import threads_lost, unfit_to_fork
+from pipeline.runtime.import_watch import ImportWatch
 from pipeline.runtime.lifeline import die_with_parent
 
 _REQUEST_BYTES = 1 << 20
-_ROLES = ("pipeline.trainer.process", "pipeline.rollout.process", "pipeline.trainer.setup")
-# Imported lazily by transformers at their first use; every role uses them.
-_CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor", "PreTrainedTokenizerFast")
-_EMBEDDED = "llama"
 
 
 class Fork(NamedTuple):
@@ -47,13 +40,10 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     setproctitle.setproctitle(f"{name}: forkserver")
     # The imports make millions of objects and no garbage: collections would take a quarter of their time.
     gc.disable()
-    load(model)
-    reason = unfit_to_fork()
-    if not reason and _forks_badly():
-        reason = "has asked CUDA for its devices, after which a forked process cannot use a GPU"
-    if reason:
-        error = f"a module that roles import {reason}"
-        os.write(reports, json.dumps({"state": "unusable", "error": error}).encode() + b"\n")
+    with ImportWatch() as watch:
+        role_libraries.load(role_libraries.ROLES.values(), model)
+    if reason := _refusal(watch):
+        os.write(reports, json.dumps({"state": "unusable", "error": reason}).encode() + b"\n")
         return 1
     # Garbage collections in a forked process would write to, and so copy, every shared page. The imports leave about
     # 1 MB of garbage; collecting it would take as long as a tenth of them.
@@ -71,21 +61,22 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     return 0
 
 
-def load(model: str) -> None:
-    """Import the modules of the roles, and the code of the actor's type of model ("" for the embedded one)."""
-    for name in _ROLES:
-        importlib.import_module(name)
-    import transformers
+def _refusal(watch: ImportWatch) -> str:
+    """Return the reason why this process must not be forked, with the module at fault; "" if it may be."""
+    if reason := unfit_to_fork():
+        starters = dict.fromkeys(watch.starter_of(thread) or _before_us() for thread in threads_lost())
+        return f"{' and '.join(starters) or 'a module that roles import'} {reason}"
+    if _forks_badly():
+        return (
+            "a module that roles import has asked CUDA for its devices, after which a forked process cannot use a GPU"
+        )
+    return ""
 
-    for name in _CLASSES:
-        getattr(transformers, name)
-    try:
-        kind = str(json.loads((Path(model) / "config.json").read_bytes())["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):
-        # Not made yet, or broken: the role that loads the model reports it.
-        kind = _EMBEDDED
-    if importlib.util.find_spec(f"transformers.models.{kind}") is not None:
-        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+
+def _before_us() -> str:
+    """Return the name of what runs at Python's start, where there is such a module."""
+    customize = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
+    return " or ".join([*customize, "a .pth file of this environment"])
 
 
 def _forks_badly() -> bool:
@@ -153,18 +144,8 @@ def _reset_inherited_state() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def _leave(code: int) -> NoReturn:
-    """End this process as multiprocessing ends a fork: the modules are not unloaded, which takes a third of a second.
-
-    Threads that are no daemons are waited for, and functions registered with `atexit` run.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
     die_with_parent()
-    _leave(main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), *sys.argv[3:]))
+    from pipeline.runtime.child_entry import leave
+
+    leave(main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), *sys.argv[3:]))

@@ -16,6 +16,7 @@ import msgspec
 from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.storage import sealed_json
 from pipeline.storage.files import UNREADABLE, flush_folder, replacing
 
 _BEST = "best"
@@ -32,7 +33,7 @@ class Latest(msgspec.Struct, frozen=True):
         version: Policy version of its weights.
         position: First prompt that may still be missing from it.
         complete: Whether its run had taken all of its steps.
-        path: Its folder, relative to this file's.
+        path: Folder of the checkpoint, relative to the folder of this file.
         run: Id of the run, the same through all its starts.
         fingerprint: Fingerprint of its weights as published, in hexadecimal.
     """
@@ -60,7 +61,7 @@ def read_latest(root: Path) -> Latest | None:
     """
     path = root / "latest.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Latest)
+        return sealed_json.decode(path.read_bytes(), Latest)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, *UNREADABLE) as error:
@@ -74,7 +75,7 @@ def write_latest(root: Path, latest: Latest) -> None:
         replacing(root / "latest.json", temporary=root / ".latest.new", mode=0o666, flush=True) as descriptor,
         open(descriptor, "wb", closefd=False) as file,
     ):
-        file.write(msgspec.json.format(msgspec.json.encode(latest)) + b"\n")
+        file.write(sealed_json.encode(latest))
 
 
 def forget_latest(root: Path) -> None:

@@ -1,12 +1,20 @@
-"""The end of a child with its parent and of a group with its leader, at any death of these; adoption of orphans."""
+"""The end of a child with its parent, of a group with its leader, and of all that a process has started with it.
+
+Each holds at any death, SIGKILL too. Also the adoption of orphans.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
+import resource
 import signal
-from collections.abc import Collection
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from typing import NoReturn
 
 import setproctitle
 
@@ -15,6 +23,7 @@ PARENT_VARIABLE = "RLHFD_PARENT"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_SWEEP_S = 3.0
 
 
 def die_with_parent() -> None:
@@ -51,6 +60,91 @@ def end_group_with_this() -> None:
     finally:
         # Never return into the code of the process that forked this one.
         os._exit(0)
+
+
+def run_guarded(run: Callable[[], object], title: str) -> NoReturn:
+    """Run a function in a fork of this process, kill all that it has started when the fork or the parent ends, and end.
+
+    This process becomes the guard, and ends as the fork has ended: it adopts each orphan of the fork, so that a daemon
+    in a session of its own is found too. To be called in a child that has no threads and no children.
+
+    Args:
+        run: Does not return.
+        title: This process's title in lists of processes.
+    """
+    code: int | None = None
+    try:
+        parent = int(os.environ[PARENT_VARIABLE])
+        # Not in the group of the parent or of the fork: a signal to one of these must not end the guard.
+        os.setsid()
+        former = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+        adopt_orphans()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
+        if (child := os.fork()) == 0:
+            os.setsid()
+            die_with_parent()
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+            run()
+        setproctitle.setproctitle(title)
+        while code is None and os.getppid() == parent:
+            signal.sigwait((signal.SIGCHLD, signal.SIGTERM))
+            for pid, status in _reaped():
+                if pid == child:
+                    code = os.waitstatus_to_exitcode(status)
+        _end_descendants()
+        if code is not None and code < 0:
+            # Without a core file.
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            faulthandler.disable()
+            if code != -signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (-code,))
+            os.kill(os.getpid(), -code)
+    except BaseException:
+        # Nothing else says why: at a limit of processes, say.
+        traceback.print_exc()
+        raise
+    finally:
+        # Never return into the code of the process that forked this one.
+        os._exit(1 if code is None else code & 0xFF)
+
+
+def _end_descendants() -> None:
+    """Kill and reap all descendants; one that waits for a device, or is another user's, may live on."""
+    deadline_s = time.monotonic() + _SWEEP_S
+    while time.monotonic() < deadline_s:
+        collected = list(_reaped())
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        for pid in _descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not collected:
+            time.sleep(0.001)
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    """Reap the dead children; yield the pid and the status of each."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the children of a process and their descendants."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            # The name of the program, in parentheses, may contain spaces.
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    found = children.get(pid, [])[:]
+    for each in found:
+        found += children.get(each, ())
+    return found
 
 
 def adopt_orphans() -> None:

@@ -103,7 +103,9 @@ class FolderLock:
         if self._descriptor is not None:
             # Before the release: a process that opens the path from here on makes and locks a new file.
             if _is_at(self._descriptor, self._folder / _LOCK):
-                (self._folder / _LOCK).unlink(missing_ok=True)
+                # On a file system that is read-only by now the file stays: nobody holds it.
+                with contextlib.suppress(OSError):
+                    (self._folder / _LOCK).unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -223,7 +225,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
         pid: Pid of the supervisor.
         started_unix_s: Unix time of its start.
         run_id: Id of its run.
-        shm_dir: Its folder in shared memory.
+        shm_dir: Folder of the instance in shared memory.
         host: Address of the HTTP server.
         port: Port of the HTTP server, 0 if there is none.
         config: The configuration file, empty if there is none.

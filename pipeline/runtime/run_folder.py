@@ -6,6 +6,7 @@
                         aside/         of each `start --from`: later checkpoints, spool and snapshot; never removed
                         spool/         untrained rows of the last stop       journal/      snapshot of a run's rows
                         samples/       recorded rollouts                     quarantine/   rows that are never delivered
+                        inputs.json    digests of the files that it reads (`pipeline.runtime.run_inputs`)
                         metrics.jsonl      a line a step         evaluations.jsonl   a line an evaluation
                         recording/     recorded steps
                         tracking/      of the trackers               history.msgpack     of the page
@@ -29,16 +30,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipeline.config.identity import identifying_settings, identity_of, run_dir, run_name, runs_dir
+from pipeline.config.identity import default_name, identifying_settings, identity_of, run_dir, run_name, runs_dir
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError
-from pipeline.runtime.latest_checkpoint import Latest, put_back_replaced, read_latest, write_latest
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.progress import Telemetry
+from pipeline.runtime.checkpoint_note import NOTE as CHECKPOINT_NOTE
+from pipeline.runtime.checkpoint_note import earlier_of_run, verify
+from pipeline.runtime.checkpoint_note import read_note as read_checkpoint
+from pipeline.runtime.latest_checkpoint import Latest, put_back_replaced, read_latest, why_anew, write_latest
+from pipeline.storage import sealed_json
 from pipeline.storage.files import UNREADABLE, flush_folder, replacing
 
 _NOTE = "run.json"
 _REMOVED = ".removed-"
-_CHECKPOINT_NOTE = "trainer_state.json"
-_TARGETS = "model.lora_targets"
 _DTYPE = "model.dtype"
 _DIFFERENCES = 3
 
@@ -64,7 +68,7 @@ class RunNote(msgspec.Struct, frozen=True):
     started_unix_s: float
     algorithm: str
     model: str
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any]
 
 
 class CheckpointHead(msgspec.Struct, frozen=True):
@@ -86,11 +90,6 @@ class CheckpointHead(msgspec.Struct, frozen=True):
             self.identity, self.step, self.version, self.position, self.complete, folder.name, self.run,
             self.fingerprint,
         )  # fmt: skip
-
-    def setting(self, section: str, key: str) -> str:
-        """Return a setting of the configuration that wrote it, "" if it is missing."""
-        settings = self.config.get(section)
-        return str(settings.get(key) or "") if isinstance(settings, dict) else ""
 
 
 class Listed(NamedTuple):
@@ -139,13 +138,31 @@ class RunFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self.path.parent.glob(f"{_REMOVED}*"):
                 shutil.rmtree(left, ignore_errors=True)
-            found = read_note(self.path)
+            found = self._found()
             if found is None:
                 self._write_note(made_unix_s=time.time())
             elif found.identity != identity_of(self.config):
                 raise ConfigError(self._taken(found))
         except OSError as error:
             raise ConfigError(f"daemon.state_dir: cannot use {self.path}: {error}") from error
+
+    def _found(self) -> RunNote | None:
+        """Return the run's description; None if there is none, or a damaged one in a folder that is surely this run's.
+
+        Raises:
+            ConfigError: If it cannot be read, and nothing else tells whose folder this is.
+        """
+        try:
+            return read_note(self.path)
+        except ConfigError as error:
+            identity = identity_of(self.config)
+            heads = [head.identity for _, head in heads_in(self.checkpoints)]
+            name = default_name(self.config.rollout.algorithm, self.config.model.actor, identity)
+            if set(heads) != {identity} and (heads or self.path.name != name):
+                raise
+            log.error("the run's description is damaged and is written again, nothing tells whether its files are "
+                      "still those that it began with: %s", error)  # fmt: skip
+            return None
 
     def completion(self) -> str:
         """Return the reason why there is nothing to train: its steps are taken; "" if there is something."""
@@ -198,6 +215,52 @@ class RunFolder:
         names = ", ".join(folder.name for folder in heads) or "none"
         raise ConfigError(f"--from {wanted}: no such checkpoint of run {self.path.name}; it has: {names}")
 
+    def has_rows_or_checkpoints(self) -> bool:
+        """Return whether there is anything to go on from."""
+        return any(any((self.path / name).glob("*")) for name in ("checkpoints", "spool", "journal"))
+
+    def settle(self, telemetry: Telemetry = Telemetry.none()) -> None:
+        """Decide once, for all processes of a start, from which checkpoint it goes on: the newest that is whole.
+
+        With damaged later ones the run goes back to it as with ``--from``: trainer, prompts, spool, snapshot,
+        recording and evaluations follow from `latest.json` and from the files that are left.
+
+        Args:
+            telemetry: Told of progress while checkpoints are read.
+
+        Raises:
+            ConfigError: If the run has checkpoints, and none of them is whole.
+        """
+        trainer = self.config.trainer
+        if trainer.resume == "never" or trainer.kind != "builtin":
+            return
+        latest = read_latest(self.checkpoints)
+        if latest is None or why_anew(self.config, latest):
+            return
+        for folder in earlier_of_run(self.checkpoints, latest):
+            try:
+                note = read_checkpoint(folder)
+                verify(folder, note, telemetry)
+            except CheckpointError as error:
+                log.error("a checkpoint cannot be used, trying the one before it: %s", error)
+                continue
+            if folder.name != latest.path:
+                log.warning("the run goes back to its newest whole checkpoint, steps after it are taken again: "
+                            "step=%d instead of %d path=%s", note.step, latest.step, folder)  # fmt: skip
+                self.go_back(folder)
+            return
+        raise ConfigError(
+            f"{self.checkpoints / latest.path}: no checkpoint of this run can be used; "
+            "`rlhfd start --fresh` starts anew"
+        )
+
+    def refuse_damaged(self, target: Path, telemetry: Telemetry = Telemetry.none()) -> None:
+        """Raise ConfigError if a checkpoint that is to be gone back to is not whole."""
+        try:
+            verify(target, read_checkpoint(target), telemetry)
+        except CheckpointError as error:
+            raise ConfigError(f"--from {target.name}: {error}") from error
+
     def go_back(self, target: Path) -> None:
         """Make an earlier checkpoint the latest; later checkpoints, spool and snapshot are moved aside.
 
@@ -210,9 +273,10 @@ class RunFolder:
         Raises:
             ConfigError: If a file cannot be moved.
         """
-        heads = dict(heads_in(self.checkpoints))
-        head, aside = heads[target], self._new_aside(heads[target].step)
-        later = [folder for folder, found in heads.items() if found.step > head.step]
+        head = dict(heads_in(self.checkpoints))[target]
+        aside = self._new_aside(head.step)
+        # By their names: the description of a damaged one may not be readable.
+        later = [folder for folder in sorted(self.checkpoints.glob("step-*")) if _step_of(folder) > head.step]
         rows = [path for name in ("spool", "journal") for path in (self.path / name).glob("*.safetensors")]
         try:
             # Rows first: they go with the checkpoint that is the latest until the end.
@@ -245,9 +309,9 @@ class RunFolder:
                 return
         except OSError as error:
             raise ConfigError(f"daemon.state_dir: a checkpoint cannot be put back: {error}") from error
-        except ConfigError:
-            # The trainer reports it, unless it starts anew.
-            return
+        except ConfigError as error:
+            # Without a checkpoint that could take its place, `settle` reports it again, unless the run starts anew.
+            log.error("the record of the latest checkpoint is damaged: %s", error)
         identity = identity_of(self.config)
         if mine := [found for found in heads_in(self.checkpoints) if found[1].identity == identity]:
             folder, head = newest_of(mine)
@@ -275,10 +339,6 @@ class RunFolder:
         for run in reversed(runs_of(Path(self.config.daemon.state_dir))):
             its = run.note.settings
             odd = [key for key in mine if key in its and mine[key] != its[key]]
-            if odd == [_TARGETS] and mine[_TARGETS] == "all-linear":
-                # The default of earlier releases was a list.
-                log.warning("a new run, another one differs in %s alone: targets=%s other_targets=%s other=%s",
-                            _TARGETS, mine[_TARGETS], its[_TARGETS], run.folder)  # fmt: skip
             if odd != [_DTYPE]:
                 continue
             if follows_gpus:
@@ -320,7 +380,7 @@ def write_note(folder: Path, note: RunNote) -> None:
         replacing(folder / _NOTE, temporary=folder / ".run.json.new", flush=True) as descriptor,
         open(descriptor, "wb", closefd=False) as file,
     ):
-        file.write(msgspec.json.format(msgspec.json.encode(note)) + b"\n")
+        file.write(sealed_json.encode(note))
 
 
 def read_note(folder: Path) -> RunNote | None:
@@ -331,7 +391,7 @@ def read_note(folder: Path) -> RunNote | None:
     """
     path = folder / _NOTE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunNote)
+        return sealed_json.decode(path.read_bytes(), RunNote)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, *UNREADABLE) as error:
@@ -355,16 +415,21 @@ def heads_in(checkpoints: Path) -> Iterator[tuple[Path, CheckpointHead]]:
             yield folder, head
 
 
+def _step_of(folder: Path) -> int:
+    number = folder.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
 def head_of(folder: Path) -> CheckpointHead | None:
     """Return the description of a checkpoint; None if a folder has none that can be read."""
     with contextlib.suppress(OSError, *UNREADABLE):
-        return msgspec.json.decode((folder / _CHECKPOINT_NOTE).read_bytes(), type=CheckpointHead)
+        return sealed_json.decode((folder / CHECKPOINT_NOTE).read_bytes(), CheckpointHead)
     return None
 
 
 def newest_of(heads: list[tuple[Path, CheckpointHead]]) -> tuple[Path, CheckpointHead]:
     """Return the checkpoint that was written last."""
-    return max(heads, key=lambda found: ((found[0] / _CHECKPOINT_NOTE).stat().st_mtime_ns, found[1].step))
+    return max(heads, key=lambda found: ((found[0] / CHECKPOINT_NOTE).stat().st_mtime_ns, found[1].step))
 
 
 def _has_content(folder: Path) -> bool:

@@ -21,6 +21,13 @@ def release_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
 
 
+def end_if_asked() -> None:
+    """Exit with 0, through every ``finally``, if a signal has come that `hold_signals` blocks."""
+    if signal.sigpending().intersection(_ENDING_SIGNALS):
+        ignore_signals()
+        raise SystemExit(0)
+
+
 def unwind_on_signals() -> None:
     """From now on exit with 0 at SIGTERM, SIGINT or SIGHUP, through every ``finally``."""
 

@@ -36,20 +36,19 @@ log = logging.getLogger(__name__)
 class RunId(msgspec.Struct, frozen=True):
     """The run of an arena: its id, the identity of its configuration, its folder; a start of the same run resumes it.
 
-    An arena of an earlier release has no folder: the identity decides. The batches of an arena are numbered by the
-    trainer's ranks, so another number of ranks continues from the checkpoint alone.
+    The batches of an arena are numbered by the trainer's ranks: another number of ranks continues from the checkpoint.
     """
 
     run_id: str
     identity: str
-    folder: str = ""
-    ranks: int = 1
+    folder: str
+    ranks: int
 
     def is_of(self, config: Config) -> bool:
-        """Whether this is the run of a configuration, with as many trainer ranks."""
+        """Return whether this is the run of a configuration, with as many trainer ranks."""
         return (
             self.identity == identity_of(config)
-            and self.folder in ("", _folder_of(config))
+            and self.folder == _folder_of(config)
             and self.ranks == config.trainer.world_size
         )
 
@@ -90,7 +89,7 @@ class Workspace:
 
     @classmethod
     def is_left(cls, folder: Path, config: Config) -> bool:
-        """Whether a killed supervisor of a configuration's run left the folder."""
+        """Return whether a killed supervisor of a configuration's run left the folder."""
         try:
             return cls.open(folder).run.is_of(config)
         except (OSError, *UNREADABLE):

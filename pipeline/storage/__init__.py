@@ -11,7 +11,9 @@ ledger          every ticket, extent and row, one transaction a change
 recording       the recorded steps of a run, read
 records         the ledger's records, and their bytes
 redo_log        several writes, applied all or none
+sealed_json     JSON records with a checksum of their own
 step_lines      lines of optimizer steps, each step once
 tables          vacant leases, prompts to issue again, versions
+truncation      files that another program cuts off
 weights_header  the newest weights
 """

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pipeline.errors import LedgerError
 from pipeline.storage.files import allocate, refuse_larger_than_free, replacing, round_up
+from pipeline.storage.truncation import truncated
 
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
@@ -47,9 +48,7 @@ class Arena:
                 raise LedgerError(f"{path} is no arena of this version")
             _, self.ledger_bytes, self.payload_offset, self.payload_bytes, self.layout = _HEADER.unpack(header)
             if size_bytes < self.payload_offset + self.payload_bytes:
-                raise LedgerError(
-                    f"{path} holds {size_bytes:,} B, its header says {self.payload_offset + self.payload_bytes:,} B"
-                )
+                raise LedgerError(truncated(path, size_bytes, self.payload_offset + self.payload_bytes))
             length = self.payload_offset + (self.payload_bytes if payload else 0)
             self._map = mmap.mmap(descriptor, length)
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from pipeline.errors import DecodeError
+from pipeline.progress import Telemetry
 from pipeline.storage.arena import Arena
 from pipeline.storage.files import UNREADABLE, replacing, round_up
 from pipeline.storage.records import Chosen
@@ -64,7 +65,7 @@ def save(
     arena: Arena,
     chosen: Chosen,
     metadata: dict[str, str],
-    on_progress: Callable[[], None] = lambda: None,
+    telemetry: Telemetry = Telemetry.none(),
 ) -> int:
     """Write whole extents into one file, each with the list of its chosen rows.
 
@@ -73,7 +74,7 @@ def save(
         arena: The arena of the extents; its payload need not be mapped.
         chosen: Extents, each with its rows.
         metadata: Further entries of the file's metadata.
-        on_progress: Called repeatedly while bytes are written and flushed to disk.
+        telemetry: Told of progress while bytes are written and flushed to disk.
 
     Returns:
         Size of the file in bytes.
@@ -95,15 +96,15 @@ def save(
             # The digests are known once the bytes are written: room for them is reserved in front.
             header_bytes = _header_room(extents, metadata)
             start = flushed = _LENGTH.size + header_bytes
-            for place, (record, _) in enumerate(chosen):
-                digest = copy(source, arena.payload_offset + record.offset, target, start, record.nbytes, on_progress)
-                extents[place] = msgspec.structs.replace(extents[place], digest=digest)
+            for index, (record, _) in enumerate(chosen):
+                digest = copy(source, arena.payload_offset + record.offset, target, start, record.nbytes, telemetry)
+                extents[index] = msgspec.structs.replace(extents[index], digest=digest)
                 start += record.nbytes
                 # A single flush at the end would be one call of minutes without progress.
                 if start - flushed >= _FLUSH_BYTES:
                     os.fdatasync(target)
                     flushed = start
-                    on_progress()
+                    telemetry.progress()
             header = _header(extents, metadata).ljust(header_bytes)
             os.pwrite(target, _LENGTH.pack(header_bytes) + header, 0)
     finally:
@@ -167,15 +168,15 @@ def load(path: Path) -> ExtentFile:
     return ExtentFile(path, metadata, extents, [base + tensor.data_offsets[0] for tensor in tensors])
 
 
-def read_extent(file: ExtentFile, place: int) -> bytes:
+def read_extent(file: ExtentFile, index: int) -> bytes:
     """Return the bytes of one extent.
 
     Raises:
         DecodeError: If they differ from the saved bytes.
     """
-    extent = file.extents[place]
+    extent = file.extents[index]
     with file.path.open("rb") as opened:
-        opened.seek(file.starts[place])
+        opened.seek(file.starts[index])
         data = opened.read(extent.nbytes)
     if len(data) != extent.nbytes or xxhash.xxh3_64_intdigest(data) != extent.digest:
         raise DecodeError(f"{file.path}: the extent of ticket {extent.ticket} is not the one that was saved")
@@ -188,9 +189,9 @@ def copy(
     target: int,
     target_start: int,
     nbytes: int,
-    on_progress: Callable[[], None] = lambda: None,
+    telemetry: Telemetry = Telemetry.none(),
 ) -> int:
-    """Copy bytes between open files, calling `on_progress` at each piece, and return their xxh3-64 digest.
+    """Copy bytes between open files, and return their xxh3-64 digest; each piece is progress.
 
     Raises:
         DecodeError: If the source is shorter.
@@ -205,7 +206,7 @@ def copy(
         while written < len(piece):
             written += os.pwrite(target, memoryview(piece)[written:], target_start + done + written)
         done += len(piece)
-        on_progress()
+        telemetry.progress()
     return digest.intdigest()
 
 

@@ -13,6 +13,8 @@ import msgspec
 
 from pipeline.errors import ConfigError
 
+FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
+
 
 def round_up(nbytes: int, multiple: int) -> int:
     """Return `nbytes` rounded up to a multiple of `multiple`."""

@@ -163,9 +163,9 @@ class LedgerMemory:
         """Write the prompts to be issued again."""
         self.redo_log.put(self._layout.redo_offset, pack_redo(redo))
 
-    def put_version(self, versions: PublishedVersions, place: int) -> None:
-        """Write one place of the versions."""
-        self.redo_log.put(self._layout.versions_offset + place * VERSION_BYTES, versions.pack(place))
+    def put_version(self, versions: PublishedVersions, index: int) -> None:
+        """Write one entry of the versions."""
+        self.redo_log.put(self._layout.versions_offset + index * VERSION_BYTES, versions.pack(index))
 
     def put_extent(self, record: ExtentRecord) -> None:
         """Write a record, without its items."""
@@ -173,8 +173,8 @@ class LedgerMemory:
 
     def put_items(self, record: ExtentRecord, first: int, data: bytes) -> None:
         """Write items of a record, beginning with number `first`."""
-        place = record.slot * self._layout.rows_per_extent + first
-        self.redo_log.put(self._layout.items_offset + place * ITEM_BYTES, data)
+        index = record.slot * self._layout.rows_per_extent + first
+        self.redo_log.put(self._layout.items_offset + index * ITEM_BYTES, data)
 
     def commit(self, totals: Totals) -> None:
         """Apply all writes since the last commit, and the write of the counters.

@@ -3,7 +3,7 @@
     redo log  the transaction under way (see `pipeline.storage.redo_log`)
     totals    counters that outlive every process (`Totals`)
     tables    vacant leases, prompts to be issued again, published versions (see `pipeline.storage.tables`)
-    extents   one record each: state, owner, ticket, prompts, policy version, place, checksum
+    extents   one record each: state, owner, ticket, prompts, policy version, offset, checksum
     items     `rows_per_extent` records an extent: state, deliveries, lease
 
     extent      moved by                              to
@@ -326,8 +326,8 @@ class Ledger:
         for prompts in redo:
             self.redo = add_prompts(self.redo, prompts, most=self.layout.extents)
         self.memory.put_redo(self.redo)
-        for place in self.versions.roll_back(version):
-            self.memory.put_version(self.versions, place)
+        for index in self.versions.roll_back(version):
+            self.memory.put_version(self.versions, index)
         self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
         totals.begin(version)
         totals.leases = -(-totals.leases // world_size) * world_size

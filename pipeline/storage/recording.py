@@ -6,7 +6,7 @@
         {"step": 5, "published": {...}}      its weights were published: version and fingerprint
               rows/step-000005.safetensors   its rows, an extent a batch, as in the quarantine
 
-Each line ends with ``"xxh3"``, the xxh3-64 of the line without it. Recordings of earlier releases have none.
+Each line ends with ``"xxh3"``, the xxh3-64 of the line without it.
 
 A step's rows are in place before its line, and its line before its weights are published: what is published is
 recorded. A trainer killed in between takes the step again; its successor has removed what it left.
@@ -102,7 +102,7 @@ class TrainerStart(msgspec.Struct, frozen=True):
     Attributes:
         identity: Identity of the run.
         config: The configuration in force.
-        libraries: Versions of rlhfd, torch and transformers; without rlhfd's in recordings of earlier releases.
+        libraries: Versions of rlhfd, torch and transformers.
         device: The trainer's device.
     """
 
@@ -125,7 +125,7 @@ class Recording(msgspec.Struct, frozen=True):
     """A recording that was read.
 
     Attributes:
-        folder: Its folder.
+        folder: Folder of the recording.
         starts: Step and description of each start of a trainer, in order.
         steps: The steps by number.
         weights: The published weights by the step after which they were published; 0: before the first.
@@ -179,14 +179,11 @@ def decoded(text: bytes) -> RecordLine:
         DecodeError: If they do not decode, or are not those that were written.
     """
     whole = text.rstrip(b"\n")
-    start = len(whole) - _CHECKSUM_BYTES
-    if start > 0 and whole[start:].startswith(_CHECKSUM):
-        plain = whole[:start] + b"}"
-        if whole != _with_checksum(plain):
-            raise DecodeError("its checksum is not the one that was written")
-        whole = plain
+    plain = whole[:-_CHECKSUM_BYTES] + b"}"
+    if whole != _with_checksum(plain):
+        raise DecodeError("its checksum is not the one that was written")
     try:
-        return msgspec.json.decode(whole, type=RecordLine)
+        return msgspec.json.decode(plain, type=RecordLine)
     except UNREADABLE as error:
         raise DecodeError(str(error)) from error
 

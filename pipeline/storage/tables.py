@@ -101,64 +101,64 @@ class _Published(NamedTuple):
 
 
 class PublishedVersions:
-    """The newest versions and their fingerprints; version v is at place ``v mod VERSIONS_KEPT``."""
+    """The newest versions and their fingerprints; version v is at index ``v mod VERSIONS_KEPT``."""
 
     def __init__(self, data: memoryview) -> None:
         """Read the table; zeroed memory is an empty table."""
         # Stored is the version plus 1, so that zeros are no version.
-        self._places = {
-            place: _Published(stored - 1, fingerprint, mark)
-            for place, (stored, fingerprint, mark) in enumerate(_VERSION.iter_unpack(data[:VERSIONS_BYTES]))
+        self._entries = {
+            index: _Published(stored - 1, fingerprint, mark)
+            for index, (stored, fingerprint, mark) in enumerate(_VERSION.iter_unpack(data[:VERSIONS_BYTES]))
             if stored
         }
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PublishedVersions) and self._places == other._places
+        return isinstance(other, PublishedVersions) and self._entries == other._entries
 
     __hash__ = None  # type: ignore[assignment]
 
     def note(self, version: int, fingerprint: int) -> int:
-        """Add a published version; return its place."""
-        place = version % VERSIONS_KEPT
-        before = self._places.get(place)
+        """Add a published version; return its index."""
+        index = version % VERSIONS_KEPT
+        before = self._entries.get(index)
         again = before is not None and before.version == version and before.fingerprint != fingerprint
-        self._places[place] = _Published(version, fingerprint, 2 if again else 0)
-        return place
+        self._entries[index] = _Published(version, fingerprint, 2 if again else 0)
+        return index
 
     def roll_back(self, version: int) -> list[int]:
-        """Mark all versions above `version` as rolled back; return their places."""
-        places = [place for place, found in self._places.items() if found.version > version and found.mark != 1]
-        for place in places:
-            self._places[place] = self._places[place]._replace(mark=1)
-        return places
+        """Mark all versions above `version` as rolled back; return their indices."""
+        indices = [index for index, found in self._entries.items() if found.version > version and found.mark != 1]
+        for index in indices:
+            self._entries[index] = self._entries[index]._replace(mark=1)
+        return indices
 
     def knows(self, version: int, fingerprint: int) -> bool:
         """Return whether exactly these weights were published under this version and are not rolled back."""
-        found = self._places.get(version % VERSIONS_KEPT)
+        found = self._entries.get(version % VERSIONS_KEPT)
         return found is not None and found[:2] == (version, fingerprint) and found.mark != 1
 
     def fingerprint_of(self, version: int) -> int | None:
         """Return the fingerprint of the weights of a version; None if it is unknown or rolled back."""
-        found = self._places.get(version % VERSIONS_KEPT)
+        found = self._entries.get(version % VERSIONS_KEPT)
         return None if found is None or found.version != version or found.mark == 1 else found.fingerprint
 
     def rolled_back(self, version: int, fingerprint: int) -> bool:
         """Return whether these are, or may be, weights of this version that were rolled back."""
-        found = self._places.get(version % VERSIONS_KEPT)
+        found = self._entries.get(version % VERSIONS_KEPT)
         if found is None or found.version != version:
             return False
         return found.mark == 1 or (found.mark == 2 and found.fingerprint != fingerprint)
 
     def is_marked(self, version: int) -> bool:
         """Return whether any weights of this version were rolled back."""
-        found = self._places.get(version % VERSIONS_KEPT)
+        found = self._entries.get(version % VERSIONS_KEPT)
         return found is not None and found.version == version and found.mark != 0
 
     def entries(self) -> list[tuple[int, int]]:
         """Return the versions that are not rolled back with their fingerprints, oldest first."""
-        return sorted(found[:2] for found in self._places.values() if found.mark != 1)
+        return sorted(found[:2] for found in self._entries.values() if found.mark != 1)
 
-    def pack(self, place: int) -> bytes:
-        """Return the bytes of one place."""
-        version, fingerprint, mark = self._places[place]
+    def pack(self, index: int) -> bytes:
+        """Return the bytes of one entry."""
+        version, fingerprint, mark = self._entries[index]
         return _VERSION.pack(version + 1, fingerprint, mark)

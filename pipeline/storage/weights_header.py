@@ -39,13 +39,13 @@ class WeightsVersion(NamedTuple):
     """A published version.
 
     Attributes:
-        version: Its number.
+        version: Number of the version.
         fingerprint: xxh3-64 of its bytes.
         trained_through: The first lease that it does not include.
         rollback: Whether it replaces a later version.
         history: Rollbacks up to this version.
         probe: The probe's result with these weights; None without a probe.
-        position: Of a rollback, the first prompt that may be missing from these weights; -1 if unknown.
+        position: After a rollback, the first prompt that may be missing from these weights; -1 if unknown.
     """
 
     version: int

@@ -14,6 +14,7 @@ from pipeline.runtime.signals import stopped_text
 from pipeline.supervisor.external import ExternalRank
 from pipeline.supervisor.hangs import HangLimits, Observation
 from pipeline.telemetry.engine_view import EngineView
+from pipeline.telemetry.metrics import IDLE_STEPS
 
 _LEAST_SUSPICIOUS_S, _MOST_SUSPICIOUS_S = 10.0, 60.0
 _LEAST_SHARE = 0.02
@@ -42,8 +43,8 @@ class ProcessView:
         state: The slot's state: starting, ready, backoff, ...
         state_since_s: Monotonic time of its start; in backoff, of its next start.
         shares: Share of the last minute by activity.
-        last_line: Its error, else the last line that it printed.
-        engine: Of a worker; None if it shows none.
+        last_line: Error of the process, else the last line that it printed.
+        engine: State of a worker's engine; None if it shows none.
     """
 
     observed: Observation
@@ -77,6 +78,7 @@ class RunView:
         quiet_s: Time without progress although the run could have made some.
         external_ranks: The ranks of an external trainer.
         evaluation: Done and all prompts of an evaluation under way; 0 and 0 without one.
+        idle_steps: Newest steps in a row in which no token was trained.
     """
 
     now_s: float
@@ -90,6 +92,7 @@ class RunView:
     quiet_s: float = 0.0
     external_ranks: Sequence[ExternalRank] = ()
     evaluation: tuple[int, int] = (0, 0)
+    idle_steps: int = 0
 
     def of(self, role: str) -> list[ProcessView]:
         """Return the processes of a role."""
@@ -133,6 +136,11 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
     sentences += [_suspect(run, process) for process in suspects(run)]
     if run.state == "paused":
         sentences.insert(0, "The run is paused: no tickets are issued until `rlhfd resume`.")
+    if run.idle_steps >= IDLE_STEPS:
+        sentences.append(
+            f"Nothing to learn: the last {run.idle_steps:,} steps trained no token and moved no weight; in GRPO all "
+            "rewards of each group are equal (docs/runbook.md#rlhfdnothingtolearn)."
+        )
     if run.evaluation[1]:
         done, prompts = run.evaluation
         sentences.append(f"An evaluation has {done:,} of {prompts:,} held-out prompts; the next step follows it.")
@@ -182,7 +190,7 @@ def _card_holders(ready: Sequence[ProcessView]) -> list[ProcessView]:
 
 
 def waits_for_external_trainer(run: RunView) -> bool:
-    """Whether the run waits for an external trainer: it holds batches, or takes none although rows are ready."""
+    """Return whether the run waits for an external trainer: it holds batches, or takes none although rows are ready."""
     workers = run.of("rollout")
     held_up = all(process.observed.progress.activity.startswith("wait_ticket") for process in workers)
     return run.is_external and (run.leases_active > 0 or run.ready_items >= run.batch_rows or held_up)

@@ -53,7 +53,7 @@ class ExitHandler:
 
         Args:
             slot: The slot of the child that exited.
-            code: Its exit code, or minus the signal.
+            code: Exit code, or minus the signal.
         """
         if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
             self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.last_line}")
@@ -72,9 +72,12 @@ class ExitHandler:
         if code == 0:
             for role in self._fleet.of("trainer", "rollout"):
                 self._fleet.start(role)
+        elif code < 0:
+            # Its successor makes the folder anew, or finds it whole.
+            self._retry(slot, code)
         else:
-            reason = ExitCode.GAVE_UP if slot.ended_by == "watchdog" else ExitCode.FAILED
-            self._abort(reason, f"the embedded model could not be made: {slot.error or slot.last_line}")
+            # An error of its own, such as a folder that it cannot write, would come again.
+            self._abort(ExitCode.FAILED, f"the embedded model could not be made: {slot.error or slot.last_line}")
 
     def _rank_ended(self, slot: Slot, code: int) -> None:
         self._to_buffer.send(death_of(slot))
@@ -133,7 +136,7 @@ def after_exit(role: str, ended_by: str, reason: str) -> str:
     """Return the keys that help after an exit for want of memory; empty after any other exit.
 
     Args:
-        role: Of the process.
+        role: Role of the process.
         ended_by: As in `pipeline.supervisor.fleet.Slot`; "oom" after a kill by the kernel.
         reason: The error that the process reported, or its last line.
     """

@@ -28,7 +28,7 @@ class ExternalRank:
         pid: Pid of its process, of the last one if it has left; 0 if none has connected.
         state: Whether a process is connected, has left, or none has connected.
         since_s: Monotonic time since which this state is seen.
-        progress: Its activity; empty unless it is connected.
+        progress: Activity of the rank; empty unless it is connected.
     """
 
     rank: int

@@ -15,10 +15,11 @@ import msgspec
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, GaveUpError
 from pipeline.prompts.source import prompts_at_most
-from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, child_environment, executed
+from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, cache_variables, child_environment, executed
 from pipeline.runtime.forkserver import Forkserver
+from pipeline.runtime.forkserver_refusal import ForkserverRefusal, conditions_of
 from pipeline.runtime.role import Report
-from pipeline.supervisor.placement import Place
+from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
 from pipeline.telemetry.metric import START
 from pipeline.telemetry.metrics import BY_NAME
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Slot:
-    """The place of one child: its present child, and the history of the earlier ones.
+    """The slot of one child: its present child, and the history of the earlier ones.
 
     Attributes:
         error: The error that the child reported, one line.
@@ -60,7 +61,7 @@ class Slot:
 
     role: str
     index: int
-    place: Place
+    devices: Devices
     policy: RestartPolicy
     state: SlotState = "idle"
     child: LocalChild | None = None
@@ -115,14 +116,14 @@ class ChildSettings:
         model: Directory of the actor, whose code the forkserver loads.
         prompts: At least the number of prompts in one epoch; 0 if unknown.
         threads: Compute threads by role; a role that is not listed gets 1.
-        cudnn_attention: Whether attention on a GPU prefers cuDNN.
+        state_dir: The state directory, where a forkserver's refusal is kept; None: nowhere.
     """
 
     name: str = ""
     model: str = ""
     prompts: int = 0
     threads: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    cudnn_attention: bool = False
+    state_dir: Path | None = None
 
     @classmethod
     def of(cls, config: Config) -> ChildSettings:
@@ -132,7 +133,7 @@ class ChildSettings:
             model=config.model.actor,
             prompts=prompts_at_most(config.prompts),
             threads={"trainer": config.trainer.threads, "rollout": config.rollout.threads},
-            cudnn_attention=config.daemon.cudnn_attention,
+            state_dir=Path(config.daemon.state_dir),
         )
 
 
@@ -161,7 +162,8 @@ class Fleet:
         self._settings = settings or ChildSettings()
         self.slots: list[Slot] = []
         self._forkserver = Forkserver()
-        self._forkserver_slot = self.add("forkserver", 0, Place("", ()))
+        self._refusal = ForkserverRefusal(self._settings.state_dir)
+        self._forkserver_slot = self.add("forkserver", 0, Devices("", ()))
         self.folder = folder
         self._slab = slab
         self._clock = clock
@@ -172,9 +174,9 @@ class Fleet:
         self._oom_kills = kill_count()
         self._metrics = slab.writer("supervisor")
 
-    def add(self, role: str, index: int, place: Place) -> Slot:
+    def add(self, role: str, index: int, devices: Devices) -> Slot:
         """Add a slot; no child runs in it yet."""
-        slot = Slot(role, index, place, RestartPolicy(self._limits, random.Random()))
+        slot = Slot(role, index, devices, RestartPolicy(self._limits, random.Random()))
         self.slots.append(slot)
         if slot.works:
             # Counters start at 0: Prometheus sees no increase in a counter that appears as 1.
@@ -198,6 +200,13 @@ class Fleet:
         Raises:
             GaveUpError: If this machine has no free process or file descriptor.
         """
+        if slot.role == "forkserver" and (reason := self._refusal.recall(self._conditions())):
+            log.warning("the forkserver is not started, roles are started without it, as at an earlier start: %s; "
+                        "another attempt after a change of packages or variables, or without %s",
+                        reason, self._refusal.path)  # fmt: skip
+            slot.state, slot.error = "failed", reason
+            self._on_change(slot)
+            return
         if not self._can_start(slot):
             slot.state = "waiting"
             self._on_change(slot)
@@ -251,16 +260,26 @@ class Fleet:
             on_exit=lambda code: self._ended(slot, code),
         )
 
-    def _starter(self, slot: Slot, *, forked: bool) -> Starter:
+    def _environment(self, slot: Slot) -> dict[str, str]:
         settings = self._settings
         environment = child_environment(
-            gpu=slot.place.gpu,
+            gpu=slot.devices.gpu,
             threads=settings.threads.get(slot.role, 1),
-            cudnn_attention=settings.cudnn_attention,
         )
+        if settings.state_dir is not None:
+            environment |= cache_variables(settings.state_dir, environment)
+        return environment
+
+    def _conditions(self) -> str:
+        return conditions_of(self._environment(self._forkserver_slot), self._settings.model)
+
+    def _starter(self, slot: Slot, *, forked: bool) -> Starter:
+        settings, environment = self._settings, self._environment(slot)
         if slot.role == "forkserver":
             return self._forkserver.starter(settings.name, settings.model, environment)
-        spec = LaunchSpec(slot.role, slot.index, self.folder, slot.generation, settings.prompts, list(slot.place.cpus))
+        spec = LaunchSpec(
+            slot.role, slot.index, self.folder, slot.generation, settings.prompts, list(slot.devices.cpus)
+        )
         if forked:
             return self._forkserver.forked(spec, environment)
         return executed("pipeline.runtime.child_entry", [msgspec.json.encode(spec).decode()], environment)
@@ -291,7 +310,7 @@ class Fleet:
                 yield slot
 
     def _can_start(self, slot: Slot) -> bool:
-        """Whether the forkserver is ready; once it has failed for good, roles are executed as new programs."""
+        """Return whether the forkserver is ready; once it has failed for good, roles are executed as new programs."""
         return slot.role not in _FORKED or self._forkserver_slot.state in ("ready", "failed")
 
     def close(self) -> None:
@@ -314,7 +333,7 @@ class Fleet:
             self.signal([slot], signal.SIGKILL)
 
     def all_ready(self) -> bool:
-        """Whether every role but the setup is ready; a pending or failed rollout slot only degrades a run."""
+        """Return whether every role but the setup is ready; a pending or failed rollout slot only degrades a run."""
         required = [slot for slot in self.slots if slot.works and slot.state != "failed" and not slot.is_pending]
         return all(slot.state == "ready" for slot in required) and any(slot.role == "rollout" for slot in required)
 
@@ -335,6 +354,8 @@ class Fleet:
             slot.finished = True
         if report.state == "unusable":
             slot.unusable = True
+            if slot.role == "forkserver":
+                self._refusal.remember(self._conditions(), report.error)
         slot.from_outside |= report.killed
         if report.state in ("pending", "placed"):
             slot.is_pending = report.state == "pending"

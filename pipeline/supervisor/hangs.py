@@ -229,7 +229,7 @@ def after_hang(reason: str, stage: str) -> str:
     """Return the keys that help after a kill for hanging; empty if none does.
 
     Args:
-        reason: Of the verdict (`pipeline.supervisor.hangs.Reason`).
+        reason: Reason of the verdict (`pipeline.supervisor.hangs.Reason`).
         stage: The activity of the process.
     """
     if reason == "ticket overdue":

@@ -125,7 +125,7 @@ class LiveView:
         self._stream.flush()
 
     def _is_writable(self) -> bool:
-        """Whether a write would not block: an unread pipe or a stopped terminal must not hold up the run."""
+        """Return whether a write would not block: an unread pipe or a stopped terminal must not hold up the run."""
         if self._is_gone:
             return False
         try:

@@ -11,13 +11,17 @@ from typing import Any, Final
 from pipeline.config.evaluation import EvaluationConfig, held_out
 from pipeline.config.load import LoadedConfig
 from pipeline.config.losses import LossSection, lacks_ratio_for_staleness, log_probs_by
+from pipeline.config.model_files import processors_of
+from pipeline.config.positions import positions_of
 from pipeline.config.rewards import OPTIONS
 from pipeline.config.schema import Config
+from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
-from pipeline.prompts.check import left_out, records
+from pipeline.prompts.check import file_rows, left_out
 from pipeline.prompts.types import Message
 
 _PROMPTS_READ: Final = 1000
+_MOST_RATE: Final = 1e-2
 _PPO_ONLY: Final = (
     "model.critic", "rollout.gamma", "rollout.lam", "trainer.critic_learning_rate", "trainer.value_clip_range",
     "trainer.critic_warmup_steps", "trainer.whiten_advantages",
@@ -34,7 +38,7 @@ _OPTIMIZATION: Final = (
 
 
 def notes(loaded: LoadedConfig) -> list[str]:
-    """Return the notes on a configuration without errors, each with the place of its key."""
+    """Return the notes on a configuration without errors, each with the location of its key."""
     return [
         f"{loaded.where(key)}: {text}"
         for key, text in itertools.chain(
@@ -43,6 +47,7 @@ def notes(loaded: LoadedConfig) -> list[str]:
             _of_batch(loaded.config),
             _of_schedule(loaded),
             _of_model(loaded.config),
+            _of_processors(loaded.config),
         )
     ] + [*_of_prompts(loaded), *_of_evaluation(loaded)]
 
@@ -51,9 +56,9 @@ def _of_evaluation(loaded: LoadedConfig) -> Iterator[str]:
     """Yield a note on each file of held-out prompts of which some are prompts of training, with their number."""
     for file in loaded.config.evaluation.files:
         try:
-            texts = [_text(prompt) for _, prompt, _ in records(held_out(loaded.config, file))]
+            texts = [_text(prompt) for _, prompt, _ in file_rows(held_out(loaded.config, file))]
             wanted = set(texts)
-            trained = {text for _, prompt, _ in records(loaded.config.prompts) if (text := _text(prompt)) in wanted}
+            trained = {text for _, prompt, _ in file_rows(loaded.config.prompts) if (text := _text(prompt)) in wanted}
         except ConfigError:
             continue
         if overlap := sum(text in trained for text in texts):
@@ -92,10 +97,7 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             ("rollout.max_turns", "rollout.environment_timeout_s", "rollout.environment_processes"),
             "no rollout.environment",
         ),
-        *(
-            (name not in config.rollout.reward_functions, keys, f'"{name}" not in rollout.reward_functions')
-            for name, keys in OPTIONS.items()
-        ),
+        *_unused_by_rewards(config.rollout.reward_functions),
         (
             not config.evaluation.files,
             tuple(f"evaluation.{key}" for key in EvaluationConfig.model_fields if key != "files"),
@@ -106,6 +108,13 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     ]
     for is_unused, keys, by in unused:
         yield from ((key, f"has no effect with {by}") for key in keys if is_unused and key in loaded.origins)
+
+
+def _unused_by_rewards(functions: list[str]) -> Iterator[tuple[bool, tuple[str, ...], str]]:
+    for key in dict.fromkeys(itertools.chain(*OPTIONS.values())):
+        names = [name for name, keys in OPTIONS.items() if key in keys]
+        said = f'"{names[0]}" not' if len(names) == 1 else f"none of {json.dumps(names)[1:-1]}"
+        yield not set(names) & set(functions), (key,), f"{said} in rollout.reward_functions"
 
 
 def _unused_by_the_loss(config: Config) -> list[tuple[bool, tuple[str, ...], str]]:
@@ -178,6 +187,17 @@ def _of_batch(config: Config) -> Iterator[tuple[str, str]]:
 
 def _of_schedule(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     trainer = loaded.config.trainer
+    if trainer.kind == "builtin" and not loaded.config.model.actor.startswith(BUILTIN_PREFIX):
+        rates = {"learning_rate": trainer.learning_rate}
+        if loaded.config.rollout.algorithm == "ppo":
+            rates["critic_learning_rate"] = trainer.critic_learning_rate
+        for name, rate in rates.items():
+            if rate > _MOST_RATE:
+                yield (
+                    f"trainer.{name}",
+                    f"{rate:g} is far above that of any model of its own: 1e-6 to 1e-5 for all weights, to 1e-3 for "
+                    "adapters",
+                )
     if trainer.kind != "builtin" or not trainer.max_steps:
         return
     if trainer.warmup_steps >= trainer.max_steps and "trainer.warmup_steps" in loaded.origins:
@@ -197,12 +217,20 @@ def _of_schedule(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 def _of_model(config: Config) -> Iterator[tuple[str, str]]:
     described = _model_config(config)
-    positions, row = described.get("max_position_embeddings"), config.lengths.row
-    if isinstance(positions, int) and row > positions:
+    positions, row = positions_of(described), config.lengths.row
+    if positions is not None and row > positions[1]:
         yield (
             "model.actor",
-            f"the model was made for {positions:,} tokens (max_position_embeddings), rows have up to {row:,} "
+            f"the model was made for {positions[1]:,} tokens ({positions[0]}), rows have up to {row:,} "
             "(rollout.max_length)",
+        )
+
+
+def _of_processors(config: Config) -> Iterator[tuple[str, str]]:
+    if not config.model.actor.startswith(BUILTIN_PREFIX) and (found := processors_of(Path(config.model.actor))):
+        yield (
+            "model.actor",
+            f"its generation settings are off, so that log-probs are those of the samples: {', '.join(found)}",
         )
 
 
@@ -219,7 +247,7 @@ def _of_prompts(loaded: LoadedConfig) -> Iterator[str]:
     """Yield notes on the first prompts, each with its line, and on columns that are not read."""
     prompts = loaded.config.prompts
     try:
-        first = list(itertools.islice(records(prompts), _PROMPTS_READ))
+        first = list(itertools.islice(file_rows(prompts), _PROMPTS_READ))
         unread = left_out(prompts)
     except ConfigError:
         return
@@ -227,17 +255,17 @@ def _of_prompts(loaded: LoadedConfig) -> Iterator[str]:
         return
     key = "prompts.sources" if prompts.sources else "prompts.path"
     yield from (f"{loaded.where(key)}: the column {column} has bytes and is not read" for column in unread)
-    without = [place for place, _, answer in first if answer is None]
+    without = [location for location, _, answer in first if answer is None]
     if 0 < len(without) < len(first):
         yield (
             f"{without[0]}: no answer here and in {len(without) - 1} more of the first {len(first)} rows, which others "
             "have: gt_answer of reward functions is then None; prompts.answer_column refuses such rows"
         )
-    for place, _, answer in first:
+    for location, _, answer in first:
         if isinstance(answer, int | float) and not isinstance(answer, bool):
             shown = json.dumps(answer)
             yield (
-                f"{place}: answer is the number {shown}, not a text: gt_answer of reward functions is then "
+                f"{location}: answer is the number {shown}, not a text: gt_answer of reward functions is then "
                 f'{type(answer).__name__} {shown}, unequal to the text of any response; for a text write "{shown}"'
             )
             break

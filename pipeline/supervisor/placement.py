@@ -13,7 +13,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 
 
-class Place(NamedTuple):
+class Devices(NamedTuple):
     """Devices of one process: GPU (an entry of CUDA_VISIBLE_DEVICES, "" for none) and CPU cores (empty: any)."""
 
     gpu: str
@@ -77,12 +77,12 @@ def _core_list(path: Path) -> tuple[int, ...]:
         return ()
 
 
-def place(
+def assign(
     config: Config,
     gpus: Sequence[str],
     cpus: Sequence[int],
     local: Mapping[str, Sequence[int]] = {},
-) -> dict[tuple[str, int], Place]:
+) -> dict[tuple[str, int], Devices]:
     """Assign GPUs and cores to trainer ranks and rollout workers.
 
     With ``auto``, ranks take the first GPUs and workers the others, one each; if none is left, workers share the ranks'
@@ -97,7 +97,7 @@ def place(
         local: Cores of each GPU's NUMA node (`local_cpus`).
 
     Returns:
-        The place of each (role, index).
+        The devices of each (role, index).
 
     Raises:
         ConfigError: If a configured device does not exist, or there are fewer GPUs than ranks.
@@ -114,8 +114,10 @@ def place(
     processes = trainers if is_remote else trainers + workers
     chosen = [_nth(trainer_gpus if role == "trainer" else worker_gpus, index) for role, index in processes]
     cores = _shares_of_nodes(cpus, [frozenset(local.get(gpu, ())) for gpu in chosen]) or _shares(cpus, len(processes))
-    gateways = dict.fromkeys(workers, Place("", ())) if is_remote else {}
-    return gateways | {process: Place(gpu, share) for process, gpu, share in zip(processes, chosen, cores, strict=True)}
+    gateways = dict.fromkeys(workers, Devices("", ())) if is_remote else {}
+    return gateways | {
+        process: Devices(gpu, share) for process, gpu, share in zip(processes, chosen, cores, strict=True)
+    }
 
 
 def worker_count(config: Config, gpus: Sequence[str]) -> int:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import stat
+import subprocess
+import sys
+from collections.abc import Container
 from pathlib import Path
 
-from pipeline.config import user_modules
+from pipeline import sort_digits
+from pipeline.config import own_model, user_modules
 from pipeline.config.evaluation import held_out
 from pipeline.config.load import FOLDER_KEYS, FUNCTION_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
-from pipeline.config.model_files import VLLM_IMAGE_MODELS, has_images, model_type, problem_of_model
+from pipeline.config.model_files import VLLM_IMAGE_MODELS, has_images, model_type, problem_of_model, problem_of_pointers
+from pipeline.config.positions import problem_of_positions
 from pipeline.config.rewards import missing_package
 from pipeline.config.sections import missing_tracker
 from pipeline.config.types import BUILTIN_PREFIX
+from pipeline.config.vocabularies import NO_IMAGES, problem_of_vocabulary
 from pipeline.errors import ConfigError
 from pipeline.prompts.check import check
 from pipeline.prompts.rendering import rendering_of
@@ -21,28 +29,45 @@ from pipeline.prompts.source import PromptSource
 from pipeline.supervisor import placement
 
 _PROMPTS_SEEN = 256
+_START_CHECK = "pipeline.rollout.start_check"
+_START_CHECK_S = 300.0
 
 
-def problems_of_files(loaded: LoadedConfig) -> list[str]:
-    """Return the problems of the models, prompts, secrets, GPUs and folders in a configuration, a line each."""
-    errors = []
+def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> list[str]:
+    """Return the problems of the models, prompts, secrets, GPUs and folders in a configuration, a line each.
+
+    Args:
+        loaded: The configuration.
+        unused: The keys of `own_model.NEEDED` that the command can do without.
+    """
+    errors = _problems_of_own_model(loaded, unused)
     for key in MODEL_KEYS:
         source = get(loaded.config, key)
         if source is None or source.startswith(BUILTIN_PREFIX):
             continue
         if not Path(source).is_dir():
-            errors.append(f"{loaded.where(key)}: no such directory: {source} (models are local, none is downloaded)")
+            errors.append(f"{loaded.where(key)}: {_no_directory(loaded, Path(source))}")
         elif not (Path(source) / "config.json").is_file() and (Path(source) / "adapter_config.json").is_file():
             errors.append(f"{loaded.where(key)}: {source} is a LoRA adapter: merge it into its model first")
         elif not (Path(source) / "config.json").is_file():
-            errors.append(f"{loaded.where(key)}: no config.json in {source}: not a model that transformers saved")
-        elif problem := problem_of_model(
-            Path(source), is_actor=key == "model.actor", is_trained=key in ("model.actor", "model.critic")
+            found = sorted(Path(source).glob("snapshots/*/config.json"))
+            advice = f"take {found[-1].parent}" if found else "not a model that transformers saved"
+            errors.append(f"{loaded.where(key)}: no config.json in {source}: {advice}")
+        elif (
+            problem := problem_of_model(
+                Path(source), is_actor=key == "model.actor", is_trained=key in ("model.actor", "model.critic")
+            )
+        ) or (
+            problem := problem_of_positions(
+                Path(source),
+                loaded.config.lengths.row,
+                engine=loaded.config.rollout.engine if key == "model.actor" else "",
+            )
         ):
             errors.append(f"{loaded.where(key)}: {problem}")
-    adapter = loaded.config.model.lora_adapter
-    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
-        errors.append(f"{loaded.where('model.lora_adapter')}: no adapter_config.json in {adapter}: no adapter of peft")
+    errors += _problems_of_vocabularies(loaded)
+    if problem := _problem_of_adapter(loaded):
+        errors.append(f"{loaded.where('model.lora_adapter')}: {problem}")
     for problems_of in (check, rendering_of):
         try:
             problems_of(loaded.config.prompts)
@@ -57,15 +82,15 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
         except ConfigError as error:
             where, name = loaded.where("evaluation.files"), "prompts.path:"
             errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
-    places = _module_folders(loaded)
+    searched = _module_folders(loaded)
     for name in own_modules(loaded):
-        if problem := user_modules.missing(name, places):
+        if problem := user_modules.missing(name, searched):
             errors.append(f"{loaded.where('rollout.reward_functions')}: {problem}")
     for key in FUNCTION_KEYS:
         name = get(loaded.config, key)
         if key == "rollout.advantages" and loaded.config.cluster.engine == "ray":
             continue  # the actors' machines import it
-        if name and ":" in name and (problem := user_modules.missing(name, places)):
+        if name and ":" in name and (problem := user_modules.missing(name, searched)):
             errors.append(f"{loaded.where(key)}: {problem}")
     errors += [
         f"{loaded.where('rollout.reward_functions')}: {problem}"
@@ -79,7 +104,7 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
     ]
     errors += [problem for key in SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
     try:
-        placement.place(loaded.config, placement.visible_gpus(os.environ), [])
+        placement.assign(loaded.config, placement.visible_gpus(os.environ), [])
     except ConfigError as error:
         errors.append(loaded.placed(str(error)))
     for key in FOLDER_KEYS:
@@ -90,6 +115,57 @@ def problems_of_files(loaded: LoadedConfig) -> list[str]:
         elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
             errors.append(f"{loaded.where(key)}: {nearest} cannot be written by uid {os.geteuid()}")
     return errors
+
+
+def _no_directory(loaded: LoadedConfig, source: Path) -> str:
+    """Return the problem of a model that is no directory, with the advice for an id of the hub if it may be one."""
+    advice = "models are local, none is downloaded"
+    folder = Path.cwd() if loaded.path is None else loaded.path.absolute().parent
+    # Paths are absolute by now: an id has become one below the folder of the configuration.
+    is_word = source.parent == folder
+    name = "/".join(source.parts[-1 if is_word else -2 :]).partition("@")[0]
+    if not source.exists() and (re.search(r"[\d-]", name) if is_word else not source.parent.exists()):
+        advice += f"; for a model of the hub: hf download {name} --local-dir FOLDER, and that folder here"
+    return f"no such directory: {source} ({advice})"
+
+
+def _problem_of_adapter(loaded: LoadedConfig) -> str:
+    """Return the problem of the adapter to begin with, else an empty text."""
+    if loaded.config.model.lora_adapter is None:
+        return ""
+    folder = Path(loaded.config.model.lora_adapter)
+    if not folder.is_dir():
+        return _no_directory(loaded, folder)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            return f"no {name} in {folder}: no adapter of peft"
+    return problem_of_pointers(folder)
+
+
+def _problems_of_own_model(loaded: LoadedConfig, unused: Container[str]) -> list[str]:
+    """Return the lack of a reward or of prompts for a model of its own: those of the embedded task are not for it."""
+    missing = own_model.missing(loaded.config.model.actor, loaded.origins)
+    # Of a folder that is not there model.actor's own message is enough.
+    if not missing or not Path(loaded.config.model.actor).is_dir():
+        return []
+    location = loaded.origins["model.actor"].location
+    return [f"{location}: {key}: {message}" for key, message in missing.items() if key not in unused]
+
+
+def _problems_of_vocabularies(loaded: LoadedConfig) -> list[str]:
+    """Return the problems of the models that read the actor's token ids, a line each."""
+    actor, found = Path(loaded.config.model.actor), []
+    is_own = loaded.config.model.reward_tokenizer == "own"
+    if is_own and has_images(actor):
+        found.append(f"{loaded.where('model.reward_tokenizer')}: {NO_IMAGES}")
+    for key in MODEL_KEYS:
+        source = get(loaded.config, key)
+        if source is None or key == "model.actor" or (key == "model.reward" and is_own):
+            continue
+        if problem := problem_of_vocabulary(Path(source), actor):
+            advice = '; model.reward_tokenizer = "own" gives it texts' if key == "model.reward" else ""
+            found.append(f"{loaded.where(key)}: {problem}{advice}")
+    return found
 
 
 def _problem_of_images(loaded: LoadedConfig) -> str:
@@ -133,6 +209,29 @@ def problems_of_imports(loaded: LoadedConfig) -> list[str]:
             found = user_modules.problems_of_import(names, _module_folders(loaded), kind=kind)
             problems += [f"{loaded.where(key)}: {problem}" for problem in found]
     return problems
+
+
+def findings_of_start(loaded: LoadedConfig) -> tuple[list[str], list[str]]:
+    """Return the problems and the notes of a start that need the libraries of models, found in a process of its own.
+
+    The embedded model has none.
+    """
+    if loaded.config.model.actor.startswith(BUILTIN_PREFIX):
+        return [], []
+    variables = {} if loaded.path is None else {user_modules.FOLDER_VARIABLE: str(loaded.path.absolute().parent)}
+    config = sort_digits.with_paths(loaded.config)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", _START_CHECK], input=config.model_dump_json(), capture_output=True, text=True,
+            timeout=_START_CHECK_S, check=False, env={**os.environ, **variables},
+        )  # fmt: skip
+        found = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return [], [f"model.actor: tokenizer, prompts and layers were not checked within {_START_CHECK_S:g} s"]
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return [f"the check of the model ended with exit code {done.returncode}: {last}"], []
+    return [loaded.placed(line) for problem in found["problems"] for line in problem.splitlines()], found["notes"]
 
 
 def _module_folders(loaded: LoadedConfig) -> list[str]:

@@ -28,6 +28,8 @@ from pipeline.supervisor.preflight import problems_of_files
 from pipeline.supervisor.web.server import HttpServer
 from pipeline.telemetry.slab import SlotWriter
 
+CODE = "code is not loaded again: changed reward functions, losses and environments are in force after a restart"
+
 log = logging.getLogger(__name__)
 
 
@@ -101,11 +103,17 @@ class Reload:
                 log.warning("configuration reloaded, these need a restart: %s", ", ".join(self.pending))
             elif not changes.live:
                 log.info("configuration reloaded: nothing has changed")
+            overridden = config_load.overridden(reloaded)
+            for key, location in overridden.items():
+                log.warning("configuration reloaded: the file's value of %s is not in force, %s stands above it",
+                            key, location)  # fmt: skip
             return {
                 "ok": True,
                 "config": str(reloaded.path or ""),
                 "in_force": [_shown(change) for change in changes.live],
                 "needs_restart": [_shown(change) for change in changes.restart],
+                "overridden": overridden,
+                "note": CODE,
             }
 
     def _put_in_force(self, config: Config) -> None:
@@ -146,7 +154,7 @@ class Hangup:
 
 
 def _has_terminal() -> bool:
-    """Whether there is a controlling terminal; the kernel removes it before it sends SIGHUP for its closing."""
+    """Return whether there is a controlling terminal; the kernel removes it before it sends SIGHUP for its closing."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:

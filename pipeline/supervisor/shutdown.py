@@ -6,18 +6,21 @@ import collections
 import logging
 import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.runtime.messages import Drain
 from pipeline.runtime.role import monotonic_s
 from pipeline.runtime.transport import Outbox
+from pipeline.storage.weights_header import newest_version
 from pipeline.supervisor.exits import death_of
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.telemetry.slab import MetricsSlab
 
 _CUT_AFTER_S = 1.0
 """Time for a worker to end by itself once all steps are taken; a longer rollout is of no use to any trainer."""
+_FILES, _READS = ("weights", "training"), 100
 _ENDED_IN_ORDER = (ExitCode.OK, ExitCode.FAILED, ExitCode.GAVE_UP, ExitCode.BAD_CONFIG)
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,8 @@ class Shutdown:
         reason: The error behind an exit code other than 0, the last line of the log.
         over: Whether no process is left.
         is_unsaved: Whether a failed start leaves training steps of the earlier run that may be in no checkpoint.
+        is_damaged: Whether shared memory is not whole any more, so that it is kept for no start.
+        is_kept: Whether the end of the run is in shared memory alone, which stays for the next start.
     """
 
     def __init__(self, config: Config, fleet: Fleet, slab: MetricsSlab, to_buffer: Outbox, *, taken_over: bool) -> None:
@@ -46,7 +51,7 @@ class Shutdown:
         self.exit_code = ExitCode.OK
         self.reason = ""
         self.over = False
-        self.is_unsaved = False
+        self.is_unsaved = self.is_kept = self.is_damaged = False
         self._fleet = fleet
         self._slab = slab
         self._to_buffer = to_buffer
@@ -104,7 +109,7 @@ class Shutdown:
         """Handle an exit; a process that died before saving its state is restarted."""
         if slot.role == "forkserver":
             slot.state = "failed"
-        elif slot.role == "buffer" and not self._is_killed:
+        elif slot.role == "buffer" and not self._is_killed and not self.is_damaged:
             self._buffer_ended(slot, code)
         elif slot in self._unsaved_ranks and self._must_restart(slot, code):
             self._rank_ended(slot, code)
@@ -116,7 +121,7 @@ class Shutdown:
         """
         ends = self.under_way or slot.finished
         if slot.role == "trainer" and code == ExitCode.FAILED and slot.ended_by != "group" and ends:
-            self.fail(ExitCode.FAILED, f"{slot.name} has not written the last checkpoint, its error is above")
+            self._keep(f"{slot.name} has not written the last checkpoint, its error is above: {self._held()}")
 
     def _buffer_ended(self, slot: Slot, code: int) -> None:
         """Restart the buffer: no other process can write the undelivered rows to disk."""
@@ -125,10 +130,34 @@ class Shutdown:
             reason = slot.error or slot.last_line
             log.warning("buffer ended (%d) before it had written the undelivered rows, restart: %s", code, reason)
         elif code:
-            self.fail(ExitCode.FAILED, f"undelivered rows are lost: {slot.error or slot.last_line}")
+            self._keep(f"undelivered rows are not on disk: {slot.error or slot.last_line}: rows")
+
+    def _held(self) -> str:
+        """Return what shared memory holds of the end: the weights, and the training state if it is of this version."""
+        weights, state = (newest_version(Path(self._fleet.folder, name), attempts=_READS) for name in _FILES)
+        if weights is None:
+            return "nothing was published, and"
+        if state is not None and state.age == weights.age:
+            return f"weights and training state of version {weights.version}"
+        return f"weights of version {weights.version}, without its training state,"
+
+    def _keep(self, reason: str) -> None:
+        """Fail the run, and keep shared memory for the next start."""
+        if self.is_damaged:
+            self.fail(ExitCode.FAILED, reason)
+            return
+        self.is_kept = True
+        kept = f"{reason} stay in {self._fleet.folder} for the next start, which goes on from there"
+        # The last line of the run is its first failure.
+        log.error("%s", kept)
+        self.fail(
+            ExitCode.FAILED,
+            f"{kept}: make room in {self.config.daemon.state_dir} and start again (`rlhfd start --fresh` gives them "
+            "up)",
+        )
 
     def _must_restart(self, slot: Slot, code: int) -> bool:
-        """Whether a rank ended without saving, or another rank is starting, which needs all of them."""
+        """Return whether a rank ended without saving, or another rank is starting, which needs all ranks."""
         is_needed = any(other.state == "starting" for other in self._unsaved_ranks)
         return code not in _ENDED_IN_ORDER or slot.ended_by == "group" or is_needed
 
@@ -155,7 +184,7 @@ class Shutdown:
         )
 
     def _hung_twice(self, slot: Slot) -> bool:
-        """Whether the watchdog killed it for the second time: the next one would hang as well."""
+        """Return whether the watchdog killed it for the second time: the next one would hang as well."""
         self._hung[slot.name] += slot.ended_by == "watchdog"
         return self._hung[slot.name] > 1
 
@@ -216,7 +245,7 @@ class Shutdown:
         return self._taken_over or any(slot.generation > 1 or is_up(slot) for slot in self._fleet.of("trainer"))
 
     def _is_leased(self) -> bool:
-        """Whether an external trainer still holds a batch; it was sent `Drain`, and gets the time for it."""
+        """Return whether an external trainer still holds a batch; it was sent `Drain`, and gets the time for it."""
         counts = self._slab.conservation()
         return self.config.trainer.kind == "external" and counts is not None and counts.leases_active > 0
 
@@ -228,5 +257,5 @@ class Shutdown:
 
 
 def is_up(slot: Slot) -> bool:
-    """Whether a child runs that handles SIGTERM, which would kill a child that is still starting."""
+    """Return whether a child runs that handles SIGTERM, which would kill a child that is still starting."""
     return slot.alive and slot.state == "ready"

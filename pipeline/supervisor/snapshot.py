@@ -68,6 +68,40 @@ class Snapshot:
         )
 
 
+class Steps:
+    """The step that is shown, and the rewards of the steps of the run.
+
+    A rollback undoes steps, which are taken again: then the step falls, and the rewards of the undone steps go.
+
+    Args:
+        most: Steps whose rewards are kept.
+
+    Attributes:
+        step: Optimizer steps behind the newest weights.
+        rewards: Number and mean reward of each step, the oldest first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.step = 0
+        self.rewards: collections.deque[tuple[int, float]] = collections.deque(maxlen=most)
+        self._taken = 0.0
+
+    def add(self, step: float | None, taken: float | None, reward: float | None) -> None:
+        """Add a reading.
+
+        Args:
+            step: Optimizer steps behind the weights of the trainer; None while it has none: the last step stays.
+            taken: All steps that were taken, undone ones too; it never falls. None before the trainer knows them.
+            reward: Mean reward of the last step; None before the trainer's first.
+        """
+        self.step = self.step if step is None else int(step)
+        while self.rewards and self.rewards[-1][0] > self.step:
+            self.rewards.pop()
+        if taken and taken != self._taken and reward is not None:
+            self._taken = taken
+            self.rewards.append((self.step, reward))
+
+
 class RateWindow:
     """The rate of a counter that never falls over a window of time: Prometheus' ``rate(counter[window])``.
 

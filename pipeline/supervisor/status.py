@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import os
 import time
@@ -22,11 +21,12 @@ from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.external import process_row
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
-from pipeline.supervisor.snapshot import Pace, Snapshot
+from pipeline.supervisor.snapshot import Pace, Snapshot, Steps
 from pipeline.supervisor.watchdog import Watchdog
 from pipeline.telemetry.evaluations import TOTAL
+from pipeline.telemetry.exposition import Exposition
 from pipeline.telemetry.history import learning_of
-from pipeline.telemetry.metric import EVALUATION_PLACES, REWARD_PLACES
+from pipeline.telemetry.metric import EVALUATION_LABELS, REWARD_LABELS
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
 from pipeline.telemetry.slab import MetricsSlab
@@ -84,15 +84,15 @@ class InstanceStatus:
             },
         }
         self._files = names_of(config.evaluation.files)
-        names = zip(REWARD_PLACES, part_labels(config), strict=False), zip(EVALUATION_PLACES, self._files, strict=False)
+        names = zip(REWARD_LABELS, part_labels(config), strict=False), zip(EVALUATION_LABELS, self._files, strict=False)
         self._reader = MetricsReader(slab, info, dict(itertools.chain(*names)))
         self._gpus = GpuWatch()
         self._gpus.start()
+        self._exposition = Exposition(self._reader)
         self._reading: Reading = self._reader.read()
         self._pace = Pace()
-        self._rewards: collections.deque[tuple[int, float]] = collections.deque(maxlen=_HISTORY)
+        self._steps = Steps(_HISTORY)
         self._learning: dict[str, float] = {}
-        self._step_seen = 0.0
         self._policy_version = 0
         self._cpu_s: dict[int, float] = {}
         self._started_s = time.monotonic()
@@ -114,6 +114,7 @@ class InstanceStatus:
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
         self._watchdog.engines.add(now_s, self._reading)
+        self._watchdog.idle_steps = int(self._value("rlhfd_train_steps_since_signal") or 0)
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
         self._policy_version = self._policy_version if version is None else int(version)
         self._sample_rates(now_s)
@@ -125,10 +126,9 @@ class InstanceStatus:
         self._pace.add(now_s, tokens, steps, can_roll=can_roll)
         # A rank that has ended has no gauges any more; their last values are still the newest.
         self._learning = learning_of(self._reading) or self._learning
-        reward = self._value("rlhfd_reward_mean")
-        if steps and steps != self._step_seen and reward is not None:
-            self._step_seen = steps
-            self._rewards.append((int(steps), reward))
+        # An external trainer has no number of its step; it undoes none.
+        step = steps if self._config.trainer.kind == "external" else self._value("rlhfd_train_step")
+        self._steps.add(step, steps, self._value("rlhfd_reward_mean"))
 
     def changed(self, slot: Slot) -> None:
         """Set the metrics of a slot's new state."""
@@ -168,7 +168,10 @@ class InstanceStatus:
         return None if paused is None else paused > 0
 
     def steps_and_version(self) -> tuple[float, float, tuple[int, int]]:
-        """Return the optimizer steps so far, the newest policy version, and done and all prompts of its evaluation."""
+        """Return all optimizer steps, repeated ones too, the newest policy version, and its evaluation's progress.
+
+        The progress is the number of prompts that are done, and of all.
+        """
         done, prompts = (
             self._value("rlhfd_evaluation_under_way_prompts", state=state) or 0.0 for state in ("done", "all")
         )
@@ -179,7 +182,7 @@ class InstanceStatus:
 
     def metrics(self, openmetrics: bool) -> bytes:
         """Return the exposition text."""
-        text = self._reader.openmetrics() if openmetrics else self._reader.text()
+        text = self._exposition.openmetrics() if openmetrics else self._exposition.text()
         # After the reading, so that a value shown here is never above that which a next supervisor takes over.
         self._writer.beat()
         return text
@@ -202,11 +205,11 @@ class InstanceStatus:
             state=self.shown_state,
             algorithm=self._config.rollout.algorithm,
             model=self._config.model.actor,
-            step=int(self._value("rlhfd_train_steps_total") or 0),
+            step=self._steps.step,
             max_steps=self._config.trainer.max_steps,
             # A rank that has ended has no gauge any more; its last value is still the newest.
-            reward_mean=self._rewards[-1][1] if self._rewards else None,
-            reward_history=tuple(reward for _, reward in self._rewards),
+            reward_mean=self._steps.rewards[-1][1] if self._steps.rewards else None,
+            reward_history=tuple(reward for _, reward in self._steps.rewards),
             tokens_per_s=self._pace.tokens_per_s,
             items_ready=counts.ready_items if counts else 0,
             items_capacity=capacity_items(self._config),
@@ -243,7 +246,7 @@ class InstanceStatus:
             "policy_version": shot.policy_version,
             "reward_mean": shot.reward_mean,
             "reward_trend": trend(shot.reward_history),
-            "reward_since_step": self._rewards[0][0] if self._rewards else None,
+            "reward_since_step": self._steps.rewards[0][0] if self._steps.rewards else None,
             "reward_history": [round(reward, 6) for reward in shot.reward_history[-_SHOWN_REWARDS:]],
             "learning": dict(shot.learning),
             "evaluation": shot.evaluation,
@@ -283,10 +286,10 @@ class InstanceStatus:
             f"experiences: sealed {counts.sealed} = trained {counts.trained} + dropped {sum(counts.dropped)}"
             f"{f' ({dropped})' if dropped else ''} + ready {counts.ready_items} + leased {counts.leased_items}"
         ]
-        if tenth := len(self._rewards) // 10:
+        if tenth := len(self._steps.rewards) // 10:
             rewards = shot.reward_history
             first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
-            since = f"since step {self._rewards[0][0]}: " if self._rewards[0][0] > 1 else ""
+            since = f"since step {self._steps.rewards[0][0]}: " if self._steps.rewards[0][0] > 1 else ""
             lines.insert(
                 0, f"steps: {shot.step}, {since}mean reward of the first tenth {first:.3f}, of the last {last:.3f}"
             )
@@ -336,7 +339,7 @@ class InstanceStatus:
             "restarts": slot.restarts,
             "uptime_s": round(self._fleet.now_s() - slot.started_s, 1) if slot.child else 0.0,
             "resident_bytes": resident_bytes(slot.child.pid) if slot.child else 0,
-            "devices": slot.place.gpu or "cpu",
+            "devices": slot.devices.gpu or "cpu",
             "progress": self._progress(slot),
             "engine": self._engine(slot),
             "device": slot.device,

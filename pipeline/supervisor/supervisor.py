@@ -22,7 +22,7 @@ from pipeline.config.identity import run_name
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
-from pipeline.runtime.child_process import allow_descriptors
+from pipeline.runtime.child_process import allow_descriptors, remove_older_caches
 from pipeline.runtime.control import serve_control
 from pipeline.runtime.lifeline import adopt_orphans, reap_orphans
 from pipeline.runtime.lock import InstanceLock, InstanceRecord, SharedMemoryLock, StateLock, shm_directory
@@ -32,18 +32,20 @@ from pipeline.runtime.run_start import begin_run, open_run
 from pipeline.runtime.signals import hold_signals, release_signals
 from pipeline.runtime.transport import BUFFER, Outbox
 from pipeline.runtime.workspace import Workspace
+from pipeline.storage.truncation import Sizes
 from pipeline.supervisor import notes, placement
+from pipeline.supervisor.capacity.disk import disk_notes
 from pipeline.supervisor.capacity.sharding import decided
 from pipeline.supervisor.exits import ExitHandler, death_of
 from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
 from pipeline.supervisor.live import LiveView
 from pipeline.supervisor.page import PageData
-from pipeline.supervisor.placement import Place
+from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.reload import Hangup, Reload
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shutdown import Shutdown
 from pipeline.supervisor.status import InstanceStatus
-from pipeline.supervisor.systemd import Notifier, Service
+from pipeline.supervisor.systemd import ExtendedStart, Notifier, Service
 from pipeline.supervisor.watchdog import Watchdog
 from pipeline.supervisor.web.access import Access
 from pipeline.supervisor.web.server import MOST_CONNECTIONS, HttpServer
@@ -57,6 +59,7 @@ from pipeline.tracking.launcher import Trackers
 _TICK_S = 0.25
 # While the run is paused: a tick reads all metrics. The watchdog may take a gap of a second for a stopped machine.
 _PAUSED_TICK_S = 0.75
+METRICS, ARENA = "metrics", "arena"
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
             f"{sys.executable} -m pip install -c constraints.txt -e '.[ray]' in the checkout installs it"
         )
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
-    for note in notes.notes(loaded):
+    for note in [*notes.notes(loaded), *disk_notes(config)]:
         log.warning("%s", note)
     if config.trainer.world_size > 1:
         ranks = config.trainer
@@ -100,7 +103,14 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         RunLog(config, "supervisor") as run_log,
         SharedMemoryLock(shm_dir) as shm_lock,
     ):
-        if completed := open_run(config, shm_dir, back_to=back_to, dtype_follows_gpus=loaded.dtype_follows_gpus):
+        completed = open_run(
+            config,
+            shm_dir,
+            back_to=back_to,
+            dtype_follows_gpus=loaded.dtype_follows_gpus,
+            telemetry=ExtendedStart(notifier, monotonic_s),
+        )
+        if completed:
             # For systemd, a service that ends before it was ready has failed.
             notifier.send(READY=1, STATUS=completed)
             sys.stdout.write(f"{completed}\n")
@@ -132,7 +142,7 @@ def _serve(supervisor: Supervisor, config: Config, workspace: Workspace) -> Exit
         raise
     if supervisor.has_saved:
         workspace.remove()
-    else:
+    elif not supervisor.has_kept:
         workspace.undo()
     return code
 
@@ -173,7 +183,12 @@ class Supervisor:
     @property
     def has_saved(self) -> bool:
         """Whether the shared memory need not be kept; valid once `serve` has returned."""
-        return not self._shutdown.is_unsaved
+        return not (self._shutdown.is_unsaved or self._shutdown.is_kept)
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether the shared memory holds the end of the run, which is not on disk; valid once `serve` has returned."""
+        return self._shutdown.is_kept
 
     async def serve(self) -> ExitCode:
         """Start all processes and watch them until all have ended; the caller removes the folder in shared memory."""
@@ -221,14 +236,24 @@ class Supervisor:
 
     def _prepare(self) -> None:
         config, gpus = self._config, placement.visible_gpus(os.environ)
-        places = placement.place(config, gpus, placement.usable_cpus(), placement.local_cpus(gpus))
+        devices_of = placement.assign(config, gpus, placement.usable_cpus(), placement.local_cpus(gpus))
         ranks = config.trainer.world_size if config.trainer.kind == "external" else 0
         own = [SlotName("trainer", rank) for rank in range(ranks)]
-        slots = [SlotName("supervisor"), SlotName("buffer"), *own, *(SlotName(role, index) for role, index in places)]
+        slots = [
+            SlotName("supervisor"),
+            SlotName("buffer"),
+            *own,
+            *(SlotName(role, index) for role, index in devices_of),
+        ]
         self._slab = MetricsSlab.reopen(self._workspace.metrics_path, slots)
+        self._slab.survive_truncation()
+        folder = self._workspace.folder
+        self._sizes = Sizes(folder / name for name in (METRICS, ARENA, "weights", "training"))
         self._slab.begin("supervisor")
         writer = self._slab.writer("supervisor")
         count_warnings(writer)
+        if older := remove_older_caches(Path(config.daemon.state_dir)):
+            log.info("compiled code of other versions is removed: folders=%s", ",".join(older))
         self._fleet = Fleet(
             str(self._workspace.folder),
             self._slab,
@@ -240,12 +265,12 @@ class Supervisor:
             limits=RestartLimits.of(config.daemon),
             settings=ChildSettings.of(config),
         )
-        nowhere = Place("", ())
+        none = Devices("", ())
         if not self._is_prepared():
-            self._fleet.add("setup", 0, nowhere)
-        self._fleet.add("buffer", 0, nowhere)
-        for (role, index), place in places.items():
-            self._fleet.add(role, index, place)
+            self._fleet.add("setup", 0, none)
+        self._fleet.add("buffer", 0, none)
+        for (role, index), devices in devices_of.items():
+            self._fleet.add(role, index, devices)
         self._watchdog = Watchdog(
             config,
             self._slab,
@@ -309,7 +334,7 @@ class Supervisor:
             port=self._http.port if self._http is not None else 0,
             config=str(self._loaded.path.absolute() if self._loaded.path else ""),
             world_size=self._config.trainer.world_size,
-            log=self._run_log.place,
+            log=self._run_log.destination,
         )
         record.write(Path(self._config.daemon.runtime_dir))
         return record
@@ -329,6 +354,8 @@ class Supervisor:
         if not self._shutdown.under_way:
             self._restart_due()
             self._trackers.tick()
+        if cut := self._sizes.cut():
+            self._shared_memory_cut(*cut)
         self._status.sample(now_s)
         if self._page is not None:
             self._page.sample(now_s)
@@ -374,6 +401,28 @@ class Supervisor:
         self._config = self._shutdown.config = config
         self._watchdog.limit(config)
         self._fleet.limit(RestartLimits.of(config.daemon))
+
+    def _shared_memory_cut(self, path: Path, reason: str) -> None:
+        """End the run after another program has truncated a file in shared memory.
+
+        Metrics are made anew, so that processes can start, and the run ends in order. Without the arena its rows are
+        gone, and trainers write a checkpoint. Without weights or training state a trainer has none to write: the next
+        start resumes from the last checkpoint.
+        """
+        self._shutdown.fail(ExitCode.FAILED, reason)
+        if path.name == METRICS:
+            self._slab.restore(path)
+            self._slab.begin("supervisor")
+        else:
+            self._shutdown.is_damaged = True
+        self._news.set()
+        self._status.state = "draining"
+        if path.name not in (METRICS, ARENA):
+            self._shutdown.kill_all()
+        elif not self._shutdown.under_way:
+            self._shutdown.begin()
+        if path.name == ARENA:
+            self._fleet.signal(self._fleet.alive("buffer"), signal.SIGKILL)
 
     # The shutdown.
 

@@ -6,7 +6,9 @@ import logging
 import os
 import socket
 from collections.abc import Callable, MutableMapping
+from typing import Any
 
+from pipeline.runtime.run_start import StartProgress
 from pipeline.supervisor.snapshot import Snapshot
 
 _STATUS_INTERVAL_S = 1.0
@@ -55,7 +57,11 @@ class Service:
         shot = self._snapshot()
         # An orderly shutdown before the instance was ready is no failed start, which systemd would restart.
         if not self._is_ready and shot.state != "starting" and not has_failed:
-            self._is_ready = self._notifier.send(READY=1)
+            # In one message: whoever waits for the service reads no line of its start.
+            text = status_line(shot)
+            if self._notifier.send(READY=1, STATUS=text):
+                self._is_ready = True
+                self._shown, self._shown_s = text, now_s
         if is_ending and not self._is_stopping:
             self._is_stopping = self._notifier.send(STOPPING=1)
         if (is_ending or not self._is_ready) and now_s - self._extended_s >= _STATUS_INTERVAL_S:
@@ -91,6 +97,27 @@ def status_line(shot: Snapshot) -> str:
         parts.append(f"{shot.tokens_per_s:,.0f} tokens/s")
     parts.append(f"workers {shot.workers_ready} of {shot.workers_total}")
     return f"{shot.state}: {', '.join(parts)}"
+
+
+class ExtendedStart(StartProgress):
+    """Extends systemd's time limit while a start makes progress.
+
+    Args:
+        notifier: The connection to systemd.
+        now_s: Returns monotonic time.
+    """
+
+    def __init__(self, notifier: Notifier, now_s: Callable[[], float]) -> None:
+        super().__init__()
+        self._notifier, self._now_s = notifier, now_s
+        self._sent_s = -1e9
+
+    def progress(self, **numbers: Any) -> None:
+        """Extend the limit, at most once a second."""
+        super().progress()
+        if self._now_s() - self._sent_s >= _STATUS_INTERVAL_S:
+            self._sent_s = self._now_s()
+            self._notifier.send(EXTEND_TIMEOUT_USEC=int(_STEP_S * 1e6))
 
 
 class Notifier:

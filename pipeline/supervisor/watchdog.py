@@ -55,6 +55,7 @@ class Watchdog:
 
     Attributes:
         shares: Each process's time by activity over the last minute; filled by the supervisor's readings.
+        idle_steps: Newest steps in a row in which no token was trained; set by the supervisor's readings.
         engines: The workers' engines over the last minute; filled likewise.
     """
 
@@ -87,6 +88,7 @@ class Watchdog:
         self._gave_up = gave_up
         self._pauses, self._run = PauseWatch(0.0), RunWatch(0.0)
         self._evaluation = (0, 0)
+        self.idle_steps = 0
         self.limit(config)
         self._pending_kills: list[_PendingKill] = []
         self._stopped: dict[str, tuple[int, float]] = {}
@@ -138,7 +140,7 @@ class Watchdog:
         return f"{slot.name} | {line}" if dumping else line
 
     def is_buffer_silent(self, limit_s: float = _BUFFER_SILENT_S) -> bool:
-        """Whether the buffer is ready and its last heartbeat is older than the limit."""
+        """Return whether the buffer is ready and its last heartbeat is older than the limit."""
         buffers = [self._observe(slot) for slot in self._fleet.of("buffer") if slot.state == "ready"]
         return any(self._fleet.now_s() - buffer.progress.beat_s > limit_s for buffer in buffers)
 
@@ -243,6 +245,7 @@ class Watchdog:
             quiet_s=now_s - self._run.quiet_since_s,
             external_ranks=self.external_ranks(),
             evaluation=self._evaluation,
+            idle_steps=self.idle_steps,
         )
 
     def _preparing(self, slot: Slot) -> ProcessView:

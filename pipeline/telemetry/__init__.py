@@ -3,6 +3,7 @@
 activity           wall time of a process by activity
 engine_view        the workers' engines, from readings
 evaluations        results of held-out prompts, and evaluations.jsonl
+exposition         the text that Prometheus scrapes
 history            metrics over time, coarser with age
 journald           the systemd journal's protocol
 log                log records as text or JSON
@@ -11,7 +12,7 @@ log_lines          log lines parsed
 metric             the declaration of a metric
 metrics            every metric, declared once
 metrics_reference  docs/metrics.md
-reader             all slots added up; the text that Prometheus scrapes
+reader             all slots added up
 run_log            a run's log, in the journal or in a file
 samples            rollouts on disk for people to read
 slab               metrics of all processes in shared memory

@@ -32,7 +32,7 @@ class PromptResult(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         position: Position of the prompt.
         responses: Their number.
-        right: Those whose reward is at least `evaluation.pass_reward`.
+        right: Responses whose reward is at least `evaluation.pass_reward`.
         reward: Mean reward.
         tokens: Mean length.
         cut: Responses that were cut at their maximum length.
@@ -81,11 +81,11 @@ class Evaluation(msgspec.Struct, frozen=True):
 
     Attributes:
         version: Policy version of the weights; -1 for a model outside a run.
-        fingerprint: Of the weights, in hexadecimal.
+        fingerprint: Fingerprint of the weights, in hexadecimal.
         plan: Digest of files and settings.
         time_unix_s: Unix time of its end.
         num_generations: Responses to a prompt.
-        k: Of pass@k.
+        k: The k of pass@k.
         total: The summary of all files.
         files: The summary of each file, in the order of the configuration.
     """

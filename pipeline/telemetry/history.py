@@ -49,7 +49,7 @@ class Point(msgspec.Struct, array_like=True):
         start_s: Unix time.
         end_s: Unix time.
         seconds: Observed seconds; less than from start to end if the daemon was down in between.
-        step: Optimizer steps at the end.
+        step: Optimizer steps at the end, without those that a rollback undid.
         rewards: Number of mean rewards of a step; with an external trainer, of rewards of rollouts.
         reward_sum: Sum of these rewards.
         reward_squares: Sum of the mean squares of the rewards behind them, for the spread.
@@ -58,7 +58,7 @@ class Point(msgspec.Struct, array_like=True):
         staleness_sum: Sum of the staleness of trained rows, in versions.
         staleness_rows: Number of those rows.
         spent_s: Seconds of the processes of a role by activity.
-        learning: Sum and number of each value of `LEARNING`; a point of an earlier version has none.
+        learning: Sum and number of each value of `LEARNING`.
     """
 
     start_s: float
@@ -200,6 +200,7 @@ class HistoryRecorder:
         self._began_unix_s = 0.0
         self._last_s = 0.0
         self._step = -1.0
+        self._behind_weights: float | None = None
         self._point = Point(0.0, 0.0)
 
     def add(self, now_s: float, unix_s: float, reading: Reading, ready_items: int) -> bool:
@@ -248,7 +249,10 @@ class HistoryRecorder:
         elif mean is None:
             # No step was taken since the trainer started: the next one is new.
             self._step = step
-        self._point.step = int(step)
+        if (behind_weights := reading.value("rlhfd_train_step")) is not None:
+            self._behind_weights = behind_weights
+        # The count of all steps never falls; of an external trainer there is no other.
+        self._point.step = int(step if self._behind_weights is None else self._behind_weights)
 
     def _finish(self, now_s: float, unix_s: float, totals: _Totals) -> None:
         before, point = self._before, self._point

@@ -18,7 +18,7 @@ _MOST_BYTES = 48 << 10
 
 
 def is_standard_error(environ: Mapping[str, str]) -> bool:
-    """Whether this process's standard error goes to the journal; an inherited JOURNAL_STREAM alone does not count."""
+    """Return whether standard error goes to the journal; an inherited JOURNAL_STREAM alone does not count."""
     try:
         found = os.fstat(2)
     except OSError:

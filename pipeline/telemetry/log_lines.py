@@ -77,7 +77,7 @@ def process_of(text: str) -> str:
 
 
 def is_of(process: str, role: str) -> bool:
-    """Whether a process such as ``rollout-0`` matches `role`: ``rollout``, ``rollout-0``, or empty for all."""
+    """Return whether a process such as ``rollout-0`` matches `role`: ``rollout``, ``rollout-0``, or empty for all."""
     return not role or process == role or process.rpartition("-")[0] == role
 
 

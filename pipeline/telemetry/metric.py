@@ -36,10 +36,10 @@ ACTIVITIES: Final = (
     "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data", "wait_card", "asleep", START, OTHER,
 )  # fmt: skip
 PARTITION: Final = "0"
-# Reward functions by their place in the configuration; the reader puts their names there.
-REWARD_PLACES: Final = tuple(f"function-{place}" for place in range(1, 18))
-# Files of held-out prompts by their place in the configuration, and all of them; the reader puts their names there.
-EVALUATION_PLACES: Final = tuple(f"file-{place}" for place in range(1, 9))
+# Reward functions by their number in the configuration; the reader puts their names there.
+REWARD_LABELS: Final = tuple(f"function-{number}" for number in range(1, 18))
+# Files of held-out prompts by their number in the configuration, and all of them; the reader puts their names there.
+EVALUATION_LABELS: Final = tuple(f"file-{number}" for number in range(1, 9))
 UNITS: Final = ("seconds", "bytes", "versions", "nats", "ratio", "tokens")
 
 DURATION_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -93,7 +93,7 @@ class Metric:
         return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
     def is_own(self, label: str) -> bool:
-        """Whether this label names the process that wrote the sample."""
+        """Return whether this label names the process that wrote the sample."""
         return self.labels.get(label) == (OWN,)
 
     def series(self, slots: tuple[SlotName, ...]) -> Iterator[tuple[str, ...]]:

@@ -17,7 +17,7 @@ from pipeline.telemetry.metric import (
     CONSERVATION,
     DURATION_S,
     EACH,
-    EVALUATION_PLACES,
+    EVALUATION_LABELS,
     EVERY_ROLE,
     GAP_NATS,
     INFO,
@@ -26,7 +26,7 @@ from pipeline.telemetry.metric import (
     PARTITION,
     RATIO,
     REWARD,
-    REWARD_PLACES,
+    REWARD_LABELS,
     ROLLOUT,
     SUPERVISOR,
     TOKENS,
@@ -41,8 +41,10 @@ from pipeline.telemetry.metric import (
     histogram,
 )
 
-_EVALUATED: Final = " ".join(("all", *EVALUATION_PLACES))
+_EVALUATED: Final = " ".join(("all", *EVALUATION_LABELS))
 _TRACKERS: Final = "tensorboard wandb trackio mlflow"
+IDLE_STEPS: Final = 20
+"""Steps in a row without a trained token, from which on the log, `rlhfd why` and an alert say: nothing to learn."""
 
 # fmt: off
 METRICS: Final[tuple[Metric, ...]] = (
@@ -91,7 +93,13 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("rlhfd_tokens_total", "rollout trainer",
             "Tokens by kind (prompt, response, trained); responses count as they are sampled, of lost rollouts too.",
             kind="prompt response trained"),
-    counter("rlhfd_train_steps_total", TRAINER, "Optimizer steps taken."),
+    counter("rlhfd_train_steps_total", TRAINER, "Optimizer steps taken, those that a rollback undid included."),
+    counter("rlhfd_train_idle_steps_total", TRAINER,
+            "Optimizer steps in which no token was trained, as where all rewards of every group are equal."),
+    gauge("rlhfd_train_steps_since_signal", TRAINER,
+          "Newest optimizer steps in a row in which no token was trained; 0 after a step that trained some."),
+    gauge("rlhfd_train_step", TRAINER,
+          "Optimizer steps behind the trainer's weights; falls at a rollback. Absent with an external trainer."),
     counter("rlhfd_train_experiences_total", TRAINER, "Experiences used in optimizer steps, repeats included."),
     gauge("rlhfd_rollouts_in_flight", ROLLOUT, "Rollouts in flight.", worker=OWN),
     gauge("rlhfd_ticket_rows", ROLLOUT,
@@ -222,12 +230,13 @@ METRICS: Final[tuple[Metric, ...]] = (
 
     # Reward and learning; the gauges are rank 0's.
     histogram("rlhfd_reward", ROLLOUT, REWARD, "Reward of an experience.", source="function model"),
+    counter("rlhfd_rewards_clipped_total", ROLLOUT, "Rows whose score, or a turn's, is beyond rollout.reward_clip."),
     gauge("rlhfd_reward_mean", TRAINER, "Mean reward of the last training batch.", source="function model"),
     gauge("rlhfd_reward_stddev", TRAINER, "Standard deviation of reward in the last training batch.",
           source="function model"),
     gauge("rlhfd_reward_function_mean", ROLLOUT,
           "Mean score of each of several reward functions, and of the reward model, in a worker's last ticket, before "
-          "its weight.", role=OWN, worker=OWN, function=" ".join(REWARD_PLACES)),
+          "its weight.", role=OWN, worker=OWN, function=" ".join(REWARD_LABELS)),
     counter("rlhfd_groups_total", ROLLOUT, "Prompt groups by whether their rewards differ (mixed, all_equal).",
             signal="mixed all_equal"),
     histogram("rlhfd_kl_nats", TRAINER, KL_NATS,

@@ -1,9 +1,4 @@
-"""The instance's metrics as a whole: the totals of all slots of the slab, and the text that Prometheus scrapes.
-
-The text is written here and not by prometheus_client, which takes 10 us a sample and 22 us in OpenMetrics: with 64
-workers 35 ms of the supervisor's loop per scrape. Here the constant parts of a family's lines are one cached template
-that is filled in one call: less than 0.5 us a sample.
-"""
+"""The instance's metrics as a whole: the totals of all slots of the slab."""
 
 from __future__ import annotations
 
@@ -13,19 +8,16 @@ import json
 import math
 import platform
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple, cast
-
-import msgspec
+from typing import Final, NamedTuple
 
 from pipeline.telemetry.metric import Metric, SlotName
 from pipeline.telemetry.metrics import BY_NAME, METRICS, Conservation
 from pipeline.telemetry.slab import MetricsSlab
 
 _HEARTBEAT: Final = "rlhfd_process_last_heartbeat_timestamp_seconds"
-_ENCODER: Final = msgspec.json.Encoder()
 _CUDA_PACKAGES: Final = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
 
 
@@ -43,8 +35,6 @@ class HistogramReading:
 
 
 Series = Mapping[tuple[str, ...], float | HistogramReading]
-_Numbers = Mapping[tuple[str, ...], float]
-_Histograms = Mapping[tuple[str, ...], HistogramReading]
 _Growing = dict[tuple[str, ...], float | HistogramReading]
 
 
@@ -76,7 +66,7 @@ class Reading:
         return [value for key, value in series if labels.items() <= dict(zip(metric.labels, key, strict=True)).items()]
 
 
-class _Place(NamedTuple):
+class _Series(NamedTuple):
     """A series and its words in a slot."""
 
     metric: Metric
@@ -84,19 +74,12 @@ class _Place(NamedTuple):
     words: slice
 
 
-class _OwnPlace(NamedTuple):
-    """A series of each slot of a role, one word at the same place of each."""
+class _OwnSeries(NamedTuple):
+    """A series of each slot of a role, one word at the same offset of each."""
 
     name: str
     labels: tuple[tuple[str, ...], ...]
     word: int
-
-
-class _Template(NamedTuple):
-    """The lines of a family without their values, as a format, for the series that it had when it was made."""
-
-    series: tuple[tuple[str, ...], ...]
-    lines: str
 
 
 class MetricsReader:
@@ -127,10 +110,8 @@ class MetricsReader:
         for index, slot in enumerate(slab.layout.slots):
             self._slots_of.setdefault(slot.role, []).append(index)
         # A series whose labels name the slot comes from that slot alone; all slots of a role add to any other series.
-        self._own = {role: self._own_places(indices) for role, indices in self._slots_of.items()}
-        self._shared = {role: self._places(SlotName(role), own=False) for role in self._slots_of}
-        self._templates: dict[str, _Template] = {}
-        self._histograms: dict[tuple[str, tuple[str, ...]], tuple[str, str]] = {}
+        self._own = {role: self._own_series(indices) for role, indices in self._slots_of.items()}
+        self._shared = {role: self._series(SlotName(role), own=False) for role in self._slots_of}
 
     def read(self) -> Reading:
         """Return the totals of all slots, dead processes included."""
@@ -155,61 +136,24 @@ class MetricsReader:
             families[name][labels] = float(count)
         return Reading({**families, **self.external}, conservation)
 
-    def text(self) -> bytes:
-        """Return the exposition in Prometheus' text format 0.0.4."""
-        return "".join(self._exposition(openmetrics=False)).encode()
-
-    def openmetrics(self) -> bytes:
-        """Return the exposition in OpenMetrics 1.0.0."""
-        return "".join([*self._exposition(openmetrics=True), "# EOF\n"]).encode()
-
-    def _exposition(self, *, openmetrics: bool) -> list[str]:
-        families = self.read().families
-        lines: list[str] = []
-        for metric in METRICS:
-            if series := families.get(metric.name):
-                lines.append(_head(metric, openmetrics=openmetrics))
-                if metric.kind == "histogram":
-                    lines += [self._histogram(metric, *pair) for pair in cast(_Histograms, series).items()]
-                else:
-                    lines.append(self._lines(metric, cast(_Numbers, series)))
-        return lines
-
-    def _lines(self, metric: Metric, series: _Numbers) -> str:
-        labels = tuple(series)
-        template = self._templates.get(metric.name)
-        if template is None or template.series != labels:
-            template = _Template(labels, "".join(f"{_line(metric.name, metric, each)} %s\n" for each in labels))
-            self._templates[metric.name] = template
-        return template.lines % _numbers(series.values())
-
-    def _histogram(self, metric: Metric, labels: tuple[str, ...], value: HistogramReading) -> str:
-        key = metric.name, labels
-        with_sum, without = self._histograms.get(key) or self._histograms.setdefault(key, _histogram(metric, labels))
-        buckets = (*accumulate(value.buckets),)
-        # OpenMetrics requires count and sum together or neither; the +Inf bucket is the count.
-        if value.total is None:
-            return without % _numbers(buckets)
-        return with_sum % _numbers((*buckets, buckets[-1], value.total))
-
-    def _places(self, slot: SlotName, *, own: bool) -> list[_Place]:
+    def _series(self, slot: SlotName, *, own: bool) -> list[_Series]:
         """Return the series of a slot whose labels name the slot, or the others."""
         itself = {"role": slot.role, "worker": str(slot.worker)}
-        places = []
+        found = []
         for metric, labels, start in self._slab.layout.of_role[slot.role].cells:
             if metric.is_own("worker") == own:
                 pairs = zip(metric.labels, labels, strict=True)
                 filled = tuple(
                     itself[name] if metric.is_own(name) else self._names.get(value, value) for name, value in pairs
                 )
-                places.append(_Place(metric, filled, slice(start, start + metric.words)))
-        return places
+                found.append(_Series(metric, filled, slice(start, start + metric.words)))
+        return found
 
-    def _own_places(self, indices: Sequence[int]) -> list[_OwnPlace]:
-        each = [self._places(self._slab.layout.slots[index], own=True) for index in indices]
+    def _own_series(self, indices: Sequence[int]) -> list[_OwnSeries]:
+        each = [self._series(self._slab.layout.slots[index], own=True) for index in indices]
         return [
-            _OwnPlace(places[0].metric.name, tuple(place.labels for place in places), places[0].words.start)
-            for places in zip(*each, strict=True)
+            _OwnSeries(found[0].metric.name, tuple(one.labels for one in found), found[0].words.start)
+            for found in zip(*each, strict=True)
         ]
 
     def _read_heartbeats(self, indices: Sequence[int], heartbeats: _Growing) -> None:
@@ -235,49 +179,8 @@ def _combine(metric: Metric, words: Sequence[Sequence[float]]) -> float | Histog
         return HistogramReading(tuple(map(sum, words[:-1])), total if total >= 0.0 else None)
     if metric.kind == "counter":
         return math.fsum(words[0])
-    # Of several workers' gauges without a worker label the first counts: rank 0's values stand for the step.
+    # The first of several workers' gauges without a worker label counts: rank 0's values stand for the step.
     return max(words[0]) if metric.outlives_writer else words[0][0]
-
-
-def _head(metric: Metric, *, openmetrics: bool) -> str:
-    if not openmetrics:
-        return f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n"
-    family = metric.name.removesuffix("_total")
-    unit = f"# UNIT {family} {metric.unit}\n" if metric.unit else ""
-    return f"# HELP {family} {metric.help}\n# TYPE {family} {metric.kind}\n{unit}"
-
-
-def _line(name: str, metric: Metric, labels: Sequence[str], *more: str) -> str:
-    """Return the text before the value on the line of a series, as a part of a format."""
-    pairs = [f'{label}="{_escape(value)}"' for label, value in zip(metric.labels, labels, strict=True)]
-    pairs += more
-    return (f"{name}{{{','.join(pairs)}}}" if pairs else name).replace("%", "%%")
-
-
-def _histogram(metric: Metric, labels: Sequence[str]) -> tuple[str, str]:
-    """Return the lines of a histogram without their values, as formats: with count and sum, and with neither."""
-    bounds = (*metric.buckets, math.inf)
-    buckets = [_line(f"{metric.name}_bucket", metric, labels, f'le="{_number(bound)}"') for bound in bounds]
-    totals = [_line(f"{metric.name}_{part}", metric, labels) for part in ("count", "sum")]
-    with_sum, without = ("".join(f"{line} %s\n" for line in lines) for lines in ([*buckets, *totals], buckets))
-    return with_sum, without
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
-def _numbers(values: Collection[float]) -> tuple[str, ...]:
-    """Return the texts of some values, the shortest that read as them; for 64 `repr` takes 27 us, msgspec 7."""
-    if math.isfinite(sum(values)):
-        return (*_ENCODER.encode([*values])[1:-1].decode().split(","),)
-    return (*map(_number, values),)
-
-
-def _number(value: float) -> str:
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value)
 
 
 def build_info() -> dict[str, str]:

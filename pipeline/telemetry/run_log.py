@@ -19,7 +19,7 @@ from pipeline.telemetry.log import JsonFormatter, TextFormatter
 from pipeline.telemetry.log_file import LogFile
 
 JOURNAL = "journal:"
-"""Prefix of the place of a log that is a unit's journal and not a file."""
+"""Prefix of the destination of a log that is a unit's journal and not a file."""
 
 _MOST_FIELDS = 32
 
@@ -30,7 +30,7 @@ class RunLog(logging.Handler):
     """Keeps this process's records and its children's output; a context manager.
 
     Attributes:
-        place: Path of the log file, or ``journal:`` and the unit; empty if no log is kept.
+        destination: Path of the log file, or ``journal:`` and the unit; empty if no log is kept.
         is_journal: Whether lines go to the journal.
     """
 
@@ -44,14 +44,14 @@ class RunLog(logging.Handler):
         self._lost_reported = 0
         # Children's lines come from the loop's thread, records from any.
         self._writing = threading.RLock()
-        self.place = ""
+        self.destination = ""
         self.setFormatter(JsonFormatter(process) if self._as_json else TextFormatter(process))
         if journald.is_standard_error(os.environ) and (unit := journald.own_unit()):
-            self._journal, self.place = Journal(), f"{JOURNAL}{unit}"
+            self._journal, self.destination = Journal(), f"{JOURNAL}{unit}"
         elif daemon.log_file_bytes:
             path = log_file.path_in(Path(daemon.state_dir))
             try:
-                self._file, self.place = LogFile(path, daemon.log_file_bytes), str(path.absolute())
+                self._file, self.destination = LogFile(path, daemon.log_file_bytes), str(path.absolute())
             except OSError as error:
                 log.warning("no log file: path=%s error=%s", path, error.strerror)
         self.is_journal = self._journal is not None

@@ -44,6 +44,7 @@ class SampledResponse(msgspec.Struct, frozen=True):
         reward: Sum of the scores of the reward functions and the reward model.
         parts: Scores by function or model, if they are known.
         observed: Whether each token of `pieces` is an environment's; empty if none is.
+        stop: The stop string with which the response ended; empty if it ended otherwise.
     """
 
     pieces: list[str]
@@ -55,6 +56,7 @@ class SampledResponse(msgspec.Struct, frozen=True):
     reward: float
     parts: dict[str, float] = {}
     observed: list[bool] = []
+    stop: str = ""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -105,9 +107,9 @@ class SampleWriter:
         self._path = folder / f"rollout-{worker}{_SUFFIX}"
         self._most_bytes = most_bytes // 2
         self._file = self._open()
-        places = list(_whole_records(self._file, 0))
-        self._records = len(places)
-        self._nbytes = sum(places[-1]) if places else 0
+        spans = list(_whole_records(self._file, 0))
+        self._records = len(spans)
+        self._nbytes = sum(spans[-1]) if spans else 0
         os.ftruncate(self._file, self._nbytes)
 
     def write(self, sample: Sample) -> bool:
@@ -185,9 +187,9 @@ class SampleReader:
         try:
             name = os.pread(file, _HEAD.size, 0)
             start = max(seen.get(name, 0), self._read_to.get(name, 0))
-            places = list(_whole_records(file, start))
-            seen[name] = sum(places[-1]) if places else start
-            wanted = places[-self._newest :] if self._is_first else places
+            spans = list(_whole_records(file, start))
+            seen[name] = sum(spans[-1]) if spans else start
+            wanted = spans[-self._newest :] if self._is_first else spans
             found: list[Sample] = []
             for at, nbytes in wanted:
                 # Another version may have written another structure.

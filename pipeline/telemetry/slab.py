@@ -51,6 +51,7 @@ from pathlib import Path
 
 from pipeline.errors import DeadlineError, FieldError, LedgerError
 from pipeline.storage.files import no_room, replacing
+from pipeline.storage.truncation import survive
 from pipeline.telemetry.metric import ACTIVITIES, BUFFER, START, SlotName
 from pipeline.telemetry.metrics import CONSERVATION_WORDS, Conservation, Progress
 from pipeline.telemetry.writer import LINE_WORDS, WORD_BYTES, Merge, MetricWriter, SlotLayout
@@ -185,6 +186,16 @@ class SlotWriter(MetricWriter):
         words[layout.group_at] = sequence
 
 
+def _fill(descriptor: int, layout: SlabLayout) -> None:
+    """Write a slab in which all series are absent."""
+    content = array.array("d", [math.nan]) * (layout.nbytes // WORD_BYTES)
+    for start, length in [*((at, _CONTROL_WORDS) for at in layout.control_at), (layout.group_at, LINE_WORDS)]:
+        content[start : start + length] = array.array("d", bytes(length * WORD_BYTES))
+    os.posix_fallocate(descriptor, 0, layout.nbytes)
+    os.pwrite(descriptor, content, 0)
+    os.pwrite(descriptor, layout.header, 0)
+
+
 class MetricsSlab:
     """A mapping of the slab's file; owns the mapping, not the file.
 
@@ -214,14 +225,9 @@ class MetricsSlab:
             ConfigError: If the file system has no room for it.
         """
         layout = SlabLayout(slots)
-        content = array.array("d", [math.nan]) * (layout.nbytes // WORD_BYTES)
-        for start, length in [*((at, _CONTROL_WORDS) for at in layout.control_at), (layout.group_at, LINE_WORDS)]:
-            content[start : start + length] = array.array("d", bytes(length * WORD_BYTES))
         try:
             with replacing(path) as descriptor:
-                os.posix_fallocate(descriptor, 0, layout.nbytes)
-                os.pwrite(descriptor, content, 0)
-                os.pwrite(descriptor, layout.header, 0)
+                _fill(descriptor, layout)
                 mapped = mmap.mmap(descriptor, layout.nbytes)
             return cls(layout, mapped)
         except OSError as error:
@@ -325,7 +331,7 @@ class MetricsSlab:
         self.words[control + _FOLDED] = incarnation << 1 | other
 
     def is_live(self, role: str, worker: int = 0) -> bool:
-        """Whether the slot has begun and is not folded."""
+        """Return whether the slot has begun and is not folded."""
         control = self.layout.control_at[self._index(role, worker)]
         return self.words[control + _INCARNATION] > self.words[control + _FOLDED] >> 1
 
@@ -364,6 +370,23 @@ class MetricsSlab:
             if self.words[at] == sequence:
                 return Conservation.from_words(block) if sequence else None
         raise DeadlineError(f"the conservation block changed during {_READ_ATTEMPTS:,} reads")
+
+    def survive_truncation(self) -> None:
+        """Let this process outlive another program's truncation of the file; see `pipeline.storage.truncation`."""
+        self._map_again = survive(self._map)
+
+    def restore(self, path: Path) -> None:
+        """Make a truncated file a slab again, with all series absent; `survive_truncation` came before.
+
+        Processes that live go on writing to it, and are read once they begin again.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _fill(descriptor, self.layout)
+            self._map_again(descriptor)
+        finally:
+            os.close(descriptor)
+        self._mergers.clear()
 
     def close(self) -> None:
         """Unmap; a handle used afterwards raises ValueError."""

@@ -92,11 +92,11 @@ class NonBlockingStream(io.TextIOBase):
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether the descriptor is a terminal."""
+        """Return whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
-        """Whether the stream can be written to."""
+        """Return whether the stream can be written to."""
         return True
 
     def write(self, text: str) -> int:

@@ -49,7 +49,7 @@ def open_tracker(name: str, *, run_id: str, run_name: str, project: str, folder:
 
     Args:
         name: One of `pipeline.config.sections.TrackerName`.
-        run_id: Of the run to continue; empty for a new one.
+        run_id: Id of the run to continue; empty for a new one.
         run_name: The run's name, for display.
         project: Project, or experiment.
         folder: Folder of the files that the library writes.

@@ -39,7 +39,7 @@ class _Slot:
         due_s: Monotonic time of the next start.
         delay_s: Wait before the start after the next death.
         started_s: Monotonic time of the last start.
-        written_ns: Time of the tracker's note of its place.
+        written_ns: Time of the tracker's note of its progress.
         moved_s: Monotonic time at which that was seen to change.
     """
 
@@ -152,7 +152,7 @@ class Trackers:
         slot.due_s, slot.delay_s = now_s + slot.delay_s, min(2 * slot.delay_s, _MOST_DELAY_S)
 
     def _hangs(self, slot: _Slot, now_s: float) -> bool:
-        """Whether the tracker's note of its place, which it writes once a second, has not changed for the limit."""
+        """Return whether the tracker's note of its progress, written once a second, has not changed for the limit."""
         limit_s = self._config.daemon.hang_timeout_s
         try:
             written_ns = (self._folder / f"{slot.name}.json").stat().st_mtime_ns
@@ -170,7 +170,7 @@ class Trackers:
                 lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
         except OSError:
             return "it printed nothing"
-        # Of a line whose begin is cut off a password could not be told.
+        # In a line whose begin is cut off a password could not be found.
         found = next((line for line in reversed(lines[start > 0 :]) if line.strip()), None)
         return without_password(found) if found else "its last line is too long" if start else "it printed nothing"
 

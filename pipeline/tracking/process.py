@@ -1,7 +1,7 @@
 """The process of one tracker: follows the files of a run, and sends them to a library.
 
 No process of the run waits for it, and none reads from it: one that hangs, fails or is killed costs the run nothing.
-Its successor continues the same run of the library from the last note of its place.
+Its successor continues the same run of the library from the last note of its progress.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import Final
 
 from pipeline.runtime.lifeline import die_with_parent
 from pipeline.tracking.adapters import Tracker, open_tracker
-from pipeline.tracking.records import LineFollower, Place, SampleFollower, read_place, tracking_dir, write_place
+from pipeline.tracking.records import (
+    LineFollower,
+    Progress,
+    SampleFollower,
+    read_progress,
+    tracking_dir,
+    write_progress,
+)
 
 _LOOK_S: Final = 1.0
 
@@ -25,7 +32,7 @@ _LOOK_S: Final = 1.0
 def follow(
     run_dir: Path,
     name: str,
-    opened: Callable[[Place, Path], Tracker],
+    opened: Callable[[Progress, Path], Tracker],
     *,
     wait: Callable[[float], bool],
     clock: Callable[[], float] = time.monotonic,
@@ -35,36 +42,36 @@ def follow(
     Args:
         run_dir: Folder of the run.
         name: The tracker's.
-        opened: Opens the tracker at the place of the process before, with the folder for its files.
+        opened: Opens the tracker at the progress of the process before, with the folder for its files.
         wait: Waits for some seconds; returns True at the end, after which the rest is sent.
         clock: Monotonic seconds.
     """
     folder = tracking_dir(run_dir)
     path = folder / f"{name}.json"
-    place = read_place(path)
-    tracker = opened(place, folder / name)
-    place.run_id = tracker.run_id
-    write_place(path, place)
+    progress = read_progress(path)
+    tracker = opened(progress, folder / name)
+    progress.run_id = tracker.run_id
+    write_progress(path, progress)
 
     def note() -> float:
         tracker.flush()
-        write_place(path, place)
+        write_progress(path, progress)
         return clock()
 
-    lines = LineFollower(run_dir, after_unix_s=place.unix_s)
-    samples = SampleFollower(run_dir, after_unix_s=place.samples_unix_s)
+    lines = LineFollower(run_dir, after_unix_s=progress.unix_s)
+    samples = SampleFollower(run_dir, after_unix_s=progress.samples_unix_s)
     noted_s, is_ending = clock(), False
     try:
         while True:
             for record in lines.read():
                 # Also amid a backlog, which takes long; never between lines of one time: a successor goes on by time.
-                if record.unix_s != place.unix_s and clock() - noted_s >= _LOOK_S:
+                if record.unix_s != progress.unix_s and clock() - noted_s >= _LOOK_S:
                     noted_s = note()
                 tracker.log(record)
-                place.step, place.unix_s = record.step, record.unix_s
+                progress.step, progress.unix_s = record.step, record.unix_s
             if rows := samples.read():
-                tracker.table(max(place.step, 0), rows)
-                place.samples_unix_s = samples.after_unix_s
+                tracker.table(max(progress.step, 0), rows)
+                progress.samples_unix_s = samples.after_unix_s
             # Each turn, also without news: the time of the file is the heartbeat.
             noted_s = note()
             if is_ending:
@@ -82,9 +89,9 @@ def main(run_dir: Path, name: str, project: str) -> int:
     # Its own samples and values are all that it may need.
     os.environ.setdefault("WANDB_SILENT", "true")
 
-    def opened(place: Place, folder: Path) -> Tracker:
+    def opened(progress: Progress, folder: Path) -> Tracker:
         return open_tracker(
-            name, run_id=place.run_id, run_name=run_dir.name, project=project, folder=folder, last_step=place.step
+            name, run_id=progress.run_id, run_name=run_dir.name, project=project, folder=folder, last_step=progress.step
         )
 
     follow(run_dir, name, opened, wait=stopping.wait)

@@ -42,8 +42,8 @@ class Record(NamedTuple):
         return any(name.startswith("train/") for name in self.values)
 
 
-class Place(msgspec.Struct):
-    """The place of a tracker in a run.
+class Progress(msgspec.Struct):
+    """The progress of a tracker in a run.
 
     Attributes:
         run_id: The tracker's own id of the run; empty before the first start.
@@ -63,22 +63,22 @@ def tracking_dir(run_dir: Path) -> Path:
     return run_dir / "tracking"
 
 
-def read_place(path: Path) -> Place:
-    """Return the place that a file holds; that of a new run if it cannot be read."""
+def read_progress(path: Path) -> Progress:
+    """Return the progress that a file holds; that of a new run if it cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Place)
+        return msgspec.json.decode(path.read_bytes(), type=Progress)
     except (OSError, *UNREADABLE):
-        return Place()
+        return Progress()
 
 
-def write_place(path: Path, place: Place) -> None:
-    """Write a place; the file is replaced as a whole."""
+def write_progress(path: Path, progress: Progress) -> None:
+    """Write a progress; the file is replaced as a whole."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
         replacing(path, temporary=path.with_name(f".{path.name}.new")) as descriptor,
         open(descriptor, "wb", closefd=False) as file,
     ):
-        file.write(msgspec.json.encode(place) + b"\n")
+        file.write(msgspec.json.encode(progress) + b"\n")
 
 
 class LineFollower:

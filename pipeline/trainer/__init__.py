@@ -6,6 +6,7 @@ connect           connections over ZeroMQ; `pipeline.connect`
 connection        the trainer's connection to the buffer
 dealing           the rows of a step, dealt to the ranks for equal work
 external_metrics  the metrics of an external trainer's rank
+hooks             optional behaviour beside a trainer's steps
 learner           one step of PPO or GRPO
 loss              losses as formulas over tensors
 metrics           a rank's metrics
@@ -20,6 +21,7 @@ saving            checkpoints written beside training
 session           a rank's leases and messages with the buffer
 setup             makes the embedded model: `prepare` and its process
 sharding          models sharded over the ranks
+sleep             a rank's turns on a card that it shares with engines
 state             the training state beside the weights; the learner's interface
 step_log          a line of `metrics.jsonl` for each step
 step_stats        the statistics of one step

@@ -58,10 +58,12 @@ class TrainingBatch:
         *,
         needs_reference: bool,
         skip_cut: bool = False,
+        equal_groups: bool = False,
     ) -> Self:
         """Return the inputs of a loss from an experience; with GRPO, only of groups whose scores differ.
 
-        With `skip_cut` rows whose response was cut at its maximum length are left out too.
+        With `skip_cut` rows whose response was cut at its maximum length are left out too; with `equal_groups` rows of
+        groups with equal scores stay: they count in the divisors, and their KL and entropy in the loss.
 
         Raises:
             FieldError: If a field is missing, is a list (a packed batch), marks actions in the padding, or if pixels
@@ -100,7 +102,7 @@ class TrainingBatch:
             vision=VisionRows.of(experience) if isinstance(experience, ExperienceVL) else None,
         )
         info = experience.info or {}
-        mixed = info.get("group_mixed") if algorithm == "grpo" else None
+        mixed = info.get("group_mixed") if algorithm == "grpo" and not equal_groups else None
         kept = None if mixed is None else mixed.to(device).bool()
         if skip_cut:
             whole = ~_cut(info, device)
@@ -114,9 +116,9 @@ class TrainingBatch:
 
     @classmethod
     def to_score(cls, experience: Experience, device: torch.device) -> Self:
-        """Return all rows of an experience for passes without a loss; `log_probs` are the places of the actions.
+        """Return all rows of an experience for passes without a loss; `log_probs` are the indices of the actions.
 
-        The places are ``(B, A)`` int64, row by row: an element of a micro-batch knows its own.
+        The indices are ``(B, A)`` int64, row by row: an element of a micro-batch knows its own.
 
         Raises:
             FieldError: As `of`.
@@ -126,9 +128,9 @@ class TrainingBatch:
         attention_mask = _tensor(experience, "attention_mask", device, like=sequences)
         action_mask = _tensor(experience, "action_mask", device).bool()
         _check_mask(attention_mask, action_mask)
-        places = torch.arange(action_mask.numel(), device=device).reshape(action_mask.shape)
+        indices = torch.arange(action_mask.numel(), device=device).reshape(action_mask.shape)
         vision = VisionRows.of(experience) if isinstance(experience, ExperienceVL) else None
-        return cls(sequences, attention_mask, action_mask, places, places, None, None, None, vision=vision)
+        return cls(sequences, attention_mask, action_mask, indices, indices, None, None, None, vision=vision)
 
     def micro_batches(self, size: PassSize, width_multiple: int = 1, model: nn.Module | None = None) -> Iterator[Self]:
         """Yield the rows in parts of a size, rows of similar length together, without common padding.

@@ -22,25 +22,24 @@ from typing import Any
 import msgspec
 import torch
 import transformers
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.progress import Telemetry
+from pipeline.runtime.checkpoint_note import NOTE, CheckpointNote, FileNote, checksum, of_run
 from pipeline.runtime.latest_checkpoint import (
     REPLACED,
-    Latest,
     best_checkpoint,
     put_back_replaced,
     read_latest,
     write_latest,
 )
-from pipeline.storage.files import UNREADABLE, flush_folder
+from pipeline.storage import sealed_json
+from pipeline.storage.files import flush_folder
 from pipeline.trainer.state import OPTIONAL
 
 STATE_FILE = "trainer_state.safetensors"
-_NOTE = "trainer_state.json"
-_READ_BYTES = 1 << 24
 _FLUSH_BYTES = 1 << 28
 _LOOK_S = 1.0
 # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER.
@@ -49,44 +48,6 @@ _sync_file_range = ctypes.CDLL(None).sync_file_range
 _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 log = logging.getLogger(__name__)
-
-
-class FileNote(msgspec.Struct, frozen=True):
-    """A file's size in bytes and its xxh3-64, in hexadecimal."""
-
-    nbytes: int
-    xxh3: str
-
-
-class CheckpointNote(msgspec.Struct, frozen=True):
-    """The description that a checkpoint holds of itself: the fields of `Latest`, and more.
-
-    Attributes:
-        digest: Digest of all experience that all ranks trained on, in hexadecimal.
-        fingerprint: Fingerprint of the weights as published, in hexadecimal.
-        config: The configuration in force.
-        written_by: Versions of torch and transformers.
-        files: Every other file in the folder.
-    """
-
-    identity: str
-    step: int
-    version: int
-    position: int
-    complete: bool
-    digest: str
-    fingerprint: str
-    config: dict[str, Any]
-    run: str = ""
-    written_by: dict[str, str] = {}
-    files: dict[str, FileNote] = {}
-
-    def latest(self, folder: Path) -> Latest:
-        """Return the record for `latest.json` that names this checkpoint."""
-        return Latest(
-            self.identity, self.step, self.version, self.position, self.complete, folder.name, self.run,
-            self.fingerprint,
-        )  # fmt: skip
 
 
 def save_checkpoint(
@@ -98,7 +59,7 @@ def save_checkpoint(
     state: Mapping[str, torch.Tensor] | Callable[[Path], None],
     critic: Any = None,
     keep: int = 0,
-    on_progress: Callable[[], None] = lambda: None,
+    telemetry: Telemetry = Telemetry.none(),
 ) -> Path:
     """Write the checkpoint of one step, record it as the latest, and remove the run's oldest checkpoints.
 
@@ -110,8 +71,7 @@ def save_checkpoint(
         state: The training state beside the weights, or a function that writes it into a safetensors file.
         critic: With PPO, saved in ``critic/`` inside.
         keep: Number of checkpoints of a run to keep, this one included; 0 for all. The best one is kept beside them.
-        on_progress: Called repeatedly while bytes are written, read or flushed, from a thread too; not called while
-            no byte moves.
+        telemetry: Told of progress while bytes are written, read or flushed, from a thread too.
 
     Returns:
         ``root/step-000150``. An existing folder of that name is replaced once the new one is whole.
@@ -126,7 +86,7 @@ def save_checkpoint(
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(root)
         run = _run_of(root) or secrets.token_hex(4)
-        with _reporting_growth(temporary, on_progress):
+        with _reporting_growth(temporary, telemetry):
             actor.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             if critic is not None:
@@ -135,9 +95,9 @@ def save_checkpoint(
                 state(temporary / STATE_FILE)
             else:
                 save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / STATE_FILE)
-        note = msgspec.structs.replace(note, run=run, written_by=libraries(), files=_files(temporary, on_progress))
-        (temporary / _NOTE).write_bytes(msgspec.json.format(msgspec.json.encode(note)) + b"\n")
-        _flush(temporary, on_progress)
+        note = msgspec.structs.replace(note, run=run, written_by=libraries(), files=_files(temporary, telemetry))
+        (temporary / NOTE).write_bytes(sealed_json.encode(note))
+        _flush(temporary, telemetry)
         _put_in_place(temporary, target)
         write_latest(root, note.latest(target))
     except (OSError, SafetensorError) as error:
@@ -152,36 +112,6 @@ def save_checkpoint(
 def libraries() -> dict[str, str]:
     """Return the versions of the libraries whose functions a step calls."""
     return {"torch": str(torch.__version__), "transformers": transformers.__version__}
-
-
-def read_note(folder: Path) -> CheckpointNote:
-    """Return the description of a checkpoint.
-
-    Raises:
-        CheckpointError: If the description is missing or does not decode.
-    """
-    try:
-        return msgspec.json.decode((folder / _NOTE).read_bytes(), type=CheckpointNote)
-    except (OSError, *UNREADABLE) as error:
-        raise CheckpointError(f"{folder / _NOTE}: {error}") from error
-
-
-def verify(folder: Path, note: CheckpointNote) -> None:
-    """Read every file of a checkpoint and compare its size and checksum.
-
-    Raises:
-        CheckpointError: If a file is missing, has another size, or another checksum.
-    """
-    for name, written in note.files.items():
-        path = folder / name
-        try:
-            found = path.stat().st_size
-            if found != written.nbytes:
-                raise CheckpointError(f"{path} has {found:,} B, {written.nbytes:,} B were written")
-            if _checksum(path) != written.xxh3:
-                raise CheckpointError(f"{path} is damaged: its checksum is not the one that was written")
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
 def load_state(folder: Path, into: Mapping[str, torch.Tensor], optional: frozenset[str] = OPTIONAL) -> None:
@@ -216,12 +146,6 @@ def copy_tensors(saved: Mapping[str, torch.Tensor], into: Mapping[str, torch.Ten
             tensor.copy_(saved[name])
 
 
-def earlier_of_run(root: Path, latest: Latest) -> Iterator[Path]:
-    """Yield the latest checkpoint's folder, then the earlier ones of its run, the newest first."""
-    yield root / latest.path
-    yield from reversed([folder for step, folder in _of_run(root, latest.run) if step < latest.step])
-
-
 def _run_of(root: Path) -> str:
     """Return the id of the latest checkpoint's run, "" if it is not recorded."""
     try:
@@ -233,25 +157,14 @@ def _run_of(root: Path) -> str:
     return "" if latest is None else latest.run
 
 
-def _files(folder: Path, on_progress: Callable[[], None]) -> dict[str, FileNote]:
+def _files(folder: Path, telemetry: Telemetry) -> dict[str, FileNote]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(folder)): FileNote(path.stat().st_size, _checksum(path, on_progress)) for path in paths
-    }
-
-
-def _checksum(path: Path, on_progress: Callable[[], None] = lambda: None) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-            on_progress()
-    return digest.hexdigest()
+    return {str(path.relative_to(folder)): FileNote(path.stat().st_size, checksum(path, telemetry)) for path in paths}
 
 
 @contextlib.contextmanager
-def _reporting_growth(folder: Path, on_progress: Callable[[], None]) -> Iterator[None]:
-    """Call `on_progress` whenever the files in a folder have grown: one file may take minutes in a single call."""
+def _reporting_growth(folder: Path, telemetry: Telemetry) -> Iterator[None]:
+    """Tell of progress whenever the files in a folder have grown: one file may take minutes in a single call."""
     done = threading.Event()
 
     def watch() -> None:
@@ -259,7 +172,7 @@ def _reporting_growth(folder: Path, on_progress: Callable[[], None]) -> Iterator
         while not done.wait(_LOOK_S):
             before, written = written, _written_bytes(folder)
             if written > before:
-                on_progress()
+                telemetry.progress()
 
     watcher = threading.Thread(target=watch, name="checkpoint", daemon=True)
     watcher.start()
@@ -280,16 +193,16 @@ def _written_bytes(folder: Path) -> int:
     return 512 * blocks
 
 
-def _flush(folder: Path, on_progress: Callable[[], None]) -> None:
+def _flush(folder: Path, telemetry: Telemetry) -> None:
     for path in [*folder.rglob("*"), folder]:
         if path.is_file():
-            _flush_pieces(path, on_progress)
+            _flush_pieces(path, telemetry)
         # A folder is opened and flushed like a file.
         flush_folder(path)
-        on_progress()
+        telemetry.progress()
 
 
-def _flush_pieces(path: Path, on_progress: Callable[[], None]) -> None:
+def _flush_pieces(path: Path, telemetry: Telemetry) -> None:
     """Write a large file's pages to disk in pieces: a single call may take minutes without reporting progress.
 
     By sync_file_range, since `mmap.flush` holds the interpreter's lock and would stop training. A file system without
@@ -301,7 +214,7 @@ def _flush_pieces(path: Path, on_progress: Callable[[], None]) -> None:
     with path.open("rb") as file:
         for start in range(0, nbytes, _FLUSH_BYTES):
             _sync_file_range(file.fileno(), start, min(_FLUSH_BYTES, nbytes - start), _WRITE_AND_WAIT)
-            on_progress()
+            telemetry.progress()
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
@@ -328,29 +241,17 @@ def _remove_unfinished(root: Path) -> None:
 
 def _remove_old(root: Path, note: CheckpointNote, keep: int) -> None:
     best = best_checkpoint(root)
-    for _, folder in [found for found in _of_run(root, note.run) if found[0] <= note.step][:-keep]:
+    for _, folder in [found for found in of_run(root, note.run) if found[0] <= note.step][:-keep]:
         if folder == best:
             continue
         log.info("old checkpoint removed: path=%s", folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _of_run(root: Path, run: str) -> list[tuple[int, Path]]:
-    """Return step and folder of each checkpoint of a run, the oldest first."""
-    found = []
-    for folder in root.glob("step-*"):
-        # A checkpoint without a readable description belongs to no run: it is neither used nor removed.
-        with contextlib.suppress(CheckpointError):
-            note = read_note(folder)
-            if note.run == run:
-                found.append((note.step, folder))
-    return sorted(found)
-
-
 def _write_failure(target: Path, temporary: Path, error: Exception) -> str:
     written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
-    place = next((folder for folder in target.parents if folder.is_dir()), Path("/"))
+    existing = next((folder for folder in target.parents if folder.is_dir()), Path("/"))
     return (
         f"checkpoint {target} could not be written: {error}; "
-        f"{written:,} B were written, {shutil.disk_usage(place).free:,} B are free"
+        f"{written:,} B were written, {shutil.disk_usage(existing).free:,} B are free"
     )

@@ -240,13 +240,15 @@ class Connection:
         """Leave the batches in hand to the version that rank 0 publishes next; that version counts them as trained."""
         self._session.settle()
 
-    def hand_back(self, batches: int) -> None:
+    def hand_back(self, batches: int, *, is_last: bool = False) -> None:
         """Hand back the last batches taken, which no step has used; their rows are ready again.
 
         Args:
             batches: Number of batches.
+            is_last: Whether no batch is polled for any more.
         """
-        self._session.hand_back(batches)
+        self._prefetcher.discard()
+        self._session.hand_back(batches, is_last=is_last)
         if self._metrics is not None:
             self._metrics.handed_back(batches)
 
@@ -315,7 +317,7 @@ class Connection:
         training: Mapping[str, torch.Tensor] | None = None,
         version: int | None = None,
         rollback: bool = False,
-        position: int = -1,
+        position: int | None = None,
         probe: Probe | None = None,
     ) -> WeightsVersion:
         """Publish weights as the next policy version; it includes the batches in hand and counts them as trained.
@@ -330,7 +332,7 @@ class Connection:
             rollback: Whether these weights are older than the newest. All earlier leases are then void; on several
                 ranks each other rank calls `start_over` next.
             position: With `rollback`, the first prompt that may be missing from these weights: prompts from there on
-                are issued again, unless their experience is still held. With -1 only prompts whose experience is
+                are issued again, unless their experience is still held. With None only prompts whose experience is
                 dropped are issued again.
             probe: The answer of a model with these weights to the probe (`pipeline.models.weights.probe`).
 

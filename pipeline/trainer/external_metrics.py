@@ -44,7 +44,7 @@ class ExternalMetrics:
         """Count a batch in hand; the time from here on is spent on training.
 
         Args:
-            batch: Its rows.
+            batch: The batch in hand.
             lease: Number of its lease.
             for_version: Version that is trained on it.
         """

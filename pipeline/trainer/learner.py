@@ -15,11 +15,10 @@ means weigh actions equally (DAPO, arXiv:2503.14476 eq. 8), not responses (GRPO'
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from pipeline.models.packing import prepare_packing
 from pipeline.models.pass_size import training_size, width_multiple
 from pipeline.models.recomputation import checkpoint_activations
 from pipeline.models.shared_prefix import prepare_shared_prefix
+from pipeline.progress import Telemetry
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.loss.aggregation import StepTotals
 from pipeline.trainer.loss.kl_control import KlControl
@@ -63,7 +63,7 @@ class TrainerSettings(LossSettings, Protocol):
     micro_batch_tokens: int | None
     width_multiple: int | None
     activation_checkpointing: bool | None
-    packing: bool
+    packing: bool | None
     shared_prefix: bool | None
 
 
@@ -74,7 +74,6 @@ class Learner:
 
     Attributes:
         step: Steps so far; set by a resume.
-        before_change: Called before weights or optimizer state change.
     """
 
     def __init__(
@@ -90,8 +89,7 @@ class Learner:
         objective: Objective | None = None,
         computes_log_probs: bool = False,
         reference: nn.Module | None = None,
-        on_phase: Callable[[str], None] = lambda phase: None,
-        on_out_of_memory: Callable[[], None] = lambda: None,
+        telemetry: Telemetry = Telemetry.none(),
     ) -> None:
         """Take over the models; on several ranks, copy the weights from the group's first rank.
 
@@ -108,8 +106,8 @@ class Learner:
                 step, computed here; else those of the rows.
             reference: The reference, whose log-probs are computed here before each step: the actor for itself without
                 its adapters; None for the log-probs of the rows.
-            on_phase: Called at the start of each "forward", "backward", "reduce" and "optimizer" phase.
-            on_out_of_memory: Called when a micro-batch does not fit; the update begins anew with half the tokens.
+            telemetry: Told of each phase, and of each micro-batch that does not fit; the update begins anew with half
+                the tokens.
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
@@ -119,7 +117,6 @@ class Learner:
         if (critic is None) == (algorithm == "ppo"):
             raise ValueError(f"{algorithm} {'without' if critic is None else 'with'} a critic: PPO has one, GRPO none")
         self.step = 0
-        self.before_change: Callable[[], None] = lambda: None
         self._trainer = trainer
         self._algorithm = algorithm
         self._actor = actor
@@ -131,24 +128,23 @@ class Learner:
         self._reference = None if reference is None else reference.eval()
         self._group = process_group
         self._mini_batches = MiniBatches(trainer.epochs, trainer.mini_batches, process_group, self._sum_over_ranks)
-        self._on_phase = on_phase
+        self._telemetry = telemetry
         self._device = next(actor.parameters()).device
         self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
         checkpointed = checkpoint_activations(self._models, self._device, trainer.activation_checkpointing)
-        if trainer.packing:
-            for model in dict.fromkeys(model for model in (*self._models, reference) if model is not None):
-                call_inside(model, functools.partial(prepare_packing, [model], self._device))
+        packed = dict.fromkeys(model for model in (*self._models, reference) if model is not None)
+        self._packing = prepare_packing([*packed], self._device, trainer.packing, inside=call_inside)
         for models in (self._models, [] if reference in (None, actor) else [reference]):
             wanted, key = trainer.shared_prefix, "trainer.shared_prefix"
             prepare_shared_prefix(models, self._device, wanted, key=key, inside=call_inside)
         self._micro_batch = training_size(
             actor,
             self._device,
-            packed=trainer.packing,
+            packed=self._packing,
             checkpointed=checkpointed,
             rows=trainer.micro_batch_size,
             tokens=trainer.micro_batch_tokens,
-            on_out_of_memory=on_out_of_memory,
+            telemetry=telemetry,
         )
         self._width_multiple = width_multiple(self._device, trainer.width_multiple)
         self._part_shape = torch.Size((0, 0))
@@ -165,13 +161,16 @@ class Learner:
             for model, rate in zip(self._models, rates, strict=False)
         ]
 
-    def update(self, experiences: Sequence[Experience]) -> StepStats:
+    def update(
+        self, experiences: Sequence[Experience], *, before_change: Callable[[], None] = lambda: None
+    ) -> StepStats:
         """Take one step over all rows of all batches; an update with NaN or infinity changes no weight and is the last.
 
         `step` advances in any case, so that the next version is published and nothing waits for it without end.
 
         Args:
             experiences: Batches, padded on either side, written by the maker of the same algorithm.
+            before_change: Called before weights or optimizer state change.
 
         Returns:
             The statistics of the step.
@@ -181,7 +180,7 @@ class Learner:
             ShapeError: If fields disagree in shape.
             DeviceMemoryError: If a micro-batch of one row does not fit into the device's memory.
         """
-        watch = Stopwatch(self._on_phase, self._synchronize)
+        watch = Stopwatch(self._telemetry, self._synchronize)
         experiences = [self._scored(experience, watch) for experience in experiences]
         corrected = [
             self._objective.correct(
@@ -191,6 +190,7 @@ class Learner:
                     self._device,
                     needs_reference=self._kl_coef > 0,
                     skip_cut=self._objective.skip_cut,
+                    equal_groups=self._objective.equal_groups,
                 )
             )
             for experience in experiences
@@ -200,9 +200,9 @@ class Learner:
         with watch.during("reduce"):
             counts = Counts(*self._sum_over_ranks(count(batches, observed, corrected)))
             least, largest = self._extremes_over_ranks(corrected) if counts.corrected else (None, None)
-        updates = self._take_updates(self._whitened(batches, counts), counts, watch)
+        updates = self._take_updates(self._whitened(batches, counts), counts, watch, before_change)
         ratios, kl_coef = self._learning_rate_ratios(), self._kl_coef
-        self.before_change()
+        before_change()
         self._kl_control.observe(counts.kls / max(counts.actions, 1), counts.rows)
         self.step += 1
         policy, kl, value, entropy = (updates.mean(name) for name in ("policy", "kl", "value", "entropy"))
@@ -292,7 +292,9 @@ class Learner:
         )
         return [replace(batch, advantages=whiten(batch.advantages, batch.action_mask, moments)) for batch in batches]
 
-    def _take_updates(self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch) -> Updates:
+    def _take_updates(
+        self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch, before_change: Callable[[], None]
+    ) -> Updates:
         """Take the updates of a step until one has NaN or infinity, or moves the policy beyond `trainer.target_kl`."""
         updates, learning_rates = Updates(), self._learning_rate_ratios()
         tokens = self._objective.constant_tokens
@@ -312,7 +314,7 @@ class Learner:
                 self._clear()
                 break
             changes_weights = updates.add(sums, norms, totals.actions, row_ratios)
-            self.before_change()
+            before_change()
             with watch.during("optimizer"):
                 for optimizer, ratio in zip(self._optimizers, learning_rates, strict=True):
                     if changes_weights and ratio:
@@ -384,15 +386,15 @@ class Learner:
         tokens, passed = part.attention_mask.sum(), torch.tensor(part.sequences.numel())
         if part.tokens_once is not None:
             tokens = passed = torch.tensor(part.tokens_once)
-        elif self._trainer.packing:
+        elif self._packing:
             passed = tokens
         self._part_shape = torch.Size((len(part.sequences), -(-int(passed) // len(part.sequences))))
         return tokens, passed
 
     def _log_probs(self, model: nn.Module, part: TrainingBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(B, A)``."""
-        packing, temperature = self._trainer.packing, self._temperature
-        return policy_log_probs(model, part, packing=packing, temperature=temperature, with_entropy=with_entropy)
+        settings: Any = {"packing": self._packing, "temperature": self._temperature, "with_entropy": with_entropy}
+        return policy_log_probs(model, part, **settings)
 
     def _actor_pass(
         self, part: TrainingBatch, totals: StepTotals, row_ratios: list[Tensor], watch: Stopwatch
@@ -427,7 +429,7 @@ class Learner:
         assert self._critic is not None and part.values is not None and part.returns is not None
         mask = part.action_mask
         with watch.during("forward"), torch.enable_grad():
-            values = critic_values(self._critic, part, packing=self._trainer.packing)
+            values = critic_values(self._critic, part, packing=self._packing)
             clip = self._trainer.value_clip_range
             loss = value_loss(values, part.values, part.returns, mask, clip, denominator=actions)
         with watch.during("backward"):

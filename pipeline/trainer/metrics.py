@@ -10,6 +10,7 @@ from typing import get_args
 
 from pipeline.experience.types import Experience
 from pipeline.models.device import allocator_bytes
+from pipeline.progress import Telemetry
 from pipeline.storage.recording import Recorded
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.slab import SlotWriter
@@ -20,10 +21,11 @@ _LOSSES = ("policy", "value", "kl", "entropy", "total")
 _BEHAVIOUR = ("mean", "min", "max")
 
 
-class TrainerMetrics:
+class TrainerMetrics(Telemetry):
     """Writes a rank's slot."""
 
     def __init__(self, writer: SlotWriter, *, rank: int, reward_source: str) -> None:
+        super().__init__()
         self._writer = writer
         self._leads = rank == 0
         self.clock = ActivityClock(writer, ["train", "publish", "wait_data", "wait_card", "fetch_weights"])
@@ -100,7 +102,7 @@ class TrainerMetrics:
         with self.clock.during("wait_card"):
             yield
 
-    def beat(self) -> None:
+    def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
         """Set the rank's heartbeat."""
         self._writer.beat()
 
@@ -112,7 +114,7 @@ class TrainerMetrics:
         """Set the heartbeat of a step in progress; in "reduce" the rank waits in a collective."""
         self._writer.set_in_collective(name == "reduce")
 
-    def out_of_memory(self) -> None:
+    def out_of_memory(self, during: str) -> None:
         """Count a micro-batch that ran out of the device's memory."""
         self._out_of_memory.inc()
 
@@ -138,11 +140,12 @@ class TrainerMetrics:
         with self.clock.during("publish"):
             yield
 
-    def began(self, version: int, *, steps_before: int = 0) -> None:
+    def began(self, version: int, *, step: int = 0, steps_before: int = 0) -> None:
         """Set the point from which training starts.
 
         Args:
             version: The policy version.
+            step: Optimizer steps behind its weights.
             steps_before: Steps of earlier instances of the run, whose counters are gone.
         """
         self._version.set(version)
@@ -150,9 +153,15 @@ class TrainerMetrics:
             # Absent until now: a reader that saw 0 first would take the steps before for a rate.
             self._steps = self._writer.counter("rlhfd_train_steps_total")
             self._steps.inc(steps_before)
+            self._idle_steps = self._writer.counter("rlhfd_train_idle_steps_total")
+            self._since_signal = self._writer.gauge("rlhfd_train_steps_since_signal")
+            self._idle_in_a_row = 0
+            self._since_signal.set(0)
+            self._step = self._writer.gauge("rlhfd_train_step")
+            self._step.set(step)
 
-    def stepped(self, stats: StepStats, batches: list[Experience], for_version: int) -> None:
-        """Count a step and export its statistics."""
+    def stepped(self, step: int, stats: StepStats, batches: list[Experience], for_version: int) -> None:
+        """Count the step of this number and export its statistics."""
         for batch in batches:
             assert batch.info is not None
             self._experiences.inc(len(batch.sequences))
@@ -168,10 +177,9 @@ class TrainerMetrics:
         for state, nbytes in allocator_bytes().items():
             self._writer.gauge("rlhfd_torch_memory_bytes", state=state).set(nbytes)
         if self._leads:
-            self._lead(stats)
+            self._lead(step, stats)
 
-    def _lead(self, stats: StepStats) -> None:
-        self._steps.inc()
+    def _lead(self, step: int, stats: StepStats) -> None:
         self._reward_mean.set(stats.reward_mean)
         self._reward_stddev.set(stats.reward_stddev)
         self._entropy.set(stats.entropy_nats)
@@ -201,6 +209,13 @@ class TrainerMetrics:
             self._policy_kl.set(stats.policy_kl_nats)
         self._kl_coef.set(stats.kl_coef)
         self._padding.set(stats.padding_ratio)
+        self._idle_in_a_row = 0 if stats.tokens_trained else self._idle_in_a_row + 1
+        self._since_signal.set(self._idle_in_a_row)
+        if self._idle_in_a_row:
+            self._idle_steps.inc()
+        # Last: a reader that sees the step finds its values.
+        self._step.set(step)
+        self._steps.inc()
 
     def dealt(self, dealt: Dealt) -> None:
         """Export how unequal the work of the ranks is, of the rows leased to each and of those dealt to it."""

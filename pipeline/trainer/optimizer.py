@@ -57,7 +57,7 @@ class ModelOptimizer:
         """Take over the model's parameters; on several ranks, copy their values from the group's first rank.
 
         Args:
-            model: Its parameters that require a gradient are trained, in place.
+            model: The model whose parameters that require a gradient are trained, in place.
             learning_rate: The largest learning rate.
             betas: AdamW's decay of both moments.
             weight_decay: AdamW's weight decay.

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import FieldError
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.packing import log_probs_by_packing, values_by_packing
@@ -24,14 +23,9 @@ def policy_log_probs(
     """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(B, A)``.
 
     Values outside the mask are undefined. The call must be inside the model (`inside`).
-
-    Raises:
-        FieldError: If rows with images are to be packed.
     """
     entropy: Any = with_entropy
     if _packs(part, packing=packing):
-        if part.vision is not None and part.vision.tensors_exist:
-            raise FieldError("rows with images cannot be packed: set trainer.packing to false")
         rows = part.sequences, part.attention_mask, part.action_mask
         settings: Any = {"with_entropy": entropy, "shared": part.tokens_once is not None}
         return log_probs_by_packing(actor, *rows, temperature=temperature, **settings)
@@ -58,7 +52,7 @@ def log_probs_of_batch(
     Args:
         model: The model.
         batch: Result of `TrainingBatch.to_score`.
-        parts: Its micro-batches.
+        parts: Micro-batches of the batch.
         log_probs_of: Returns the model's log-probs of a micro-batch.
 
     Returns:
@@ -87,5 +81,10 @@ def critic_values(critic: nn.Module, part: TrainingBatch, *, packing: bool) -> T
 
 
 def _packs(part: TrainingBatch, *, packing: bool) -> bool:
-    """Return whether a micro-batch is packed; one without an action, which keeps ranks in step, is padded."""
+    """Return whether a micro-batch is packed; one without an action, which keeps ranks in step, is padded.
+
+    So is one with images, which no model that packs takes: the padded pass says so.
+    """
+    if part.vision is not None and part.vision.tensors_exist:
+        return False
     return (packing or part.tokens_once is not None) and bool(part.action_mask.any())

@@ -18,10 +18,13 @@ from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
-from pipeline.models.loading import Preprocessing, load_actor, load_critic, load_tokenizer
+from pipeline.models.loading import load_actor, load_critic, load_tokenizer
 from pipeline.models.lora import Saved, adapt, published
+from pipeline.models.tokenizer_file import TokenizerFiles
 from pipeline.models.weights.held import HeldVersion, state_dicts
+from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import first_tokens
+from pipeline.runtime.checkpoint_note import CheckpointNote
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
 from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
@@ -30,10 +33,11 @@ from pipeline.storage.recording import FOLDER as RECORDING
 from pipeline.storage.recording import TrainerStart
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
-from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.dealing.ranks import RankBalance, Ranks, exchange_over
+from pipeline.trainer.hooks import TrainerHook
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
 from pipeline.trainer.metrics import TrainerMetrics
@@ -45,6 +49,7 @@ from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.sharding.models import inside, whole_answer
 from pipeline.trainer.sharding.ranks import TIMEOUT
 from pipeline.trainer.sharding.sharding import Sharding, sharded_models, sharded_reference
+from pipeline.trainer.sleep import CardTurns
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
 from pipeline.trainer.trainer import Trainer
@@ -171,9 +176,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         with metrics.in_collective():
             return progress_of_all_ranks(own)
 
-    learner = new_learner(
-        config, models, tokens, device, on_phase=metrics.phase, on_out_of_memory=metrics.out_of_memory
-    )
+    learner = new_learner(config, models, tokens, device, metrics)
     sharding = None
     if config.shards_trainer:
         sharding = Sharding(config, models, connection, device, metrics.in_collective)
@@ -199,18 +202,11 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         else None,
         start=start,
         probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
-        step_log=open_step_log(config, start) if context.index == 0 else None,
+        hooks=new_hooks(config, context, start, metrics, agree if sharding is not None else None),
         sharding=sharding,
     )
-    if context.index == 0:
-        forget_undone_steps(config, start)
-    if recorder := open_recorder(config, start, device, metrics):
-        trainer.record_to(recorder)
-    if context.index == 0 or sharding is not None:
-        trainer.evaluations = evaluation_follower(config, agree if sharding is not None else lambda ready: ready)
     if config.rollout.sleep:
-        trainer.turn = RankTurn(context.folder, context.index, free_cached)
-        # Of the start.
+        # The memory of the start.
         free_cached()
     if start.rollback:
         agree(True)
@@ -220,14 +216,53 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     return trainer
 
 
+class _Recording(TrainerHook):
+    """Removes the recorded steps that are taken again, and opens the recorder, once the first weights are published."""
+
+    def __init__(self, config: Config, start: Start, metrics: TrainerMetrics, *, leads: bool) -> None:
+        self._config, self._start, self._metrics, self._leads = config, start, metrics, leads
+
+    def began(self, trainer: Trainer) -> TrainerHook:
+        if self._leads:
+            forget_undone_steps(self._config, self._start)
+        recorder = open_recorder(self._config, self._start, process_device(), self._metrics)
+        return self if recorder is None else recorder.began(trainer)
+
+
+def new_hooks(
+    config: Config,
+    context: RoleContext,
+    start: Start,
+    metrics: TrainerMetrics,
+    agree: Callable[[bool], bool] | None,
+) -> list[TrainerHook]:
+    """Return the optional behaviour of a rank, in the order of its stores.
+
+    Args:
+        config: The run's configuration.
+        context: This rank's process.
+        start: The point from which training starts.
+        metrics: The rank's metrics.
+        agree: The collective of all ranks, if they are sharded: then they write checkpoints together.
+    """
+    leads = context.index == 0
+
+    hooks: list[TrainerHook] = [_Recording(config, start, metrics, leads=leads)]
+    if leads and (step_log := open_step_log(config, start)) is not None:
+        hooks.append(step_log)
+    if config.evaluation.files and (leads or agree is not None):
+        hooks.append(evaluation_follower(config, agree, leads=leads))
+    if config.rollout.sleep:
+        hooks.append(CardTurns(RankTurn(context.folder, context.index, free_cached)))
+    return hooks
+
+
 def new_learner(
     config: Config,
     models: Mapping[str, torch.nn.Module],
     tokens: Sequence[int],
     device: torch.device,
-    *,
-    on_phase: Callable[[str], None] = lambda phase: None,
-    on_out_of_memory: Callable[[], None] = lambda: None,
+    telemetry: Telemetry = Telemetry.none(),
 ) -> Learner:
     """Return the learner of these models as they start, ``actor`` and with PPO ``critic``; with shards a collective.
 
@@ -239,8 +274,7 @@ def new_learner(
         models: The models, whole or sharded; with `trainer.world_size` above 1 the process group has been joined.
         tokens: Tokens of the run's first prompt.
         device: Device of the models.
-        on_phase: See `Learner`.
-        on_out_of_memory: See `Learner`.
+        telemetry: See `Learner`.
     """
     actor = models["actor"]
     reference = load_reference(config, actor, device)
@@ -267,8 +301,7 @@ def new_learner(
         computes_log_probs=log_probs_by(config) == "trainer",
         reference=reference,
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
-        on_phase=on_phase,
-        on_out_of_memory=on_out_of_memory,
+        telemetry=telemetry,
     )
 
 
@@ -358,17 +391,16 @@ def forget_undone_steps(config: Config, start: Start) -> None:
         log.error("recorded steps that are taken again are not removed: path=%s error=%s", folder, error.strerror)
 
 
-def evaluation_follower(config: Config, agree: Callable[[bool], bool]) -> EvaluationFollower | None:
-    """Return the follower of a configuration's evaluations; None without held-out prompts."""
+def evaluation_follower(config: Config, agree: Callable[[bool], bool] | None, *, leads: bool) -> EvaluationFollower:
+    """Return the follower of a configuration's evaluations."""
     evaluation = config.evaluation
-    if not evaluation.files:
-        return None
     return EvaluationFollower(
         run_dir(config) / EVALUATIONS,
         checkpoints_dir(config),
         every=evaluation.every,
         keep_best=evaluation.keep_best,
-        agree=agree,
+        agree=agree or bool,
+        leads=leads,
     )
 
 
@@ -391,7 +423,7 @@ def checkpoint_writer(
     sharding: Sharding | None = None,
 ) -> CheckpointWriter:
     """Return the writer of this run's checkpoints."""
-    preprocessing = Preprocessing(config.model.actor, load_tokenizer(config.model.actor))
+    files = TokenizerFiles(config.model.actor)
     described, identity = config.model_dump(mode="json"), identity_of(config)
 
     def save(
@@ -400,7 +432,7 @@ def checkpoint_writer(
         *,
         complete: bool,
         held: HeldVersion | None,
-        on_progress: Callable[[], None],
+        telemetry: Telemetry,
     ) -> Path | None:
         note = CheckpointNote(
             identity,
@@ -416,9 +448,9 @@ def checkpoint_writer(
             save_checkpoint,
             checkpoints_dir(config),
             note,
-            tokenizer=preprocessing,
+            tokenizer=files,
             keep=config.trainer.keep_checkpoints,
-            on_progress=on_progress,
+            telemetry=telemetry,
         )
         if sharding is not None:
             if held is not None:

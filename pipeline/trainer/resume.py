@@ -24,6 +24,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
 from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.lora import adapter_of, load_adapter, published
+from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, read_note, verify
 from pipeline.runtime.latest_checkpoint import (
     Latest,
     checkpoints_dir,
@@ -33,15 +34,7 @@ from pipeline.runtime.latest_checkpoint import (
     write_latest,
 )
 from pipeline.storage.weights_header import WeightsVersion
-from pipeline.trainer.checkpoints import (
-    STATE_FILE,
-    CheckpointNote,
-    copy_tensors,
-    earlier_of_run,
-    load_state,
-    read_note,
-    verify,
-)
+from pipeline.trainer.checkpoints import STATE_FILE, copy_tensors, load_state
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.sharding.sharding import Sharding
 from pipeline.trainer.state import OPTIONAL, LearnerProtocol, Progress, restore_random_state, tensors_of
@@ -298,6 +291,11 @@ def load_whole(
 
 
 def _changes(before: Mapping[str, Any], config: Config) -> list[str]:
-    """Return the training settings that differ from the checkpoint's, as ``trainer.learning_rate=0.0004->0.0001``."""
-    was, now = before.get("trainer", {}), config.model_dump(mode="json")["trainer"]
-    return [f"trainer.{key}={was[key]}->{now[key]}" for key in now if key in was and was[key] != now[key]]
+    """Return the keys whose values differ from the checkpoint's, as ``trainer.learning_rate=0.0004->0.0001``."""
+    return [
+        f"{section}.{key}={was[key]}->{value}"
+        for section, now in config.model_dump(mode="json").items()
+        if isinstance(was := before.get(section), dict)
+        for key, value in now.items()
+        if key in was and was[key] != value
+    ]

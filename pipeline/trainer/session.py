@@ -179,10 +179,21 @@ class BufferSession:
         if reports:
             self.announce(published)
 
-    def hand_back(self, batches: int) -> None:
-        """Hand back the last batches taken in hand; their rows are ready again."""
+    def hand_back(self, batches: int, *, is_last: bool = False) -> None:
+        """Hand back the last batches taken in hand, and unless the rank ends, the leases that are not taken yet.
+
+        The buffer leases their numbers again, with any rows, before later ones: leases on their way to the incarnation
+        so far are void, and numbers are accepted from the lowest one on.
+        """
         for _ in range(batches):
-            self._send(Release(self._name, self._in_hand.pop(), self._incarnation))
+            lowest = self._in_hand.pop()
+            self._send(Release(self._name, lowest, self._incarnation))
+        if batches and not is_last:
+            self._leases.clear()
+            self._incarnation = random.getrandbits(62)
+            self._newest_lease = lowest - 1
+            self._send(self._hello())
+            self._send(Credit(self._name, self._incarnation, self._prefetch))
 
     def refuse(self, lease: Lease, damaged: dict[int, str]) -> None:
         """Report the damaged tickets of a lease, each with its reason, and give up all later leases."""

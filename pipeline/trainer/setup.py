@@ -154,6 +154,8 @@ def _warm_up(
 ) -> None:
     import torch
 
+    from pipeline.models.attention_kernels import without_cudnn_attention
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=_WARMUP_LEARNING_RATE, betas=_WARMUP_BETAS)
     # Without the decay at the end, rounding alone (another CPU, other threads) moves the share of solved prompts
     # between 0.22 and 0.45.
@@ -161,7 +163,7 @@ def _warm_up(
         optimizer, lambda step: min(1.0, (step + 1) / _RISE_STEPS, 2 * (1 - step / max(warmup_steps, 1)))
     )
     model.train()
-    with torch.enable_grad():
+    with torch.enable_grad(), without_cudnn_attention():
         for step in range(warmup_steps):
             input_ids, labels = _supervised_rows(rng)
             loss = model(input_ids=input_ids, attention_mask=input_ids != _PAD, labels=labels).loss

@@ -29,15 +29,16 @@ class LearnerProtocol(Protocol):
 
     Attributes:
         step: Optimizer steps taken.
-        before_change: Called in `update` before a weight, or a tensor of `tensors`, is changed: they may be copied by
-            another thread until it returns.
     """
 
     step: int
-    before_change: Callable[[], None]
 
-    def update(self, experiences: list[Experience]) -> StepStats:
-        """Take one optimizer step."""
+    def update(self, experiences: list[Experience], *, before_change: Callable[[], None]) -> StepStats:
+        """Take one optimizer step.
+
+        Before a weight, or a tensor of `tensors`, is changed `before_change` is called: they may be copied by another
+        thread until it returns.
+        """
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a step changes beside the weights, live."""

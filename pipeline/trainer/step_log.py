@@ -26,6 +26,7 @@ import msgspec
 
 from pipeline.storage.step_lines import StepLines
 from pipeline.telemetry.evaluations import Evaluation
+from pipeline.trainer.hooks import TakenStep, TrainerHook
 from pipeline.trainer.step_stats import StepStats
 
 FILE_NAME: Final = "metrics.jsonl"
@@ -40,7 +41,7 @@ class _Line(msgspec.Struct):
     evaluation: msgspec.Raw = msgspec.Raw()
 
 
-class StepLog(StepLines):
+class StepLog(StepLines, TrainerHook):
     """The lines of one run (`pipeline.storage.step_lines`)."""
 
     def __init__(
@@ -62,17 +63,17 @@ class StepLog(StepLines):
         super().__init__(path, after_step=after_step, is_new_run=is_new_run)
         self._clock_s = clock_s
         last = msgspec.json.decode(self.last, type=_Line) if self.last else None
-        self._evaluated_step = last.step if last is not None and bytes(last.evaluation) else -1
+        self._evaluated_step = last.step if last is not None and bytes(last.evaluation) else None
         last_step = 0 if last is None else last.step
         if last_step < after_step:
             log.warning("lines of steps are missing: path=%s last_step=%d continues_after_step=%d size_bytes=%d",
                         path, last_step, after_step, self.found_bytes)  # fmt: skip
 
-    def append(self, step: int, stats: StepStats) -> None:
+    def taken(self, taken: TakenStep) -> None:
         """Add the line of a step."""
-        self.write(line_of(step, stats, self._clock_s()))
+        self.write(line_of(taken.step, taken.stats, self._clock_s()))
 
-    def append_evaluation(self, step: int, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Add the line of the evaluation of a step's weights, unless it is there."""
         if step != self._evaluated_step:
             self._evaluated_step = step

@@ -16,11 +16,12 @@ from torch import Tensor
 from pipeline.errors import FieldError
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.types import Experience
+from pipeline.progress import Telemetry
+from pipeline.telemetry.metrics import IDLE_STEPS
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.loss.losses import masked_moments
 from pipeline.trainer.loss.objective import Corrected
 
-_IDLE_STEPS = 20
 _ZERO_STEPS = 5
 
 log = logging.getLogger(__name__)
@@ -253,21 +254,21 @@ class Observed:
 
 
 class Stopwatch:
-    """Seconds by phase; calls `on_phase` at the start of each phase.
+    """Seconds by phase; telemetry is told of the start of each phase.
 
     A GPU computes a pass after the call that issues it. So each backward pass ends with `synchronize`: otherwise its
     seconds would count for the phase that next reads a value from the GPU.
     """
 
-    def __init__(self, on_phase: Callable[[str], None], synchronize: Callable[[], None] = lambda: None) -> None:
-        self._on_phase = on_phase
+    def __init__(self, telemetry: Telemetry, synchronize: Callable[[], None] = lambda: None) -> None:
+        self._telemetry = telemetry
         self._synchronize = synchronize
         self.seconds = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "optimizer": 0.0}
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Count the block's seconds for a phase."""
-        self._on_phase(phase)
+        self._telemetry.phase(phase)
         started_s = time.perf_counter()
         yield
         if phase == "backward":
@@ -314,5 +315,5 @@ class StepWarnings:
                         "prompts and answers of the types that it compares? `rlhfd samples` shows both: steps=%d",
                         _ZERO_STEPS)  # fmt: skip
         self._idle_steps = 0 if stats.tokens_trained else self._idle_steps + 1
-        if self._idle_steps == _IDLE_STEPS:
-            log.warning("nothing to learn from, in every group all rewards are equal: steps_in_a_row=%d", _IDLE_STEPS)
+        if self._idle_steps == IDLE_STEPS:
+            log.warning("nothing to learn from, in every group all rewards are equal: steps_in_a_row=%d", IDLE_STEPS)

@@ -6,27 +6,26 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
-from pipeline.storage.card_turns import TURN_S, RankTurn
+from pipeline.storage.card_turns import TURN_S
+from pipeline.storage.files import FULL_DISK
 from pipeline.storage.weights_header import Probe, WeightsVersion
+from pipeline.telemetry.evaluations import Evaluation
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.dealing.ranks import Ranks
+from pipeline.trainer.hooks import TakenStep, TrainerHook
 from pipeline.trainer.metrics import TrainerMetrics
-from pipeline.trainer.recording.recorder import FULL_DISK, StepRecorder
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.background import BackgroundCheckpoint, CheckpointWriter, Outcome
-from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.saving.publishing import Publishing
 from pipeline.trainer.sharding.sharding import Sharding
 from pipeline.trainer.state import LearnerProtocol, RankProgress, after_step, digest_after, tensors_of
-from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepWarnings
 
 _LONG_WAIT_S = 1.0
@@ -41,8 +40,8 @@ class Trainer:
     Attributes:
         progress: Steps taken, and the digest of every batch of all ranks in training order; the digest is equal only
             for runs whose ranks trained on the same experience.
-        evaluations: Finds the evaluations of published versions; None without any, and on ranks that save nothing.
-        turn: On a card that engines share, which sleep during each step; None if their memory is theirs for good.
+        saved_step: Step of the last checkpoint.
+        tried_step: Step of the last checkpoint that was begun.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Trainer:
         save: CheckpointWriter | None = None,
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
-        step_log: StepLog | None = None,
+        hooks: Sequence[TrainerHook] = (),
         sharding: Sharding | None = None,
     ) -> None:
         """Publish the first weights, unless they are published already.
@@ -74,7 +73,7 @@ class Trainer:
             save: Writes a checkpoint; None on every rank but the first, save with `sharding`.
             start: The point from which training starts.
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
-            step_log: Gets the statistics of each step; None on every rank but the first. Closed by `close`.
+            hooks: Optional behaviour, in the order of its stores.
             sharding: Publishes the models if they are sharded over the ranks; then `save` is a collective, too.
         """
         self.progress = start.progress
@@ -87,17 +86,13 @@ class Trainer:
         self._ranks = ranks
         self._agreed_to_stop = self._has_agreed = False
         self._checkpoints = None if save is None else BackgroundCheckpoint(save)
-        self._step_log = step_log
-        self._recorder: StepRecorder | None = None
-        # Whether recorded rows were removed for the last checkpoint, which failed on a full disk.
+        self._hooks = hooks
+        # Whether a hook removed files for the last checkpoint, which failed on a full disk.
         self._made_room = False
         self._sharding = sharding
-        self.evaluations: EvaluationFollower | None = None
-        self.turn: RankTurn | None = None
-        self._best_step = -1
         self._batches: list[Batch] = []
-        self._published_step, self._saved_step = start.progress.step, start.saved_step
-        self._tried_step = start.saved_step
+        self._published_step = start.progress.step
+        self.saved_step = self.tried_step = start.saved_step
         self._warnings = StepWarnings()
         self._publishing = Publishing(
             config, learner, connection, models, metrics, device=device, probe=probe, sharding=sharding
@@ -111,16 +106,19 @@ class Trainer:
             self._publishing.version = WeightsVersion(start.version, 0)
             self._publish(version=start.version, rollback=start.rollback, position=start.position)
         is_resumed = start.version is not None and not start.rollback
-        metrics.began(self._version.version, steps_before=self.step if is_resumed else 0)
+        metrics.began(self.version.version, step=self.step, steps_before=self.step if is_resumed else 0)
+        self._hooks = [hook.began(self) for hook in hooks]
+        self._gates = [hook for hook in self._hooks if hook.is_gate]
 
     @property
-    def _version(self) -> WeightsVersion:
+    def version(self) -> WeightsVersion:
+        """The newest version that is published."""
         return self._publishing.version
 
     @property
     def fingerprint(self) -> int:
         """Fingerprint of the newest published weights."""
-        return self._version.fingerprint
+        return self.version.fingerprint
 
     @property
     def step(self) -> int:
@@ -130,16 +128,14 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the last step was taken and its version evaluated if due, or the daemon or another rank drains."""
-        return self._connection.draining or self._agreed_to_stop or (self.complete and not self._awaits_evaluation)
+        if self._connection.draining or self._agreed_to_stop:
+            return True
+        return self.complete and not any(hook.awaits(self.version) for hook in self._hooks)
 
     @property
     def complete(self) -> bool:
         """Whether `trainer.max_steps` were taken."""
         return 0 < self._config.max_steps <= self.step
-
-    @property
-    def _awaits_evaluation(self) -> bool:
-        return self.evaluations is not None and self.evaluations.awaits(self._version)
 
     def stop(self) -> None:
         """Take no further step."""
@@ -148,12 +144,6 @@ class Trainer:
     def publish_in_place(self) -> None:
         """Let no thread publish: all turns of one process are taken in order."""
         self._publishing.is_beside = False
-
-    def record_to(self, recorder: StepRecorder) -> None:
-        """Record the present weights and all steps from here on; `close` closes the recorder."""
-        self._recorder = recorder
-        # Also those of a predecessor, which may have been killed between their publish and their record.
-        self._record_published()
 
     def poll(self) -> bool:
         """Work on one batch if one is leased; return whether there was one."""
@@ -190,7 +180,7 @@ class Trainer:
     def beat(self) -> None:
         """Set the heartbeat, unless a version is being published: a thread that hangs must be found."""
         if not self._publishing.is_pending:
-            self._metrics.beat()
+            self._metrics.progress()
 
     def close(self) -> bool:
         """Release the other ranks, write the last checkpoint and hand back the leases.
@@ -199,44 +189,60 @@ class Trainer:
             Whether the last checkpoint includes every step; True on every rank but the first.
         """
         self._publishing.finish()
-        if self.turn is not None:
-            self.turn.close()
+        for hook in self._hooks:
+            hook.closing()
         if not (self.complete or self._agreed_to_stop):
             self._ranks.agree(False)
         if self._sharding is None:
             # From here on no rank waits for another one: the last checkpoint may take minutes.
             self._ranks.leave()
-        self._connection.hand_back(len(self._batches))
+        self._connection.hand_back(len(self._batches), is_last=True)
         if self.complete:
-            self._follow_evaluation()
+            self._tell_stepping()
         if self.step > self._published_step:
             # The batches in the last checkpoint count as trained.
             self._publish()
             self._publishing.finish()
-        self._wait_for_checkpoint()
-        if self._all_ranks_save(self.step > self._saved_step):
-            self._checkpoint()
-            self._wait_for_checkpoint()
-            while self._made_room and self.step > self._saved_step:
-                self._checkpoint()
-                self._wait_for_checkpoint()
+        self.wait_for_checkpoint()
+        if self._all_ranks_save(self.step > self.saved_step):
+            self.checkpoint()
+            self.wait_for_checkpoint()
+            while self._made_room and self.step > self.saved_step:
+                self.checkpoint()
+                self.wait_for_checkpoint()
+        if self.step > self.saved_step:
+            self._keep_state()
         if self._sharding is not None:
             # All ranks took part in the last checkpoint.
             self._ranks.leave()
             self._sharding.close()
         self._publishing.close()
         self._connection.close()
-        for lines in (self._step_log, self._recorder):
-            if lines is not None:
-                lines.close()
+        for hook in self._hooks:
+            hook.close()
         log.info(
             "training ended: steps=%d weights=%s experiences=%016x",
             self.step,
             # The first rank alone publishes.
-            "-" if self._connection.rank else f"{self._version.fingerprint:016x}",
+            "-" if self._connection.rank else f"{self.version.fingerprint:016x}",
             self.progress.digest,
         )
-        return self._checkpoints is None or self._connection.rank != 0 or self._saved_step == self.step
+        return self._checkpoints is None or self._connection.rank != 0 or self.saved_step == self.step
+
+    def _keep_state(self) -> None:
+        """Write the training state of the newest weights to shared memory, unless it is there: no disk has it.
+
+        Shards are written by all ranks together, so there it stays with the versions of `trainer.keep_state_every`.
+        """
+        versions = self._connection.versions
+        if self._connection.rank or self._sharding is not None or self.step > self._published_step:
+            return
+        newest, kept = self.version, versions.kept()
+        if kept is None or kept.age != newest.age:
+            state = tensors_of(self._learner, self.progress, self._device)
+            versions.publish_training(
+                newest.version, state, trained_through=newest.trained_through, rollback=False, history=newest.history
+            )
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being written, and let a publish end, after an error."""
@@ -247,7 +253,7 @@ class Trainer:
     @property
     def is_waiting_for_card(self) -> bool:
         """Whether a step waits for engines that are awake."""
-        return self.turn is not None and self.turn.is_asking
+        return any(hook.is_waiting for hook in self._hooks)
 
     @property
     def _has_batches(self) -> bool:
@@ -257,10 +263,10 @@ class Trainer:
         """Return whether all ranks have their batches, and only then their turns: no engine is needed until the end."""
         if not self._has_agreed:
             self._has_agreed = self._all_agree()
-        if self.turn is None or not self._has_agreed:
+        if not self._gates or not self._has_agreed:
             return self._has_agreed
         # The second agreement is on the turns: a rank whose engines are awake would seem hung in a step's collectives.
-        if not self.turn.take() or not self._all_agree():
+        if not all(hook.may_step() for hook in self._gates) or not self._all_agree():
             return False
         self._metrics.work_on(self._batches[-1].lease)
         return True
@@ -271,37 +277,35 @@ class Trainer:
 
     def _step(self) -> None:
         self._has_agreed = False
-        self._follow_evaluation()
+        self._tell_stepping()
         experiences = self._dealt()
         # On the CPU: digest and metrics copy nothing back from a card.
         gathered, last = [batch.host_experience for batch in self._batches], self._batches[-1]
         with self._metrics.training():
-            stats = self._learner.update(experiences)
+            stats = self._learner.update(experiences, before_change=self._publishing.finish)
         # The newest batch's position, even if it is lower: a rollback may have re-issued prompts.
         own = RankProgress(digest_after(self.progress.digest, gathered), last.position)
         self.progress = after_step(self.step + 1, self._ranks.gather(own))
         # Before the publish: a published step is never taken again, not even by the successor of a killed trainer.
-        if self._recorder is not None:
-            self._recorder.record(self.step, self._batches, self.progress)
+        for hook in self._hooks:
+            hook.taken(TakenStep(self.step, stats, self._batches, self.progress))
         self._batches = []
-        if self._step_log is not None:
-            self._step_log.append(self.step, stats)
         every = self.save_every
         # On a full disk the next attempt is at the next due checkpoint, not at each step.
-        is_due = bool(every) and self.step // every > self._tried_step // every
+        is_due = bool(every) and self.step // every > self.tried_step // every
         # A step counts once its version is published: a killed trainer's successor takes it again before.
-        counted = functools.partial(self._metrics.stepped, stats, gathered, last.for_version)
+        counted = functools.partial(self._metrics.stepped, self.step, stats, gathered, last.for_version)
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish(keeps_state=is_due or self.complete, then=counted)
         else:
             counted()
-        if self.turn is not None:
-            self.turn.give_back()
+        for hook in self._hooks:
+            hook.stepped()
         self._warnings.look(stats)
         if self.complete:
             self._publishing.finish()
         if self._all_ranks_save(is_due and self.step == self._published_step):
-            self._checkpoint()
+            self.checkpoint()
 
     def _dealt(self) -> list[Experience]:
         """Return the rows of the step that this rank trains."""
@@ -311,38 +315,24 @@ class Trainer:
         self._metrics.dealt(dealt)
         return dealt.experiences
 
-    def _follow_evaluation(self) -> None:
-        """Add the evaluation of the present weights to the log of steps, and keep them if it is the best one so far.
+    def _tell_stepping(self) -> None:
+        for hook in self._hooks:
+            hook.stepping(self)
 
-        The best one is known by its checkpoint: one that is being written is waited for.
-        """
-        if self.evaluations is None or self.step != self._published_step:
-            return
+    def has_published(self, *, due: Callable[[int], bool]) -> bool:
+        """Return whether the present weights are published; wait for the publish if its number is due."""
+        if self.step != self._published_step:
+            return False
         if self._publishing.is_pending:
-            if not self.evaluations.is_due(self._publishing.next_number):
-                return
+            if not due(self._publishing.next_number):
+                return False
             self._publishing.finish()
-        evaluation = self.evaluations.take(self._version)
-        if evaluation is None:
-            return
-        if self._step_log is not None:
-            self._step_log.append_evaluation(self.step, evaluation)
-        if not self.step:
-            # The weights of step 0 are the model as it was given.
-            return
-        if self._best_step > self._saved_step:
-            self._wait_for_checkpoint(is_slow=True)
-        if not self.evaluations.is_best(evaluation):
-            return
-        self._best_step = self.step
-        if self._saved_step == self.step:
-            self._keep_best()
-        elif self._tried_step != self.step:
-            self._checkpoint()
+        return True
 
-    def _keep_best(self) -> None:
-        if self.evaluations is not None and self._connection.rank == 0:
-            self.evaluations.keep(Path(f"step-{self._best_step:06d}"))
+    def tell_evaluated(self, evaluation: Evaluation) -> None:
+        """Tell all hooks of the evaluation of the present weights."""
+        for hook in self._hooks:
+            hook.evaluated(self.step, evaluation)
 
     def _publish(self, *, then: Callable[[], None] = lambda: None, **options: Any) -> None:
         """Publish the weights, which acknowledges the batches in hand.
@@ -359,55 +349,51 @@ class Trainer:
             then()
             return
         if self._checkpoints is not None and (held := self._checkpoints.held) is not None and held.is_next:
-            self._wait_for_checkpoint(is_slow=True)
+            self.wait_for_checkpoint(is_slow=True)
 
         def ended() -> None:
-            self._record_published()
+            for hook in self._hooks:
+                hook.published(self.step, self.version)
             then()
 
         self._publishing.publish(self.progress, then=ended, **options)
-
-    def _record_published(self) -> None:
-        if self._recorder is not None:
-            self._recorder.published(self.step, self._version)
 
     def _all_ranks_save(self, is_due: bool) -> bool:
         """Return whether a checkpoint is due; with shards rank 0 says so for all, which write it together."""
         return is_due if self._sharding is None else self._sharding.due(is_due)
 
-    def _checkpoint(self) -> None:
+    def checkpoint(self) -> None:
         """Write a checkpoint if this rank writes them; if the write fails, the run goes on.
 
         From the published version, beside training; if shared memory does not hold it, from the live tensors, at once,
         which ranks of a sharded trainer do together.
         """
-        self._tried_step = self.step
+        self.tried_step = self.step
         if self._checkpoints is None:
-            self._saved_step = self.step
+            self.saved_step = self.step
             return
         self._publishing.finish()
-        self._wait_for_checkpoint(is_slow=True)
-        for lines in (self._step_log, self._recorder):
-            if lines is not None:
-                lines.flush()
+        self.wait_for_checkpoint(is_slow=True)
+        for hook in self._hooks:
+            hook.flush()
         if self._sharding is None:
             held = self._connection.held()
         else:
-            is_held, held = self._sharding.held(self._version, tensors_of(self._learner, self.progress, self._device))
+            is_held, held = self._sharding.held(self.version, tensors_of(self._learner, self.progress, self._device))
             if is_held and held is None:
                 # The first rank writes it alone.
-                self._saved_step = self.step
+                self.saved_step = self.step
                 return
         if held is not None:
-            self._checkpoints.begin(self.progress, self._version, complete=self.complete, held=held)
+            self._checkpoints.begin(self.progress, self.version, complete=self.complete, held=held)
             return
         self._ended(
             self._checkpoints.write_at_once(
-                self.progress, self._version, complete=self.complete, on_progress=self._metrics.beat
+                self.progress, self.version, complete=self.complete, telemetry=self._metrics
             )
         )
 
-    def _wait_for_checkpoint(self, *, is_slow: bool = False) -> None:
+    def wait_for_checkpoint(self, *, is_slow: bool = False) -> None:
         """Wait for the checkpoint that is being written, if there is one.
 
         Args:
@@ -416,7 +402,7 @@ class Trainer:
         if self._checkpoints is None or self._checkpoints.held is None:
             return
         started_s = time.monotonic()
-        self._checkpoints.wait(self._metrics.beat)
+        self._checkpoints.wait(self._metrics)
         waited_s = time.monotonic() - started_s
         if is_slow:
             self._metrics.waited_for_checkpoint(waited_s)
@@ -436,13 +422,13 @@ class Trainer:
             if is_first:
                 self._metrics.not_saved()
                 log.error("%s", outcome.error)
-                is_full = any(os.strerror(number) in outcome.error for number in FULL_DISK)
-                if self._recorder is not None and is_full:
-                    self._made_room = self._recorder.give_way()
+                if any(os.strerror(number) in outcome.error for number in FULL_DISK):
+                    for hook in self._hooks:
+                        self._made_room |= hook.give_way()
             return
-        self._saved_step = outcome.step
+        self.saved_step = outcome.step
         if is_first:
             self._metrics.saved(outcome.duration_s)
             log.info("checkpoint written: step=%d path=%s", outcome.step, outcome.path)
-        if outcome.step == self._best_step:
-            self._keep_best()
+        for hook in self._hooks:
+            hook.saved(outcome.step)

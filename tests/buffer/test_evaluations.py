@@ -21,7 +21,7 @@ from pipeline.runtime.messages import (
     Ticket,
 )
 from pipeline.supervisor.hangs import RunWatch
-from pipeline.telemetry.metric import EVALUATION_PLACES, SlotName
+from pipeline.telemetry.metric import EVALUATION_LABELS, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.buffer.test_buffer import LIMITS, Bench, seal_of, trainer, worker
@@ -266,7 +266,7 @@ def test_the_metrics_have_the_last_evaluation_by_file_and_the_progress_of_the_ne
     slab = MetricsSlab.create(tmp_path / "metrics", [SlotName("supervisor"), SlotName("buffer")])
     slab.begin("buffer", 0)
     metrics = BufferMetrics(slab.writer("buffer", 0))
-    names = dict(zip(EVALUATION_PLACES, ("math", "aime"), strict=False))
+    names = dict(zip(EVALUATION_LABELS, ("math", "aime"), strict=False))
 
     def read(name, **labels):
         metrics.publish(bench.buffer, 0.0, 1 << 20)

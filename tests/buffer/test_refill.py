@@ -245,7 +245,7 @@ def test_a_stop_in_the_midst_of_a_round_changes_no_ticket_of_the_run():
     assert places(bench.heard("worker-0", Ticket)) == [(3, 3)]
 
     cut = [PromptRange(record.position, record.prompts) for record in bench.ledger.reserved_extents()]
-    spooled = msgspec.json.decode(metadata_of(bench.ledger, cut)["books"], type=SpoolTotals)
+    spooled = msgspec.json.decode(metadata_of(bench.ledger, cut)["totals"], type=SpoolTotals)
     (record,) = bench.ledger.sealed_extents()
     again = Bench(limits(**shape))
     again.ledger.restore(

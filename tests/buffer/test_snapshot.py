@@ -22,6 +22,7 @@ from pipeline.storage import extent_file
 from pipeline.storage.tables import PromptRange
 from tests.buffer.test_spool import LIMITS, Start, checkpoint, starts  # noqa: F401 - a fixture
 from tests.storage.test_ledger import DyingMemory, Killed
+from tests.support.told import Told
 
 NEVER_S = 1e9
 
@@ -485,16 +486,16 @@ def test_no_row_is_trained_twice_and_no_prompt_lost_whenever_the_machine_crashes
 def test_a_journal_is_progress_only_while_its_end_is_waited_for(starts, monkeypatch):  # noqa: F811
     first = starts("first")
     serving(first)
-    told = []
+    told = Told()
     first.snapshot = BufferSnapshot(
-        first.config, first.arena, first.counted.append, executor=first.later, on_progress=lambda: told.append("piece")
+        first.config, first.arena, first.counted.append, executor=first.later, telemetry=told
     )
     write(first)
-    assert (first.counted, told) == ([True], []), "beside the loop, whose own silence is to be seen"
+    assert (first.counted, told.beats) == ([True], []), "beside the loop, whose own silence is to be seen"
     first.snapshot.step(first.buffer, 2 * NEVER_S)
     monkeypatch.setattr(concurrent.futures, "wait", lambda futures: first.later.run())
     first.later.shutdown = lambda: None
 
     first.snapshot.close(first.buffer)
 
-    assert (first.counted, len(told)) == ([True, True], 4), "four extents"
+    assert (first.counted, len(told.beats)) == ([True, True], 4), "four extents"

@@ -22,6 +22,7 @@ from pipeline.storage.tables import PromptRange
 from tests.buffer.test_buffer import Counts
 from tests.storage.test_ledger import DyingMemory, Killed
 from tests.support.experiences import made_up
+from tests.support.told import Told
 
 LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
 LIMITS = Limits(
@@ -271,6 +272,18 @@ def test_without_a_spool_prompts_go_on_from_the_checkpoint(starts):
     assert start.ledger.totals.position == 40
 
 
+def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_gets_the_prompts_between_them(starts):
+    start = starts("first")
+    checkpoint(start, step=10, version=10, position=40)
+    start.take_in()
+    start.serve()
+
+    start.say(Published(5, 15, 0, True, 20), Published(5, 15, 0, True, 20))
+
+    assert start.ledger.totals.policy_version == 5
+    assert start.ledger.redo == [PromptRange(20, 20)], "issued again before any others"
+
+
 def test_rows_newer_than_the_weights_that_the_run_goes_on_from_are_rolled_back(starts):
     first = starts("first")
     stopped(first)
@@ -392,10 +405,11 @@ def test_a_spool_that_was_cut_is_set_aside_and_the_run_starts(starts, cut):
     assert second.ledger.totals.position in (4, 12), "the checkpoint's, or the spool's if that much could be read"
 
 
-def test_a_spool_that_cannot_be_written_is_no_secret(starts, caplog):
+def test_rows_and_prompts_of_a_spool_that_cannot_be_written_stay_for_the_next_start(starts, caplog):
     first = starts("first")
     first.serve()
     first.say(Published(0, 10, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 1))
+    # Another ticket, of the next two prompts, is in flight then.
     first.seal(first.heard(Ticket)[0], 0, 10)
     run_dir(first.config).mkdir(parents=True)
     (run_dir(first.config) / "spool").write_text("in the way")
@@ -403,16 +417,20 @@ def test_a_spool_that_cannot_be_written_is_no_secret(starts, caplog):
 
     assert not first.buffer.finish(first.spool.write)
 
-    assert first.dropped == {"cleared": 4}
-    assert "spool cannot be written: rows=4" in caplog.text
+    assert first.dropped == {}
+    assert "the spool cannot be written, experiences stay in shared memory: rows=4" in caplog.text
+    again = Ledger(first.arena.ledger, first.ledger.layout)
+    assert (again.ready, again.totals.sealed, again.reserved) == (4, 4, 0)
+    assert again.redo == [PromptRange(2, 2)], "as a spool would have had them"
+    again.close()
 
 
 def test_each_piece_of_a_spool_that_is_written_or_brought_to_disk_is_progress(starts, monkeypatch):
     monkeypatch.setattr(extent_file, "_FLUSH_BYTES", 1)
     first = starts("first")
-    told = []
-    first.spool = Spool(first.config, first.arena, lambda: told.append("a piece"))
+    told = Told()
+    first.spool = Spool(first.config, first.arena, told)
 
     stopped(first)
 
-    assert len(told) == 2 * 4, "four extents"
+    assert len(told.beats) == 2 * 4, "four extents"

@@ -41,9 +41,15 @@ from click.testing import CliRunner, Result
 from pipeline.cli.main import main
 from pipeline.config import sections
 from pipeline.config.load import load
-from pipeline.errors import ExitCode
+from pipeline.config.rewards import RewardConfig
+from pipeline.errors import ConfigError, ExitCode
+from pipeline.rollout.reward.named import named_reward
+from pipeline.supervisor import preflight
 from pipeline.supervisor.notes import notes
 from tests.support.folders import save_shell
+
+OWN = '[prompts]\npath = "builtin:sort-digits"\n[rollout]\nreward_functions = ["exact"]\n'
+"""Tables without which a model of its own is refused."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +58,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for variable in ("RLHFD_CONFIG", "RLHFD_RUNTIME_DIR"):
         monkeypatch.delenv(variable, raising=False)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def shells_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are shells here, whose tokenizer is none; `tests/rollout/test_start_check.py` loads real ones."""
+    monkeypatch.setattr(preflight, "findings_of_start", lambda loaded: ([], []))
 
 
 def rlhfd(*arguments: str) -> Result:
@@ -108,8 +120,9 @@ def columns(ids, mask, *, level, gt_answer, response, response_start, response_e
 class Scorer:
     def __call__(self, ids, mask, gt_answer, **rest): return 1.0
 scorer = Scorer()
-def theirs(completions, answer): return [1.0]
+def theirs(text, truth): return 1.0
 def nothing(): return 1.0
+def of_trl(completions, answer): return [1.0]
 """
 
 
@@ -125,6 +138,7 @@ def nothing(): return 1.0
                               "keyword argument 'gt_answer': its parameters are (input_ids, attention_mask, *, "
                               "gt_answer, response_start, response_end, tokenizer), and **_ takes those that it does "
                               "not use"),
+        ("my_rewards:of_trl", "my_rewards:of_trl has the signature of TRL ({folder}/my_rewards.py:9), comple"),
         ("my_rewards:nothing", "my_rewards:nothing cannot be called ({folder}/my_rewards.py:8), too many positional "),
     ],
 )  # fmt: skip
@@ -201,7 +215,7 @@ def in_two_files(folder: Path) -> None:
     ("damage", "message"),
     [
         (rewritten(lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988\n"),
-         "m/model.safetensors is a pointer of Git LFS without the weights: run git lfs pull in its folder"),
+         "m/model.safetensors is a pointer of Git LFS without the content: run git lfs pull in its folder"),
         (rewritten(lambda whole: whole[:-5]), "m/model.safetensors is cut: it has "),
         (rewritten(lambda _: b"<!DOCTYPE html><html>Not found</html>"), "m/model.safetensors is no safetensors file: "),
         (in_two_files, "m/model-00002-of-00002.safetensors is missing, model.safetensors.index.json names it"),
@@ -219,11 +233,79 @@ def test_a_model_that_cannot_be_used_is_named_before_the_start(
 ) -> None:
     damage(save_shell(folder / "m"))
 
-    result = check('[model]\nactor = "m"\n')
+    result = check(f'[model]\nactor = "m"\n{OWN}')
 
     assert result.exit_code == ExitCode.BAD_CONFIG
     (line,) = result.stderr.splitlines()
     assert line.startswith("c.toml:2:9: model.actor: ") and message in line
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988\n"
+OF_LFS = " is a pointer of Git LFS without the content: run git lfs pull in its folder"
+TABLE = "prompt,response\nwhat,1\n"
+
+
+def written(folder: Path, files: dict[str, str | bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def test_a_file_of_another_kind_is_named_with_the_way_out_wherever_one_is_named(folder: Path) -> None:
+    save_shell(folder / "m")
+    for name, files in {
+        "indexed": {"model.safetensors.index.json": '{"weight_map": {"a": "part/1.safetensors"}}',
+                    "part/1.safetensors": POINTER},
+        "templates": {"additional_chat_templates/tools.jinja": POINTER},
+        "a": {"adapter_config.json": "{}", "adapter_model.safetensors": POINTER},
+        "no-weights": {"adapter_config.json": "{}", "adapter_model.bin": b""},
+        "cached": {"refs/main": "4d7a", "snapshots/4d7a/config.json": "{}"},
+    }.items():  # fmt: skip
+        if name in ("indexed", "templates"):
+            save_shell(folder / name)
+        written(folder / name, files)  # type: ignore[arg-type]
+    written(folder, {"pointer": POINTER, "wide": TABLE.encode("utf-16"), "table": TABLE, "b.parquet": b"PAR1PAR1"})
+    adapter = '[model]\nactor = "m"\nlora_rank = 4\nlora_adapter = '
+
+    for text, message in {
+        '[model]\nactor = "indexed"\n': f"model.actor: {folder}/indexed/part/1.safetensors{OF_LFS}",
+        '[model]\nactor = "templates"\n':
+            f"model.actor: {folder}/templates/additional_chat_templates/tools.jinja{OF_LFS}",
+        '[model]\nactor = "Qwen/Qwen2.5-0.5B@main"\n': "hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER, and that",
+        '[model]\nactor = "https://huggingface.co/Qwen/Qwen3-8B"\n': "hf download Qwen/Qwen3-8B --local-dir FOLDER",
+        '[model]\nactor = "gpt2"\n': "for a model of the hub: hf download gpt2 --local-dir FOLDER, and that",
+        '[model]\nactor = "cached"\n': f"no config.json in {folder}/cached: take {folder}/cached/snapshots/4d7a",
+        f'{adapter}"a"\n': f"model.lora_adapter: {folder}/a/adapter_model.safetensors{OF_LFS}",
+        f'{adapter}"someone/adapter"\n': "hf download someone/adapter --local-dir FOLDER, and that folder here",
+        f'{adapter}"no-weights"\n': f"no adapter_model.safetensors in {folder}/no-weights: no adapter of peft",
+        '[prompts]\ntools_file = "pointer"\n': f"prompts.tools_file: {folder}/pointer{OF_LFS}",
+        '[prompts]\ntools_file = "wide"\n':
+            "prompts.tools_file: the file is UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 wide prints it as UTF-8",
+        '[prompts]\ntools_file = "table"\n': f"prompts.tools_file: {folder}/table is CSV, not JSON",
+    }.items():  # fmt: skip
+        result = check(text if "[prompts]" in text else text + OWN)
+        (line,) = result.stderr.splitlines()
+        assert (result.exit_code, message in line) == (ExitCode.BAD_CONFIG, True), line
+
+    for key, file, message in (
+        ("judge_template_file", "pointer", f"{folder}/pointer{OF_LFS}"),
+        ("judge_template_file", "wide", "the file is UTF-16, not UTF-8"),
+        ("judge_template_file", "table", "table has no {response}, the place of the response"),
+        ("schema_file", "pointer", f"{folder}/pointer{OF_LFS}"),
+        ("schema_file", "table", "table is CSV, not JSON"),
+    ):
+        settings = RewardConfig.model_validate({"judge_url": "http://h", "judge_model": "m", key: str(folder / file)})
+        with pytest.raises(ConfigError) as refused:
+            named_reward("judge" if key == "judge_template_file" else "json_schema", settings)
+        assert str(refused.value).startswith(f"reward.{key}: ") and message in str(refused.value)
+
+    for file, message in (
+        ("pointer", f"{folder}/pointer{OF_LFS}"), ("wide", "the file is UTF-16, not UTF-8"),
+        ("table", "the file is CSV, not JSON lines"), ("b.parquet", "the file is Parquet, not JSON lines"),
+    ):  # fmt: skip
+        result = rlhfd("try-reward", str(folder / file))
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"{folder / file}:1:1: ") and message in line
 
 
 def test_weights_of_torch_are_taken_and_a_reference_may_be_quantized(folder: Path) -> None:
@@ -232,7 +314,7 @@ def test_weights_of_torch_are_taken_and_a_reference_may_be_quantized(folder: Pat
     save_shell(folder / "r", quantization_config={"quant_method": "awq"})
     (folder / "r/tokenizer_config.json").unlink()
 
-    result = check('[model]\nactor = "m"\nreference = "r"\n')
+    result = check(f'[model]\nactor = "m"\nreference = "r"\n{OWN}')
 
     assert result.exit_code == 0, result.stderr
 
@@ -258,6 +340,11 @@ def model(folder: Path, **config: int) -> Path:
     ("text", "note"),
     [
         ("[rollout]\nmax_turns = 4\n", "c.toml:2:13: rollout.max_turns: has no effect with no rollout.environment"),
+        (
+            '[reward]\nformat_tags = ["a"]\n',
+            'c.toml:2:15: reward.format_tags: has no effect with none of "code", "format", "json_schema", "math" in '
+            "rollout.reward_functions",
+        ),
         ("[rollout]\nlam = 0.9\n", 'c.toml:2:7: rollout.lam: has no effect with rollout.algorithm = "grpo"'),
         ("[trainer]\ndr_grpo_tokens = 9\n",
          'c.toml:2:18: trainer.dr_grpo_tokens: has no effect with trainer.loss_aggregation = "token_mean"'),
@@ -309,12 +396,17 @@ def model(folder: Path, **config: int) -> Path:
             "end and is never in force",
         ),
         (
+            f'[model]\nactor = "m"\n[trainer]\nlearning_rate = 0.02\n{OWN}',
+            "c.toml:4:17: trainer.learning_rate: 0.02 is far above that of any model of its own: 1e-6 to 1e-5 for all "
+            "weights, to 1e-3 for adapters",
+        ),
+        (
             "[buffer]\nsample_batch_size = 100\n",
             "c.toml:2:21: buffer.sample_batch_size: 100 rows are no multiple of the 8 responses to a prompt "
             "(rollout.num_generations): groups are divided between batches; multiples are 96 and 104",
         ),
         (
-            '[model]\nactor = "m"\n[rollout]\nmax_length = 1024\n',
+            f'[model]\nactor = "m"\n{OWN}max_length = 1024\n',
             "c.toml:2:9: model.actor: the model was made for 512 tokens (max_position_embeddings), rows have up to "
             "1,024 (rollout.max_length)",
         ),
@@ -329,7 +421,7 @@ def model(folder: Path, **config: int) -> Path:
             "functions is then None; prompts.answer_column refuses such rows",
         ),
         (
-            '[model]\nactor = "m"\n[prompts]\npath = "p"\n',
+            '[model]\nactor = "m"\n[prompts]\npath = "p"\n[rollout]\nreward_functions = ["exact"]\n',
             "prompts.template: the prompts are texts, and the model's chat template is not applied to them: \"chat\" "
             'applies it, "none" states that none is wanted',
         ),

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main as cli
 from pipeline.errors import ExitCode
+from pipeline.supervisor import preflight
 from tests.support.folders import save_shell
 
 FILES = {"grpo.toml", "my_rewards.py", "prompts.jsonl"}
@@ -53,7 +54,11 @@ def test_nothing_is_overwritten_and_nothing_is_written_beside(folder: Path) -> N
     assert (folder / "prompts.jsonl").read_text() == "mine"
 
 
-def test_a_model_of_ones_own_is_named_wherever_the_run_is_started(folder: Path) -> None:
+def test_a_model_of_ones_own_is_named_wherever_the_run_is_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A shell of a model, whose tokenizer is none.
+    monkeypatch.setattr(preflight, "findings_of_start", lambda loaded: ([], []))
     model = save_shell(folder / 'a "model"')
 
     assert run("init", "my-run", "--model", model.name).exit_code == 0

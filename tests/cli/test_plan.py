@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.main import main
+from pipeline.config.schema import Config
+from pipeline.supervisor.capacity.disk import disk_notes
 from tests.support import tiny
 
 
@@ -35,10 +39,14 @@ def test_a_run_that_fits_is_printed_by_device_and_term(folder: Path) -> None:
     assert "does not fit" not in output
 
 
-def test_what_does_not_fit_is_named_with_the_keys_to_change_the_mildest_first(folder: Path) -> None:
+def test_what_does_not_fit_is_named_with_the_keys_to_change_the_mildest_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A card of 60 MB holds tensors alone.
+    monkeypatch.setattr("pipeline.config.plan.CONTEXT_BYTES", 0)
     settings = ("--set", "trainer.world_size=2", "--set", "rollout.max_length=64")
 
-    code, output = planned(folder, "--gpus", "4", "--gpu-memory", "40MB", "--ram", "64GiB", *settings)
+    code, output = planned(folder, "--gpus", "4", "--gpu-memory", "60MB", "--ram", "64GiB", *settings)
 
     lines = output.splitlines()
     place = next(place for place, line in enumerate(lines) if line.startswith("does not fit: GPU of trainer 0"))
@@ -57,6 +65,38 @@ def test_a_machine_without_gpus_holds_the_models_in_its_memory(folder: Path) -> 
     assert "no GPU" in output and "GPU of" not in output
     host = output[output.index("host memory:") :]
     assert "trainer 0: weights" in host and "rollout 0: actor" in host and "/dev/shm: weights" in host
+
+
+def test_the_disk_of_the_state_directory_is_a_place_of_the_plan(folder: Path, tmp_path: Path) -> None:
+    machine = ("--gpus", "1", "--gpu-memory", "80GB", "--ram", "64GiB", "--set", f"daemon.state_dir={tmp_path}")
+
+    _, silent = planned(folder, *machine)
+    small, output = planned(folder, *machine, "--disk", "1MB", "--set", "trainer.keep_checkpoints=2")
+    large, fits = planned(folder, *machine, "--disk", "1TB")
+
+    assert "disk of" not in silent, "another machine's is not known"
+    assert (small, large) == (1, 0)
+    assert f"does not fit: disk of {tmp_path}" in output and "fewer trainer.keep_checkpoints" in output
+    assert "trainer.sharding" not in output, "no change of memory helps a disk"
+    parameters = sum(weight.numel() for weight in tiny.llama(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=8
+    ).parameters())  # fmt: skip
+    # bfloat16 weights, their float32 copies, two moments: 14 bytes; two are kept, one is being written.
+    assert re.search(rf"checkpoints, 2 and the next one +{3 * 14 * parameters / 1e6:,.1f} MB\n", output)
+    assert f"disk of {tmp_path}: " in fits and "1,000.0 GB, fits" in fits
+
+
+def test_a_check_names_a_disk_that_a_run_may_fill(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs
+    monkeypatch.setattr("os.statvfs", lambda place: os.statvfs_result((4096, 4096, 9, 9, 9, *real(place)[5:])))
+    config = Config.model_validate({"model": {"actor": str(folder)}, "daemon": {"state_dir": str(tmp_path / "state")}})
+
+    (note,) = disk_notes(config)
+
+    assert note.startswith(f"daemon.state_dir: the disk of {tmp_path}/state has 0.0 MB for this run, which may write ")
+    assert disk_notes(Config()) == [], "the embedded run writes little"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.main import main
-from pipeline.storage.recording import Origin, RecordedBatch, RecordLine, Taken
+from pipeline.storage.recording import Origin, RecordedBatch, RecordLine, Taken, encoded
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_list_shows_what_each_step_was_made_of(tmp_path: Path) -> None:
         RecordLine(7, taken=Taken(1.0, 6, "aa", [RecordedBatch(9, 32, origins)])),
         RecordLine(8, taken=Taken(2.0, 7, "bb", [RecordedBatch(10, 32, origins[:1])])),
     ]
-    (folder / "steps.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    (folder / "steps.jsonl").write_bytes(b"".join(map(encoded, lines)))
 
     shown = CliRunner().invoke(main, ["record", "--run", f"{tmp_path}/"])
     last = CliRunner().invoke(main, ["record", "--run", f"{tmp_path}/", "--last", "1", "--json"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -65,8 +66,8 @@ def test_nothing_that_a_gpu_run_needs_is_taken_away() -> None:
 @pytest.mark.parametrize("instance", [None, "b"])
 def test_units_of_this_checkout_name_its_program_and_configuration(config: Path, instance: str | None) -> None:
     planned = plan(Unit(instance), config, "root", {"RLHFD_ROLLOUT__WORKERS": "3"})
-    verify(planned.files, planned.unit)
-    text = "\n".join(planned.files.values())
+    verify(planned)
+    text = planned.text
 
     program = Path(sys.executable).with_name("rlhfd")
     assert f"ExecStart={program} start\n" in text and f"ExecReload={program} reload\n" in text
@@ -86,7 +87,7 @@ def test_a_python_below_a_home_directory_stays_visible(monkeypatch: pytest.Monke
 
     planned = plan(Unit(), config, "root", {})
 
-    assert "\nProtectHome=read-only\n" in planned.files["rlhfd.service"]
+    assert "\nProtectHome=read-only\n" in planned.text
     assert any("ProtectHome=read-only, not yes" in note for note in planned.notes)
 
 
@@ -96,42 +97,15 @@ def test_a_service_in_a_cluster_sees_the_sockets_of_ray(monkeypatch: pytest.Monk
     path = tmp_path / "grpo.toml"
     for engine, expected in (("local", "yes"), ("ray", "no")):
         path.write_text(f'[cluster]\nengine = "{engine}"\n')
-        assert f"\nPrivateTmp={expected}\n" in plan(Unit(), path, "root", {}).files["rlhfd.service"]
-
-
-@pytest.mark.parametrize(
-    ("name", "lines"),
-    [
-        ("held.jsonl", "[evaluation]\nfiles = ['{path}']"),
-        ("schema.json", "[reward]\nschema_file = '{path}'"),
-        ("judge.txt", "[reward]\njudge_template_file = '{path}'"),
-        ("tools.json", "[prompts]\ntools_file = '{path}'"),
-    ],
-)
-def test_each_file_that_a_configuration_names_stays_visible(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, lines: str
-) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    monkeypatch.setitem(systemd_units._HIDING, "ProtectHome=yes", ("ProtectHome=read-only", (home,)))
-    contents = {"held.jsonl": '{"prompt": "21>"}\n', "tools.json": '[{"type": "function"}]'}
-    (home / name).write_text(contents.get(name, "{}"))
-    path = tmp_path / "grpo.toml"
-    path.write_text(lines.format(path=home / name))
-
-    planned = plan(Unit(), path, "root", {})
-
-    assert "\nProtectHome=read-only\n" in planned.files["rlhfd.service"]
-    assert any(note.endswith(f"could not see {home / name}") for note in planned.notes)
+        assert f"\nPrivateTmp={expected}\n" in plan(Unit(), path, "root", {}).text
 
 
 @pytest.mark.needs("systemd-analyze")
 def test_a_key_that_systemd_does_not_know_is_refused(config: Path) -> None:
     planned = plan(Unit(), config, "root", {})
-    wrong = {"rlhfd.service": planned.files["rlhfd.service"].replace("KillMode=", "KilMode=")}
 
     with pytest.raises(ConfigError, match="KilMode"):
-        verify(wrong, planned.unit)
+        verify(dataclasses.replace(planned, text=planned.text.replace("KillMode=", "KilMode=")))
 
 
 def test_what_cannot_be_installed_is_refused_with_its_reason(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +126,7 @@ def test_an_instance_without_a_file_yet_is_told_where_to_write_it() -> None:
     planned = plan(Unit("not-there"), None, "root", {CONFIG_VARIABLE: "/elsewhere.toml"})
 
     assert planned.config == Path("/etc/rlhfd/not-there.toml")
-    assert [*planned.files] == ["rlhfd@.service"]
+    assert "Environment=RLHFD_CONFIG=/etc/rlhfd/not-there.toml\n" in planned.text
     assert "/etc/rlhfd/not-there.toml does not exist yet: write it before the start" in planned.notes
 
 
@@ -163,15 +137,18 @@ def test_a_unit_is_known_by_its_runtime_directory() -> None:
         assert Unit.of_runtime_dir(Path(other)) is None
 
 
-def test_elsewhere_than_under_systemd_only_a_dry_run_is_possible(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(systemd_units, "BOOTED", config.parent / "not-booted")
+def test_a_unit_that_cannot_be_written_is_shown_by_a_dry_run(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systemd_units, "UNIT_DIR", config.parent / "none")
 
     ran = CliRunner().invoke(main, ["systemd", "install", "--config", str(config)])
     dry = CliRunner().invoke(main, ["systemd", "install", "--config", str(config), "--dry-run"])
 
-    assert ran.exit_code == 1 and "--dry-run" in ran.output
+    assert ran.exit_code == 1
+    assert (
+        f"{config.parent}/none/rlhfd.service: No such file or directory; root installs a unit, --dry-run" in ran.output
+    )
     assert dry.exit_code == 0, dry.output
-    assert "# /etc/systemd/system/rlhfd.service\n" in dry.output and "Type=notify\n" in dry.output
+    assert f"# {config.parent}/none/rlhfd.service\n" in dry.output and "Type=notify\n" in dry.output
 
 
 # rlhfd logs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from pipeline.cli.main import main
 from pipeline.config import load as config_load
+from pipeline.config import own_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = sorted(EXAMPLES.glob("*/*-card*.toml"))
@@ -129,7 +131,8 @@ class TestDefaults:
 
         trainer = config.trainer
         assert (trainer.learning_rate, trainer.critic_learning_rate) == (1e-6, 1e-5)
-        assert (trainer.warmup_steps, trainer.decay_steps) == (0, 0)
+        assert (trainer.warmup_steps, trainer.decay_steps, trainer.save_every) == (0, 0, 50)
+        assert trainer.betas == (0.9, 0.999)
         assert (config.model.dtype, config.lengths.row) == ("bfloat16", 1024)
 
     def test_the_embedded_run_keeps_the_schemas(self) -> None:
@@ -151,8 +154,39 @@ class TestDefaults:
         assert loaded.config.trainer.decay_steps == 7 and loaded.config.model.dtype == "float32"
         assert loaded.config.lengths.row == 12
         assert loaded.reasons.keys() == {
-            "trainer.learning_rate", "trainer.critic_learning_rate", "trainer.warmup_steps",
+            "trainer.learning_rate", "trainer.critic_learning_rate", "trainer.warmup_steps", "trainer.save_every",
+            "trainer.betas",
         }  # fmt: skip
+
+    def test_a_reward_model_or_an_environment_is_not_joined_by_the_embedded_tasks_reward(self, tmp_path: Path) -> None:
+        for alone in (f"model.reward={tmp_path}/model", "rollout.environment=own:Game"):
+            loaded = self.loaded(tmp_path, alone)
+            assert loaded.config.rollout.reward_functions == []
+            shown = config_load.render(loaded, effective=True, origin=True)
+            assert "reward_functions = []  # default; the embedded task's reward is for that task alone\n" in shown
+            assert "betas = [0.9, 0.999]  # default; for a model of its own\n" in shown
+
+        both = self.loaded(tmp_path, f"model.reward={tmp_path}/model", 'rollout.reward_functions=["length"]')
+        assert both.config.rollout.reward_functions == ["length"]
+
+    def test_the_page_shows_each_default_of_a_model_of_its_own(self, tmp_path: Path) -> None:
+        loaded = self.loaded(tmp_path, f"model.reward={tmp_path}/model")
+
+        assert loaded.reasons.keys() | own_model.NEEDED.keys() == own_model.SHOWN.keys()
+        for key in ("trainer.betas", "trainer.warmup_steps", "trainer.decay_steps", "trainer.critic_learning_rate"):
+            shown = own_model.SHOWN[key].strip("`")
+            assert (
+                tomllib.loads(f"shown = {shown}")["shown"]
+                == loaded.config.model_dump(mode="json")["trainer"][key.removeprefix("trainer.")]
+            ), key
+
+    def test_what_a_model_of_its_own_lacks_is_shown_in_place_of_the_embedded_tasks(self, tmp_path: Path) -> None:
+        shown = config_load.render(self.loaded(tmp_path), effective=True, origin=True)
+
+        needed = "must be set with a model of its own, or"
+        assert f"# reward_functions is left out  # {needed} model.reward or rollout.environment\n" in shown
+        assert f"# path is left out  # {needed} prompts.sources\n" in shown
+        assert "sort_digits" not in shown.replace(str(tmp_path), "")
 
     def test_adapters_have_a_higher_rate_and_a_cpu_float32(self, tmp_path: Path) -> None:
         config = self.loaded(tmp_path, "model.lora_rank=8", on_cards=False).config

@@ -1,4 +1,4 @@
-"""Which lengths are in force for each choice of the three keys, and which runs they are."""
+"""The lengths in force for each choice of the three keys, and the runs that they make."""
 
 from __future__ import annotations
 

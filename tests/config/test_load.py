@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load as config_load
-from pipeline.config.load import ConfigErrors, Origin
+from pipeline.config.load import ConfigErrors, Origin, overridden
 from pipeline.config.schema import Config
 
 EMBEDDED = Path(__file__).parents[2] / "config.toml"
@@ -224,3 +224,19 @@ class TestRender:
         assert config_load.render(again, effective=True, origin=False) == config_load.render(
             loaded, effective=True, origin=False
         )
+
+
+def test_keys_of_the_file_that_something_above_it_overrides_are_named(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[rollout]\ntemperature = 0.5\nworkers = 2\n"
+        "[trainer]\nlearning_rate = 1e-5\nmax_steps = 7\n[daemon]\nseed = 3\n"
+    )
+    sets = ["rollout.temperature=0.7", "trainer.max_steps=7", "daemon.name=a"]
+
+    loaded = config_load.load(path, sets, {"RLHFD_TRAINER__LEARNING_RATE": "2e-5"})
+
+    assert overridden(loaded) == {
+        "rollout.temperature": "--set rollout.temperature",
+        "trainer.learning_rate": "RLHFD_TRAINER__LEARNING_RATE",
+    }

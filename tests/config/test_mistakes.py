@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +87,28 @@ MISTAKES = [
         for other in ('algorithm = "ppo"', 'advantages = "reinforce_baseline"', 'advantages = "mine:estimate"')
     ),
     ("[rollout]\nmax_refill = -1", "2:14: rollout.max_refill: must be at least 0, got -1"),
-    ("[rollout]\nfilter_groups = true", "2:1: unknown key rollout.filter_groups, did you mean max_refill?"),
+    (
+        "[rollout]\nfilter_groups = true",
+        "2:1: unknown key rollout.filter_groups, "
+        "rollout.max_refill is the number of further prompts for groups that are left out",
+    ),
+    *(
+        (f"[trainer]\n{name} = 1", f"2:1: unknown key trainer.{name}, {said}")
+        for name, said in {
+            "total_epochs": "there are no epochs of the prompts, trainer.max_steps is the number of steps",
+            "report_to": "metrics.tracker is the list of trackers",
+            "logging_steps": "each step is logged",
+            "ppo_mini_batch_size": "trainer.mini_batches is the number of updates of a step, not the rows of one",
+            "scale_rewards": "`rlhfd config show --effective` lists all",
+            "deepspeed": "`rlhfd config show --effective` lists all",
+            "eval_strategy": "`rlhfd config show --effective` lists all",
+            "max_model_len": "did you mean rollout.max_length?",
+        }.items()
+    ),
+    (
+        "[trainer]\nmini_batches = 3",
+        "2:16: trainer.mini_batches: must divide the 256 rows of a step, got 3: updates would be of unequal size",
+    ),
     # Unknown keys and sections, at the key.
     ("[trainer]\nppo_epochs = 2", "2:1: unknown key trainer.ppo_epochs, did you mean epochs?"),
     ("[trainer]\nkl_target = 6", "2:1: unknown key trainer.kl_target, did you mean kl_coef_target?"),
@@ -99,6 +119,10 @@ MISTAKES = [
     ("[rollout]\narena_bytes = 1", "2:1: unknown key rollout.arena_bytes, did you mean buffer.arena_bytes?"),
     ("[trainer]\npublish-every = 1", "2:1: unknown key trainer.publish-every, did you mean publish_every?"),
     ("[trainer]\nLearning_Rate = 1", "2:1: unknown key trainer.Learning_Rate, did you mean learning_rate?"),
+    (
+        "[daemon]\ncudnn_attention = true",
+        "2:1: unknown key daemon.cudnn_attention, `rlhfd config show --effective` lists all",
+    ),
     ("[rollout]\nzzz = 1", "2:1: unknown key rollout.zzz, `rlhfd config show --effective` lists all"),
     ('[rollout]\n"a\\nb" = 1', '2:1: unknown key rollout."a\\nb", `rlhfd config show --effective` lists all'),
     ("[rollout.nucleus]\ntop_p = 1", "1:10: unknown key rollout.nucleus, `rlhfd config show --effective` lists all"),
@@ -113,13 +137,10 @@ MISTAKES = [
     ("[buffer]\narena_bytes=-5", "2:13: buffer.arena_bytes: must be greater than 0, got -5"),
     (
         '[buffer]\narena_bytes = "64MB"',
-        (
-            '2:15: buffer.arena_bytes: must be a number of bytes or a text such as "64MiB" or "2GiB", got '
-            '"64MB", did you mean "64MiB"?'
-        ),
+        ('2:15: buffer.arena_bytes: must be a number of bytes or a text such as "64MiB" or "2GiB", got "64MB"'),
     ),
-    ('[rollout]\nworkers = "8"', '2:11: rollout.workers: must be an integer, got "8", did you mean 8?'),
-    ("[rollout]\nworkers = true", "2:11: rollout.workers: must be an integer, got true, did you mean 1?"),
+    ('[rollout]\nworkers = "8"', '2:11: rollout.workers: must be an integer, got "8"'),
+    ("[rollout]\nworkers = true", "2:11: rollout.workers: must be an integer, got true"),
     ("[rollout]\nworkers = 1.5", "2:11: rollout.workers: must be an integer, got 1.5"),
     ("[rollout]\nworkers = 0", "2:11: rollout.workers: must be at least 1, got 0"),
     ("[rollout]\nworkers = 1979-05-27", "2:11: rollout.workers: must be an integer, got 1979-05-27"),
@@ -134,15 +155,15 @@ MISTAKES = [
     ("[rollout]\ndevices = []", '2:11: rollout.devices: must be "auto" or name at least one device, got []'),
     (
         "[rollout]\ndevices = [0, 1, 0]",
-        "2:11: rollout.devices: must name each device once, got [0, 1, 0], did you mean [0, 1]?",
+        "2:11: rollout.devices: must name each device once, got [0, 1, 0]",
     ),
     (
         "[rollout]\ndevices = 0",
-        '2:11: rollout.devices: must be "auto" or a list of device numbers, got 0, did you mean [0]?',
+        '2:11: rollout.devices: must be "auto" or a list of device numbers, got 0',
     ),
     (
         '[rollout]\ndevices = ["0"]',
-        '2:11: rollout.devices: must be "auto" or a list of device numbers, got ["0"], did you mean [0]?',
+        '2:11: rollout.devices: must be "auto" or a list of device numbers, got ["0"]',
     ),
     ("[rollout]\ndevices = [-1]", '2:11: rollout.devices: must be "auto" or a list of device numbers, got [-1]'),
     (
@@ -153,18 +174,18 @@ MISTAKES = [
     (
         "[rollout]\nreward_functions = ['mth']",
         "2:21: rollout.reward_functions: must be one of code, exact, format, json_schema, judge, length, math, regex, "
-        'remote, or of the form "module:function", got "mth", did you mean "math"?',
+        'remote, or of the form "module:function", got "mth"',
     ),
     ("[rollout]\nreward_functions = ['a:b', 3]", "2:28: rollout.reward_functions: must be a string, got 3"),
     (
         "[rollout]\nreward_functions = 'a:b'",
-        '2:20: rollout.reward_functions: must be a list, got "a:b", did you mean ["a:b"]?',
+        '2:20: rollout.reward_functions: must be a list, got "a:b"',
     ),
     (
         "[rollout]\nstop_token_ids = [[1], []]",
         (
-            "2:18: rollout.stop_token_ids: must be a token id, a list of ids (one stop sequence), or a list "
-            "of such lists, got [[1], []], did you mean [[1]]?"
+            "2:18: rollout.stop_token_ids: must be a token id, a list of ids, or a list of sequences "
+            "such as [[5, 6], [7]], got [[1], []]"
         ),
     ),
     (
@@ -177,13 +198,13 @@ MISTAKES = [
     ),
     (
         "[trainer]\nwhiten_advantages = 1",
-        "2:21: trainer.whiten_advantages: must be true or false, got 1, did you mean true?",
+        "2:21: trainer.whiten_advantages: must be true or false, got 1",
     ),
     ("[metrics]\nport = 70_000", "2:8: metrics.port: must be at most 65535, got 70000"),
     ('[metrics]\nhost = ""', '2:8: metrics.host: must have at least 1 character, got ""'),
     (
         '[daemon]\nname = "Bad Name"',
-        '2:8: daemon.name: must be made of a-z, 0-9 and -, got "Bad Name", did you mean "bad-name"?',
+        '2:8: daemon.name: must be made of a-z, 0-9 and -, got "Bad Name"',
     ),
     ("[daemon]\nseed = -1", "2:8: daemon.seed: must be at least 0, got -1"),
     (
@@ -191,16 +212,13 @@ MISTAKES = [
         "2:8: daemon.seed: must be less than 9223372036854775808, got 9223372036854775808",
     ),
     ('[daemon]\nruntime_dir = ""', '2:15: daemon.runtime_dir: must be a path, got ""'),
-    ("[daemon]\nstate_dir = 3", '2:13: daemon.state_dir: must be a path, got 3, did you mean "3"?'),
+    ("[daemon]\nstate_dir = 3", "2:13: daemon.state_dir: must be a path, got 3"),
     (
         '[model]\nactor = "builtin:sort"',
-        (
-            '2:9: model.actor: must be one of builtin:sort-digits where it is no path, got "builtin:sort", '
-            'did you mean "builtin:sort-digits"?'
-        ),
+        ('2:9: model.actor: must be one of builtin:sort-digits where it is no path, got "builtin:sort"'),
     ),
     ('[model]\nactor = ""', '2:9: model.actor: must be a path or one of builtin:sort-digits, got ""'),
-    ("[model]\nreward = ['a']", '2:10: model.reward: must be a string, got ["a"], did you mean "a"?'),
+    ("[model]\nreward = ['a']", '2:10: model.reward: must be a string, got ["a"]'),
     (
         (
             "[daemon]\nname = "
@@ -214,18 +232,16 @@ MISTAKES = [
     ),
     (
         '[trainer]\npolicy_loss = "gpso"',
-        '2:15: trainer.policy_loss: must be ppo, gspo, cispo, reinforce, or of the form "module:function", got "gpso", '
-        'did you mean "gspo"?',
+        '2:15: trainer.policy_loss: must be ppo, gspo, cispo, reinforce, or of the form "module:function", got "gpso"',
     ),
     (
         '[rollout]\nadvantages = "rlo"',
         "2:14: rollout.advantages: must be grpo, dr_grpo, rloo, reinforce_baseline, gae, or of the form "
-        '"module:function", got "rlo", did you mean "rloo"?',
+        '"module:function", got "rlo"',
     ),
     (
         '[trainer]\nloss_aggregation = "tokens_mean"',
-        '2:20: trainer.loss_aggregation: must be "token_mean", "sequence_mean" or "dr_grpo", got "tokens_mean", did '
-        'you mean "token_mean"?',
+        '2:20: trainer.loss_aggregation: must be "token_mean", "sequence_mean" or "dr_grpo", got "tokens_mean"',
     ),
     ("[trainer]\nimportance_cap = 0.5", "2:18: trainer.importance_cap: must be at least 1, got 0.5"),
     ("[trainer]\ndual_clip = 1.0", "2:13: trainer.dual_clip: must be greater than 1, got 1.0"),
@@ -249,7 +265,7 @@ MISTAKES = [
     ),
     # Values that are right each by itself, at the one to change that was set.
     ("[rollout]\nnum_generations = 1", "2:19: rollout.num_generations: must be at least 2 with GRPO, got 1"),
-    ("[trainer]\npacking = 1", "2:11: trainer.packing: must be true or false, got 1, did you mean true?"),
+    ("[trainer]\npacking = 1", "2:11: trainer.packing: must be true or false, got 1"),
     (
         '[trainer]\nbalance_ranks = "auto"',
         '2:17: trainer.balance_ranks: must be true or false, got "auto"',
@@ -262,7 +278,7 @@ MISTAKES = [
         '[trainer]\nshared_prefix = "auto"',
         '2:17: trainer.shared_prefix: must be true or false, got "auto"',
     ),
-    ("[rollout]\nshared_prefix = 1", "2:17: rollout.shared_prefix: must be true or false, got 1, did you mean true?"),
+    ("[rollout]\nshared_prefix = 1", "2:17: rollout.shared_prefix: must be true or false, got 1"),
     ("[trainer]\nmicro_batch_tokens = 0", "2:22: trainer.micro_batch_tokens: must be at least 1, got 0"),
     ("[trainer]\nkeep_state_every = 0", "2:20: trainer.keep_state_every: must be at least 1, got 0"),
     ("[trainer]\nwidth_multiple = 0", "2:18: trainer.width_multiple: must be at least 1, got 0"),
@@ -311,8 +327,8 @@ MISTAKES = [
         ),
     ),
     # No TOML at all.
-    ("[daemon]\nname = rlhfd", '2:8: invalid value, did you mean name = "rlhfd"?'),
-    ("[rollout\nworkers = 1", "1:9: expected ']' at the end of a table declaration, did you mean [rollout]?"),
+    ("[daemon]\nname = rlhfd", "2:8: invalid value"),
+    ("[rollout\nworkers = 1", "1:9: expected ']' at the end of a table declaration"),
     ("[rollout]\nworkers = 1\nworkers = 2", "3:1: rollout.workers is set twice, first in line 2"),
     ("rollout.workers = 1\n[rollout]\nworkers = 2", "3:1: rollout.workers is set twice, first in line 1"),
     ("[rollout]\nx = [1\n", "2:5: list is not closed, a ] is missing"),
@@ -321,7 +337,7 @@ MISTAKES = [
     ("[rollout]\nlr = 1e-6", "2:1: unknown key rollout.lr, did you mean trainer.learning_rate?"),
     ("[trainer]\nlr = 1e-6", "2:1: unknown key trainer.lr, did you mean learning_rate?"),
     ("[rollout]\nmax_tokens = 64", "2:1: unknown key rollout.max_tokens, did you mean max_new_tokens?"),
-    ("[trainer]\ntimeout_s = 3", "2:1: unknown key trainer.timeout_s, did you mean daemon.hang_timeout_s?"),
+    ("[trainer]\ntimeout_s = 3", "2:1: unknown key trainer.timeout_s, `rlhfd config show --effective` lists all"),
     ("[daemon]\nhang_timeout = 3", "2:1: unknown key daemon.hang_timeout, did you mean hang_timeout_s?"),
     ("[rollout]\nlearning_rat = 1", "2:1: unknown key rollout.learning_rat, did you mean trainer.learning_rate?"),
     ("[trainer]\nbeta = 0.1", "2:1: unknown key trainer.beta, did you mean kl_coef?"),
@@ -330,71 +346,65 @@ MISTAKES = [
     ("[trainer]\nkl_coeff = 0.1", "2:1: unknown key trainer.kl_coeff, did you mean kl_coef?"),
     ("[trainer]\ntemperature = 1.0", "2:1: unknown key trainer.temperature, did you mean rollout.temperature?"),
     ("lr = 1", "1:1: unknown key lr, did you mean trainer.learning_rate?"),
-    # The suggestion is shown, and it is right.
-    ('[daemon]\nhang_timeout_s = "5m"', '2:18: daemon.hang_timeout_s: must be a number, got "5m", did you mean 300?'),
+    # Values are quoted as they were given, and no other one is suggested: "5m" may be minutes or a slip.
+    ('[daemon]\nhang_timeout_s = "5m"', '2:18: daemon.hang_timeout_s: must be a number, got "5m"'),
     (
         '[daemon]\ndrain_timeout_s = "500ms"',
-        '2:19: daemon.drain_timeout_s: must be a number, got "500ms", did you mean 0.5?',
+        '2:19: daemon.drain_timeout_s: must be a number, got "500ms"',
     ),
     (
         '[buffer]\narena_bytes = "1.5G"',
-        (
-            '2:15: buffer.arena_bytes: must be a number of bytes or a text such as "64MiB" or "2GiB", got '
-            '"1.5G", did you mean "1536MiB"?'
-        ),
+        ('2:15: buffer.arena_bytes: must be a number of bytes or a text such as "64MiB" or "2GiB", got "1.5G"'),
     ),
     (
         "[buffer]\narena_bytes = 1.5e9",
-        "2:15: buffer.arena_bytes: must be an integer, got 1500000000.0, did you mean 1500000000?",
+        "2:15: buffer.arena_bytes: must be an integer, got 1500000000.0",
     ),
-    ("[rollout]\ntop_p = 95", "2:9: rollout.top_p: must be at most 1, got 95, did you mean 0.95?"),
+    ("[rollout]\ntop_p = 95", "2:9: rollout.top_p: must be at most 1, got 95"),
     (
         '[model]\ndtype = "bf16"',
-        ('2:9: model.dtype: must be "float32", "bfloat16" or "float16", got "bf16", did you mean "bfloat16"?'),
+        ('2:9: model.dtype: must be "float32", "bfloat16" or "float16", got "bf16"'),
     ),
     (
         '[daemon]\nlog_level = "WARN"',
-        ('2:13: daemon.log_level: must be "debug", "info", "warning" or "error", got "WARN", did you mean "warning"?'),
+        ('2:13: daemon.log_level: must be "debug", "info", "warning" or "error", got "WARN"'),
     ),
     (
         '[rollout]\nalgorithm = "GRPO"',
-        '2:13: rollout.algorithm: must be "grpo" or "ppo", got "GRPO", did you mean "grpo"?',
+        '2:13: rollout.algorithm: must be "grpo" or "ppo", got "GRPO"',
     ),
     (
         '[rollout]\nreward_functions = ["my.rewards.exact"]',
-        (
-            '2:21: rollout.reward_functions: must be of the form "module:function", got "my.rewards.exact", '
-            'did you mean "my.rewards:exact"?'
-        ),
+        ('2:21: rollout.reward_functions: must be of the form "module:function", got "my.rewards.exact"'),
     ),
     (
         '[rollout]\ndevices = "0,1"',
-        ('2:11: rollout.devices: must be "auto" or a list of device numbers, got "0,1", did you mean [0, 1]?'),
+        ('2:11: rollout.devices: must be "auto" or a list of device numbers, got "0,1"'),
     ),
     (
         '[rollout]\ndevices = "cuda:1"',
-        ('2:11: rollout.devices: must be "auto" or a list of device numbers, got "cuda:1", did you mean [1]?'),
+        ('2:11: rollout.devices: must be "auto" or a list of device numbers, got "cuda:1"'),
     ),
     (
         '[rollout]\nstop_token_ids = ["</s>"]',
         (
-            "2:18: rollout.stop_token_ids: must be a token id, a list of ids (one stop sequence), or a list "
-            'of such lists, got ["</s>"]'
+            "2:18: rollout.stop_token_ids: must be a token id, a list of ids, or a list of sequences "
+            'such as [[5, 6], [7]], got ["</s>"]'
         ),
     ),
     (
         '[trainer]\nlearning_rate = "1e-6"',
-        '2:17: trainer.learning_rate: must be a number, got "1e-6", did you mean 1e-06?',
+        '2:17: trainer.learning_rate: must be a number, got "1e-6"',
     ),
-    ("[trainer]\nmax_steps = 1e3", "2:13: trainer.max_steps: must be an integer, got 1000.0, did you mean 1000?"),
-    ('[buffer]\nchecksum = "yes"', '2:12: buffer.checksum: must be true or false, got "yes", did you mean true?'),
-    ("[buffer]\nchecksum = 0", "2:12: buffer.checksum: must be true or false, got 0, did you mean false?"),
-    ('[daemon]\nlog_texts = "off"', '2:13: daemon.log_texts: must be true or false, got "off", did you mean false?'),
-    ('[metrics]\nport = "9477"', '2:8: metrics.port: must be an integer, got "9477", did you mean 9477?'),
-    ('[metrics]\nport = ":9477"', '2:8: metrics.port: must be an integer, got ":9477", did you mean 9477?'),
+    ("[trainer]\nmax_steps = 1e3", "2:13: trainer.max_steps: must be an integer, got 1000.0"),
+    ('[buffer]\nchecksum = "yes"', '2:12: buffer.checksum: must be true or false, got "yes"'),
+    ("[buffer]\nchecksum = 0", "2:12: buffer.checksum: must be true or false, got 0"),
+    ('[daemon]\nlog_texts = "off"', '2:13: daemon.log_texts: must be true or false, got "off"'),
+    ('[metrics]\nport = "9477"', '2:8: metrics.port: must be an integer, got "9477"'),
+    ('[metrics]\nport = ":9477"', '2:8: metrics.port: must be an integer, got ":9477"'),
     ("[trainer]\nworld_size = -1", "2:14: trainer.world_size: must be at least 1, got -1"),
-    ("[prompts]\npath = 3", '2:8: prompts.path: must be a string, got 3, did you mean "3"?'),
-    ("[daemon]\nseed = 1.0", "2:8: daemon.seed: must be an integer, got 1.0, did you mean 1?"),
+    ("[prompts]\npath = 3", "2:8: prompts.path: must be a string, got 3"),
+    ("[daemon]\nseed = 1.0", "2:8: daemon.seed: must be an integer, got 1.0"),
     ('[metrics]\ntls_cert = "c.pem"', "2:12: metrics.tls_cert: must be set together with metrics.tls_key"),
     (
         '[buffer]\njournal_interval_s = 5\n[trainer]\nkind = "external"',
@@ -421,8 +431,7 @@ MISTAKES = [
     ),
     (
         "[rollout]\nreward_functions = []\nenvironment = 'calculator.Calculator'",
-        '3:15: rollout.environment: must be of the form "module:Factory", got "calculator.Calculator", '
-        'did you mean "calculator:Calculator"?',
+        '3:15: rollout.environment: must be of the form "module:Factory", got "calculator.Calculator"',
     ),
     ("[rollout]\nmax_turns = 0", "2:13: rollout.max_turns: must be at least 1, got 0"),
     ("[rollout]\nmax_turn_tokens = 4", "2:19: rollout.max_turn_tokens: needs rollout.environment"),
@@ -451,6 +460,14 @@ MISTAKES = [
     (
         "[rollout]\nreward_functions = ['remote']\nreward_timeout_s = 9\n[reward]\nservice_url = 'http://h/s'",
         "3:20: reward.requests_deadline_s: must be below the 9 of rollout.reward_timeout_s, got 45",
+    ),
+    (
+        "[rollout]\nreward_functions = ['math']\nreward_timeout_s = 5\n[reward]\nmath_cpu_s = 6",
+        "5:14: reward.math_cpu_s: must be below the 5 of rollout.reward_timeout_s, got 6",
+    ),
+    (
+        "[rollout]\nreward_functions = ['exact', 'length']\n[evaluation]\npass_function = 'math'",
+        "4:17: evaluation.pass_function: must be one of rollout.reward_functions (exact, length), got math",
     ),
     (
         "[rollout]\nreward_functions = ['exact', 'code']\nreward_timeout_s = 5\n[reward]\ncode_timeout_s = 5",
@@ -556,7 +573,7 @@ MISTAKES = [
     ),
     (
         '[model]\nlora_targets = "all"',
-        '2:16: model.lora_targets: must be "all-linear" or a list of names of layers, got "all", did you mean ["all"]?',
+        '2:16: model.lora_targets: must be "all-linear" or a list of names of layers, got "all"',
     ),
     (
         "[model]\nlora_targets = []",
@@ -564,7 +581,7 @@ MISTAKES = [
     ),
     (
         '[model]\nlora_kind = "dora"',
-        '2:13: model.lora_kind: must be "lora" or "rslora", got "dora", did you mean "lora"?',
+        '2:13: model.lora_kind: must be "lora" or "rslora", got "dora"',
     ),
     (
         '[model]\nlora_adapter = "a"',
@@ -585,19 +602,10 @@ MISTAKES = [
         '2:21: rollout.engine_gap_action: must be "warn", "resync" or "stop", got "restart"',
     ),
     # No TOML, as people write it.
-    ("[rollout]\nworkers: 4", "2:8: expected '=' after a key in a key/value pair, did you mean workers = 4?"),
-    ("[rollout]\nworkers 4", "2:9: expected '=' after a key in a key/value pair, did you mean workers = 4?"),
-    ("[buffer]\nchecksum = True", "2:12: invalid value, did you mean checksum = true?"),
-    ("[model]\nreward = None", "2:10: invalid value: TOML has no such value, leave the key out"),
-    ("[trainer]\nlearning_rate = .5", "2:17: invalid value, did you mean learning_rate = 0.5?"),
     (
-        "[trainer]\nclip_range = 1.",
-        "2:15: expected newline or end of document after a statement, did you mean clip_range = 1.0?",
+        "[rollout]\nworkers: 4",
+        "2:8: expected '=' after a key in a key/value pair: a line is key = value, [section] or # comment",
     ),
-    ("[daemon]\nseed = 007", "2:9: expected newline or end of document after a statement, did you mean seed = 7?"),
-    ("[model]\nactor = models/a", '2:9: invalid value, did you mean actor = "models/a"?'),
-    ("[model]\nactor = “models/a”", '2:9: invalid value, did you mean actor = "models/a"?'),
-    ('[model]\nactor = "C:\\models"', "2:14: unescaped '\\' in a string, did you mean actor = 'C:\\models'?"),
     (
         "[model]\nactor = 'models/a\n[rollout]\nworkers = 1",
         "2:9: string is not closed, a ' is missing at the end of the line",
@@ -606,46 +614,15 @@ MISTAKES = [
         '[model]\nactor = "models/a\n[rollout]\nworkers = 1',
         '2:9: string is not closed, a " is missing at the end of the line',
     ),
-    ("// comment\n[rollout]", "1:1: invalid statement, did you mean # comment?"),
-    (
-        "[rollout] ; comment",
-        "1:11: expected newline or end of document after a statement, did you mean [rollout] # comment?",
-    ),
-    (
-        "[rollout]\nworkers = 1 // comment",
-        ("2:13: expected newline or end of document after a statement, did you mean workers = 1 # comment?"),
-    ),
-    (
-        "[rollout]\nmax_length = 1,024",
-        "2:15: expected newline or end of document after a statement, did you mean max_length = 1_024?",
-    ),
-    (
-        "[buffer]\narena_bytes = 64MiB",
-        ('2:17: expected newline or end of document after a statement, did you mean arena_bytes = "64MiB"?'),
-    ),
-    ("[rollout]]\nworkers = 1", "1:10: expected newline or end of document after a statement, did you mean [rollout]?"),
-    ("rollout]\nworkers = 1", "1:8: expected '=' after a key in a key/value pair, did you mean [rollout]?"),
-    ("[rollout]\nstop_token_ids = [1 2]", "2:21: unclosed array, did you mean stop_token_ids = [1, 2]?"),
     ("[rollout]\nstop_token_ids = [1, 2\n\n[trainer]\nmax_steps = 3", "2:18: list is not closed, a ] is missing"),
     ("rollout = {workers = 1", "1:11: table is not closed, a } is missing"),
-    ("rollout:\n  workers: 4", "1:8: expected '=' after a key in a key/value pair, did you mean [rollout]?"),
     ('{"rollout": {"workers": 4}}', "1:1: invalid statement: this looks like JSON, a configuration is TOML"),
-    (
-        "[rollout].workers = 1",
-        "1:10: expected newline or end of document after a statement, did you mean rollout.workers = 1?",
-    ),
-    ("[rollout]\nworkers == 1", "2:10: invalid value, did you mean workers = 1?"),
     (
         "[rollout]\nworkers",
         ("2:8: expected '=' after a key in a key/value pair: a line is key = value, [section] or # comment"),
     ),
-    ("[rollout]\nworkers =", "2:10: value is missing"),
     ("[rollout]\n[trainer]\n[rollout]\n", "3:2: rollout is set twice, first in line 1"),
     ("rollout = 1\n[rollout]\nworkers = 1", "2:9: cannot overwrite a value: it was set above"),
-    (
-        "[rollout]\nworkers = 1\rtop_k = 2",
-        ("2:12: expected newline or end of document after a statement: a carriage return alone ends no line"),
-    ),
     # Bytes.
     (b"\xff\xfe[\x00r\x00", "1:1: not UTF-8 but UTF-16, save the file as UTF-8"),
     (b"\xef\xbb\xbf[rollout]\nworkers = 0", "2:11: rollout.workers: must be at least 1, got 0"),
@@ -664,10 +641,8 @@ def test_a_step_may_have_a_mini_batch_for_each_row_of_all_its_batches() -> None:
     assert config_load.load(None, [*sets, "trainer.mini_batches=64"], {}).config.trainer.mini_batches == 64
 
 
-def test_a_line_that_is_no_toml_is_suggested_without_its_password() -> None:
-    assert errors_of("[reward]\nservice_url = http://me:secret@h/") == [
-        'config.toml:2:15: invalid value, did you mean service_url = "http://***@h/"?'
-    ]
+def test_a_line_that_is_no_toml_is_named_without_its_password() -> None:
+    assert errors_of("[reward]\nservice_url = http://me:secret@h/") == ["config.toml:2:15: invalid value"]
 
 
 SET_MISTAKES = [
@@ -678,7 +653,7 @@ SET_MISTAKES = [
     ("rollout.tickets_ahead=2000", "--set rollout.tickets_ahead: must be at most 1024, got 2000"),
     (
         "rollout.weight_updates=inflight",
-        '--set rollout.weight_updates: must be "between" or "in_flight", got "inflight", did you mean "in_flight"?',
+        '--set rollout.weight_updates: must be "between" or "in_flight", got "inflight"',
     ),
     ("rollout.workers=many", '--set rollout.workers: must be an integer, got "many"'),
     ("rollout.workers=", '--set rollout.workers: must be an integer, got ""'),
@@ -700,7 +675,7 @@ SET_MISTAKES = [
         "--set rollout/temperature 0.7: must be of the form section.key=value, "
         "did you mean --set rollout.temperature=0.7?",
     ),
-    ("daemon.hang_timeout_s=5m", '--set daemon.hang_timeout_s: must be a number, got "5m", did you mean 300?'),
+    ("daemon.hang_timeout_s=5m", '--set daemon.hang_timeout_s: must be a number, got "5m"'),
     (
         "service_url=http://me:se cret@h",
         "--set service_url=http://***@h: must be of the form section.key=value, "
@@ -733,7 +708,7 @@ def test_mistake_on_the_command_line_names_its_option(assignment: str, error: st
         ("RLHFD_ROLLOUT__TEMPRATURE", "1", "unknown key rollout.temprature, did you mean temperature?"),
         ("RLHFD_ROLOUT__WORKERS", "1", "unknown section rolout, did you mean rollout?"),
         ("RLHFD_ROLLOUT__WORKERS", "-1", "must be at least 1, got -1"),
-        ("RLHFD_DAEMON__HANG_TIMEOUT_S", "5m", 'must be a number, got "5m", did you mean 300?'),
+        ("RLHFD_DAEMON__HANG_TIMEOUT_S", "5m", 'must be a number, got "5m"'),
         ("RLHFD_ROLLOUT_WORKERS", "1", "unknown variable, did you mean RLHFD_ROLLOUT__WORKERS?"),
         ("RLHFD_TEMPERATURE", "1", "unknown variable, did you mean RLHFD_ROLLOUT__TEMPERATURE?"),
         ("RLHFD_CONFG", "x", "unknown variable, did you mean RLHFD_CONFIG?"),
@@ -756,35 +731,6 @@ def test_variables_of_others_with_our_prefix_are_left_alone() -> None:
     }
 
     assert not config_load.load(None, [], others).origins
-
-
-SUGGESTIONS = [
-    (text, int(match[1]), int(match[2]), match[3], match[4])
-    for text, error in MISTAKES
-    if isinstance(text, str)
-    and (match := re.match(r"(\d+):(\d+): (?!(?:[\w.]+: )?unknown)(.*), did you mean (.*)\?$", error))
-]
-
-
-def test_what_is_suggested_mends_it() -> None:
-    assert len(SUGGESTIONS) >= 40
-    for text, line, column, problem, meant in SUGGESTIONS:
-        lines = text.split("\n")
-        # A value starts at its column; for invalid TOML the whole line is suggested.
-        lines[line - 1] = lines[line - 1][: column - 1] + meant if ", got " in problem else meant
-        if lines[line - 1].count("[") > lines[line - 1].count("]"):
-            lines[line - 1] += "]"
-        Path("config.toml").write_text("\n".join(lines))
-
-        try:
-            config_load.load(Path("config.toml"), [], {})
-        except ConfigErrors as error:
-            left = error.errors
-        else:
-            left = ()
-
-        # Another line may be wrong too; this one is not any more.
-        assert not [error for error in left if error.startswith(f"config.toml:{line}:")], text
 
 
 def test_all_errors_come_at_once_in_the_order_of_the_file() -> None:
@@ -810,7 +756,7 @@ def test_conflict_with_a_value_that_is_wrong_by_itself_is_not_shown() -> None:
 
 def test_windows_line_ends_do_not_move_columns() -> None:
     assert errors_of(b'[rollout]\r\nworkers = "8"\r\n') == [
-        'config.toml:2:11: rollout.workers: must be an integer, got "8", did you mean 8?'
+        'config.toml:2:11: rollout.workers: must be an integer, got "8"'
     ]
 
 
@@ -849,7 +795,8 @@ class TestFiles:
 
     def test_an_adapter_that_is_none_is_named_with_its_place(self, folder: Path) -> None:
         assert errors_of('[model]\nlora_rank = 4\nlora_adapter = "none"\n', files=True) == [
-            f"config.toml:3:16: model.lora_adapter: no adapter_config.json in {folder}/none: no adapter of peft"
+            f"config.toml:3:16: model.lora_adapter: no such directory: {folder}/none (models are local, none is "
+            "downloaded)"
         ]
 
     def test_missing_prompts_are_named_with_their_place(self, folder: Path) -> None:
@@ -969,7 +916,10 @@ class TestFiles:
         save_shell(folder / "m", **json.loads(described))
         (folder / "p.jsonl").write_text(f'{{"prompt": "a"}}\n{row}')
         (folder / "b.png").touch()
-        (folder / "c.toml").write_text('[rollout]\nengine = "vllm"\n[model]\nactor = "m"\n[prompts]\npath = "p.jsonl"')
+        (folder / "c.toml").write_text(
+            '[rollout]\nengine = "vllm"\nreward_functions = ["exact"]\n'
+            '[model]\nactor = "m"\n[prompts]\npath = "p.jsonl"'
+        )
 
         problems = problems_of_files(config_load.load(folder / "c.toml", [], {}))
 
@@ -982,8 +932,52 @@ class TestFiles:
         transformers = config_load.load(folder / "c.toml", ["rollout.engine=transformers"], {})
         assert problems_of_files(transformers) == []
 
+    @pytest.mark.parametrize("key", ["actor", "reference", "critic", "reward"])
+    def test_a_model_without_positions_for_the_longest_row_is_refused(self, folder: Path, key: str) -> None:
+        save_shell(folder / "m")
+        save_shell(folder / "short", model_type="gpt2", n_positions=32)
+        (folder / "p.jsonl").write_text('{"prompt": "a"}')
+        models = {"actor": "m", key: "short"}
+        text = "[model]\n" + "".join(f'{name} = "{path}"\n' for name, path in models.items())
+        algorithm = "ppo" if key == "critic" else "grpo"
+        text += f'[prompts]\npath = "p.jsonl"\n[rollout]\nmax_length = 33\nalgorithm = "{algorithm}"\n'
+        text += 'reward_functions = ["exact"]\n'
+        (folder / "c.toml").write_text(text)
+
+        problems = problems_of_files(config_load.load(folder / "c.toml", [], {}))
+
+        assert len(problems) == 1 and f"model.{key}: " in problems[0]
+        assert "at most 32 tokens, because its table of positions ends there (n_positions)" in problems[0]
+        assert problems_of_files(config_load.load(folder / "c.toml", ["rollout.max_length=32"], {})) == []
+
     def test_right_files_are_accepted(self, folder: Path) -> None:
         save_shell(folder / "m")
         (folder / "p.jsonl").write_text('{"prompt": "a"}')
 
-        config_load.load(None, ["model.actor=m", "prompts.path=p.jsonl"], {}, check_files=problems_of_files)
+        sets = ["model.actor=m", "prompts.path=p.jsonl", 'rollout.reward_functions=["exact"]']
+        config_load.load(None, sets, {}, check_files=problems_of_files)
+
+    def test_a_model_of_its_own_gets_neither_reward_nor_prompts_of_the_embedded_task(self, folder: Path) -> None:
+        for name in "mr":
+            save_shell(folder / name)
+        (folder / "game.py").write_text("class Game: ...\n")
+        (folder / "p.jsonl").write_text('{"prompt": "a"}')
+        (folder / "c.toml").write_text('[model]\nactor = "m"\n')
+        needed = "must be set with a model of its own, or"
+        reward = f"{folder}/c.toml:2:9: rollout.reward_functions: {needed} model.reward or rollout.environment"
+        prompts = f"{folder}/c.toml:2:9: prompts.path: {needed} prompts.sources"
+        exact = 'rollout.reward_functions=["pipeline.sort_digits:exact_answer"]'
+
+        for sets, missing in (
+            ([], [reward, prompts]),
+            (["trainer.kind=external"], [reward, prompts]),
+            (["evaluation.files=['p.jsonl']"], [reward, prompts]),
+            (["prompts.path=p.jsonl"], [reward]),
+            (["prompts.sources=[{path='p.jsonl'}]"], [reward]),
+            ([exact], [prompts]),
+            (["model.reward=r"], [prompts]),
+            (["rollout.environment=game:Game"], [prompts]),
+            ([exact, "prompts.path=builtin:sort-digits"], []),
+            (["model.actor=builtin:sort-digits"], []),
+        ):
+            assert problems_of_files(config_load.load(folder / "c.toml", sets, {})) == missing, sets

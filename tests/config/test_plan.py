@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipeline.config import plan
 from pipeline.config.losses import answers_every, worker_holds_actor
@@ -21,6 +25,8 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models.lora import adapt
 from pipeline.rollout.generation.vllm import engine as vllm_engine
+from pipeline.supervisor.capacity.budgets import budgets_of
+from pipeline.supervisor.capacity.machine import Machine
 from tests.project.test_sizes import MODELS, bytes_a_parameter, table
 from tests.support import tiny
 
@@ -108,8 +114,6 @@ def test_a_folder_that_is_no_model_is_named_in_one_line(tmp_path: Path, files: d
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_bytes_a_parameter_are_those_of_the_table(folder: Path, dtype: str) -> None:
-    import torch
-
     documented = bytes_a_parameter(getattr(torch, dtype))
     config = configured(folder, model={"dtype": dtype})
     models = models_of(config)
@@ -324,6 +328,68 @@ def test_the_reference_of_adapters_needs_nothing_on_either_role(folder: Path) ->
         config = configured(folder, model={"reference_device": role, "lora_rank": 2, "reference": str(folder)})
         found = needs(config, models_of(config), on_cards=True)
         assert "reference" not in found.rank and "reference" not in found.worker
+
+
+QWEN_05B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 896,
+    "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+# The first run on a card (docs/measured.md): one H200 with both roles, 128 rows of 64 + 256 tokens a step.
+MEASURED = {
+    "rollout": {"num_generations": 8, "batch_size": 8, "max_prompt_length": 64, "max_new_tokens": 256},
+    "buffer": {"sample_batch_size": 128},
+    "trainer": {"micro_batch_tokens": 16_384, "activation_checkpointing": True, "packing": False},
+    "model": {"dtype": "bfloat16", "reference_device": "worker"},
+}
+
+
+def test_the_plan_of_the_measured_runs_lies_above_what_they_took_by_five_percent_at_most(tmp_path: Path) -> None:
+    """By role the allocator's reserve, in all the card's memory in use; ten percent for a worker, of 3.8 GB."""
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**QWEN_05B))
+    described(tmp_path, {name: list(weight.shape) for name, weight in model.named_parameters()})
+    vllm = {**MEASURED["rollout"], "batch_size": 4, "engine": "vllm", "cache_bytes": "8GiB"}
+    machine = Machine(gpus=1, gpu_bytes=141 * 10**9, ram_bytes=10**12, shm_bytes=10**12)
+
+    configs = [configured(tmp_path, **{**MEASURED, **more}) for more in ({}, {"rollout": vllm})]
+    (plain, *_), (of_vllm, *_) = (budgets_of(config, models_of(config), machine) for config in configs)
+
+    assert 19.3 <= plain.total_bytes / 1e9 <= 19.3 * 1.05
+    assert 31.4 <= of_vllm.total_bytes / 1e9 <= 31.4 * 1.05
+    by_role = {"trainer": 0.0, "rollout": 0.0}
+    for term, nbytes in plain.terms.items():
+        by_role[term.split()[0]] += 0.0 if "contexts" in term else nbytes / 1e9
+    assert 13.2 <= by_role["trainer"] <= 13.2 * 1.05
+    assert 3.8 <= by_role["rollout"] <= 3.8 * 1.10
+
+
+def described(folder: Path, shapes: dict[str, list[int]]) -> None:
+    """Write config.json and a file of tensors without their bytes: a plan reads the header alone."""
+    (folder / "config.json").write_text(json.dumps(QWEN_05B))
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at := at + 2 * math.prod(shape)]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+
+
+def test_each_process_on_a_card_has_its_context_vllms_too_and_none_on_a_cpu(folder: Path) -> None:
+    for engine, processes in (("transformers", 1), ("vllm", 2)):
+        config = configured(folder, rollout={"engine": engine, "max_length": 10})
+        models = models_of(config)
+        card, _, host = budgets_of(config, models, Machine(1, 10**12, 10**12, 10**12))
+        (cpu,) = [
+            budget for budget in budgets_of(config, models, Machine(0, 0, 10**12, 10**12)) if "host" in budget.name
+        ]
+
+        assert card.terms["trainer 0: contexts and libraries"] == plan.CONTEXT_BYTES
+        assert card.terms["rollout 0: contexts and libraries"] == processes * plan.CONTEXT_BYTES
+        assert not any("contexts" in term or "kept" in term for term in (*cpu.terms, *host.terms))
+        own = plan.VLLM_PROCESS_BYTES * (processes - 1)
+        assert cpu.terms["processes without their models"] == plan.DAEMON_BYTES + 2 * plan.PROCESS_BYTES + own
 
 
 _LOAD = """

@@ -68,10 +68,10 @@ def test_the_schema_takes_the_embedded_configuration_and_every_default() -> None
 
 # Errors that involve several keys, or types that JSON lacks: 1.0 is an integer there, a date a text.
 BEYOND = (
-    r"got \d+\.0,|with GRPO|each needs|must be finite|one of builtin:|must be a path|1979|group of|rows of buffer|"
+    r"got \d+\.0$|with GRPO|each needs|must be finite|one of builtin:|must be a path|1979|group of|rows of buffer|"
     r"at least the|must be below rollout|must be the sum|a row has at|with rollout\.algorithm = |tokens of a response|"
     "rows of a step|of reward.length_limit|of rollout.reward_timeout_s|at most 512 with|of your own|sets itself|"
-    "carry a signal"
+    "carry a signal|must be one of rollout.reward_functions"
 )
 
 

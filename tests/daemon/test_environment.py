@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, rlhfd, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, descendants, rlhfd, task, total  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
 STEPS = 4
@@ -98,16 +98,7 @@ def ending(daemon: Daemon) -> tuple[str, ...]:
 
 def environments_of(worker: int) -> list[int]:
     """Return the pids of a worker's processes that hold environments."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = re.search(r"^PPid:\t(\d+)$", (folder / "status").read_text(), re.MULTILINE)
-            name = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if parent and int(parent[1]) == worker and b"rlhfd: environment" in name:
-            found.append(int(folder.name))
-    return found
+    return [pid for pid in descendants(worker) if b"rlhfd: environment" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.timeout(900)
@@ -183,7 +174,12 @@ def test_an_environment_of_verifiers_trains_the_bits_of_one_of_ones_own_whoever_
     ("code", "more", "message"),
     [
         ("raise OSError('no device')", (), r"rollout\.environment: cannot import answering: OSError: no device"),
-        ("class Telling: pass", (), r"rollout\.environment: the Telling of answering:Telling has no method reset"),
+        pytest.param(
+            "class Telling: pass",
+            (),
+            r"rollout\.environment: the Telling of answering:Telling has no method reset",
+            marks=pytest.mark.variant,
+        ),
         (
             ENVIRONMENT.replace("self.turns += 1", "raise ValueError('broken')"),
             (),

@@ -1,4 +1,4 @@
-"""What a running instance weighs, how fast it is there, and that nothing stays behind when it is told to go."""
+"""The memory of a running instance, the time of its start, and its end, which leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -271,19 +271,35 @@ def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(starter
         assert not daemon.shm_dir.exists()
 
 
+def test_a_setup_that_is_killed_twice_is_started_again_and_the_first_start_goes_on(tmp_path):
+    quick = ("daemon.restart_delay_s=0.02", "daemon.restart_delay_max_s=0.02")
+    with Daemon(tmp_path, *SMALL, *quick, "trainer.max_steps=2") as daemon:
+        ended = set()
+        for _ in range(2):
+            (setup,) = daemon.wait_until(
+                lambda: [pid for pid in daemon.family() if pid not in ended and is_setup(pid)],
+                "the model is being made",
+            )
+            os.kill(setup, signal.SIGKILL)
+            ended.add(setup)
+
+        assert daemon.wait() == 0, daemon.errors
+
+        assert daemon.errors.count("setup ended (killed by signal 9), restart in 0.0 s: ") == 2
+        assert "training ended: steps=2" in daemon.errors
+        assert not daemon.shm_dir.exists()
+
+
 @pytest.mark.variant
-def test_a_setup_that_hangs_ends_the_run_with_the_reason(tmp_path):
-    with Daemon(tmp_path, *SMALL, f"daemon.hang_timeout_s={HANG_S}") as daemon:
-        setup = daemon.wait_until(
-            lambda: [pid for pid in daemon.family() if is_setup(pid)], "the embedded model is being made"
-        )
+def test_a_setup_that_hangs_is_killed_and_started_again(tmp_path):
+    with Daemon(tmp_path, *SMALL, f"daemon.hang_timeout_s={HANG_S}", "trainer.max_steps=2") as daemon:
+        setup = daemon.wait_until(lambda: [pid for pid in daemon.family() if is_setup(pid)], "the model is being made")
         os.kill(setup[0], signal.SIGSTOP)
 
-        assert daemon.wait() == 70
+        assert daemon.wait() == 0, daemon.errors
 
         assert f"hung: role=setup pid={setup[0]} stage=start" in daemon.errors
-        assert "the embedded model could not be made: hung in start: stopped" in daemon.errors
-        assert not daemon.shm_dir.exists()
+        assert daemon.errors.count("setup ended (killed by signal 9, watchdog), restart in ") == 1
 
 
 def is_setup(pid):

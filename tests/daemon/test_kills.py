@@ -15,6 +15,7 @@ import pytest
 from pipeline.buffer.spool import SpoolTotals
 from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.storage import extent_file
+from pipeline.telemetry.samples import SampleReader, folder_of
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.daemon import (
     END_TIMEOUT_S,
@@ -80,7 +81,9 @@ def one_line_a_step(daemon):
 
 
 def test_a_killed_worker_buffer_or_trainer_is_replaced_and_nothing_is_lost(tmp_path, task):  # noqa: F811
-    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+    """With a stop string, which a successor of the worker knows too."""
+    ends = ('rollout.stop=["34"]', "samples.per_minute=6000")
+    with Daemon(tmp_path, *SETTINGS, *ends, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         daemon.wait_until(
@@ -103,8 +106,14 @@ def test_a_killed_worker_buffer_or_trainer_is_replaced_and_nothing_is_lost(tmp_p
         trained = total(metrics, "rlhfd_items_trained_total")
         version = total(metrics, "rlhfd_policy_version", role="trainer")
         assert trained / 32 == version, "each version is one batch of 32 rows, none skipped, none twice"
+        stopped, cut = (total(metrics, "rlhfd_responses_total", finish_reason=reason) for reason in ("stop", "length"))
         finish(daemon)
         assert one_line_a_step(daemon)
+        kept = [response for sample in SampleReader(folder_of(daemon.run_dir)).read() for response in sample.responses]
+        texts = ["".join(response.pieces) for response in kept]
+        assert [response.stop for response in kept] == ["34" if text.endswith("34") else "" for text in texts]
+        assert {"", "34"} == {response.stop for response in kept} and all("34" not in text[:-2] for text in texts)
+        assert stopped + cut >= trained and stopped > 0
 
 
 @pytest.mark.variant
@@ -355,7 +364,7 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
             (path,) = (daemon.run_dir / "journal").glob(f"*{extent_file.SUFFIX}")
             file, latest = extent_file.load(path), read_latest(daemon.run_dir / "checkpoints")
             # It may have been stopped before word of its version left it.
-            if file.extents and msgspec.json.decode(file.metadata["books"], type=SpoolTotals).include(latest):
+            if file.extents and msgspec.json.decode(file.metadata["totals"], type=SpoolTotals).include(latest):
                 return file, latest
             daemon.signal(signal.SIGCONT, "trainer-0")
             return None

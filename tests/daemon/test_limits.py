@@ -9,13 +9,26 @@ import json
 import os
 import re
 import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import ExitCode
 from pipeline.prompts.source import PromptSource
-from tests.support.daemon import END_TIMEOUT_S, PROGRAM, SMALL, Daemon, is_alive, task, total, wait_until
+from tests.support.daemon import (
+    END_TIMEOUT_S,
+    PROGRAM,
+    SMALL,
+    Daemon,
+    is_alive,
+    task,
+    telling_reward,
+    total,
+    wait_until,
+)
 
 __all__ = ["task"]
 pytestmark = pytest.mark.integration
@@ -176,46 +189,136 @@ def child(daemon: Daemon, name: str) -> int:
 # Disk.
 
 
-@pytest.mark.needs("unshare", "mount")
-def test_a_full_disk_costs_the_checkpoints_and_the_last_of_them_the_exit_code(tmp_path: Path, task: Path) -> None:
-    program = machine(tmp_path, state=1 << 20)
-    settings = (*SMALL_ARENA, "trainer.save_every=3", "trainer.max_steps=7")
+class Disk:
+    """A small disk as the state directory, in a mount namespace that outlives its daemons; `program` runs there."""
 
-    with Daemon(tmp_path, *settings, task=task, program=program) as daemon:
-        seen = daemon.wait_until(lambda: counted_errors(daemon), "a checkpoint that failed is counted")
-        state = Path(f"/proc/{daemon.pid}/root{daemon.state_dir}")
-        left = [path.name for path in state.glob("runs/*/checkpoints/*") if not path.name.startswith(".")]
-        assert daemon.wait() == FAILED, daemon.errors
+    def __init__(self, folder: Path, keeper: int) -> None:
+        self.state = folder / "state"
+        self._enter = ["nsenter", f"--mount=/proc/{keeper}/ns/mnt"]
+        self.seen = Path(f"/proc/{keeper}/root{self.state}")
+        self.program = folder / "on-the-disk"
+        self.program.write_text(f'#!/bin/sh\nexec {" ".join(self._enter)} --wd="$PWD" {PROGRAM} "$@"\n')
+        self.program.chmod(0o700)
 
-    assert seen >= 1 and left == []
-    failed = re.findall(r"checkpoint \S+/(step-\d+) could not be written: .*; [\d,]+ B were written", daemon.errors)
-    assert failed == ["step-000003", "step-000006", "step-000007"]
-    assert "training ended: steps=7" in daemon.errors
+    def do(self, command: str) -> None:
+        subprocess.run([*self._enter, "sh", "-ec", command.format(state=self.state)], check=True)
 
 
-@pytest.mark.variant
-@pytest.mark.needs("unshare", "mount")
-def test_a_stop_on_a_full_disk_ends_in_order_and_says_what_it_cost(tmp_path: Path, task: Path) -> None:
-    program = machine(tmp_path, state=64 << 20)
+FAULTS = {
+    # Over the writable one, whose open files stay: no kernel takes writes away from a mount that has writers.
+    "read-only": ("mount --bind {state} {state} && mount -o remount,bind,ro {state}", "umount {state}"),
+    "full": ("cat /dev/zero >{state}/somebody-elses 2>/dev/null || true", "rm {state}/somebody-elses"),
+}
 
-    with Daemon(tmp_path, *SMALL_ARENA, task=task, program=program) as daemon:
-        daemon.wait_logged("ready: process=trainer-0")
-        wait_steps(daemon, 2)
-        fill(Path(f"/proc/{daemon.pid}/root{daemon.state_dir}") / "somebody-elses")
-        wait_steps(daemon, 2)
-        daemon.signal(signal.SIGTERM)
-        assert daemon.wait() == FAILED, daemon.errors
 
-    assert re.search(r"ERROR trainer-0 \S+: checkpoint \S+ could not be written: ", daemon.errors)
-    (kept,) = re.findall(r"sealed (\d+) = trained (\d+) \+ dropped (\d+) \(?.*ready 0 \+ leased 0", daemon.errors)
-    sealed, trained, dropped = map(int, kept)
-    assert sealed == trained + dropped
-    if dropped:
+@contextmanager
+def disk(folder: Path, size_bytes: int) -> Iterator[Disk]:
+    state = folder / "state"
+    inside = f"mkdir -p {state} && mount -t tmpfs -o size={size_bytes} none {state} && echo there && exec sleep 1000"
+    with subprocess.Popen(["unshare", "--mount", "sh", "-c", inside], stdout=subprocess.PIPE) as keeper:
+        try:
+            assert keeper.stdout is not None and keeper.stdout.readline() == b"there\n"
+            yield Disk(folder, keeper.pid)
+        finally:
+            keeper.kill()
+
+
+def end_of(daemon: Daemon) -> list[str]:
+    return re.findall(r"training ended: (steps=\d+ weights=\w+ experiences=\w+)", daemon.errors)
+
+
+@pytest.mark.needs("unshare", "nsenter", "mount")
+def test_the_end_of_a_run_on_a_full_disk_stays_in_shared_memory_and_the_next_start_writes_it(
+    tmp_path: Path, task: Path
+) -> None:
+    settings = (*SMALL_ARENA, "trainer.save_every=2", "trainer.max_steps=3", "samples.per_minute=0")
+    with disk(tmp_path, 1 << 20) as small:
+        with Daemon(
+            tmp_path, *settings, *telling_reward(tmp_path, pause_s=0.02), task=task, program=small.program
+        ) as daemon:
+            seen = daemon.wait_until(lambda: counted_errors(daemon), "a checkpoint that failed is counted")
+            left = [path.name for path in small.seen.glob("runs/*/checkpoints/*") if not path.name.startswith(".")]
+            assert daemon.wait() == FAILED, daemon.errors
+        failed = re.findall(r"checkpoint \S+/(step-\d+) could not be written: .*; [\d,]+ B were written", daemon.errors)
+        assert (seen >= 1, left, failed) == (True, [], ["step-000002", "step-000003"])
         assert re.search(
-            r"ERROR buffer-0 \S+: undelivered experiences lost, the spool cannot be written", daemon.errors
-        )
-    assert " trainer-0 has not written the last checkpoint, its error is above" in daemon.errors
-    assert "Traceback" not in daemon.errors
+            rf"trainer-0 has not written the last checkpoint, .*weights and training state of version 3 stay in "
+            rf"{daemon.shm_dir} for the next start, .*make room in {daemon.state_dir}", daemon.errors.splitlines()[-1],
+        )  # fmt: skip
+
+        # Still full: nothing is lost by a start.
+        settings = (*settings, *telling_reward(tmp_path))
+        with Daemon(tmp_path, *settings, task=task, program=small.program, name="again") as again:
+            assert again.wait() == FAILED, again.errors
+        small.do(f"mount -o remount,size={64 << 20} {{state}}")
+        with Daemon(tmp_path, *settings, task=task, program=small.program, name="with-room") as last:
+            assert last.wait() == 0, last.errors
+
+    assert end_of(daemon) == end_of(again) == end_of(last) != []
+    assert "resumed from shared memory: version=3 step=3" in last.errors
+    assert re.search(r"checkpoint written: step=3 ", last.errors)
+    assert not last.shm_dir.exists()
+
+
+@pytest.mark.needs("unshare", "nsenter", "mount")
+@pytest.mark.parametrize("fault", ["read-only", pytest.param("full", marks=pytest.mark.variant)])
+def test_a_run_whose_disk_takes_nothing_more_goes_on_and_its_end_stays_in_shared_memory(
+    tmp_path: Path, task: Path, fault: str
+) -> None:
+    """The training state, which the run keeps on disk, is in shared memory then, too."""
+    settings = (*SMALL_ARENA, "buffer.max_staleness=0", "trainer.keep_state=disk", *telling_reward(tmp_path))
+    with disk(tmp_path, 64 << 20) as small:
+        with Daemon(tmp_path, *settings, "trainer.max_steps=0", task=task, program=small.program) as daemon:
+            wait_steps(daemon, 2)
+            small.do(FAULTS[fault][0])
+            wait_steps(daemon, 2)
+            daemon.signal(signal.SIGTERM)
+            assert daemon.wait() == FAILED, daemon.errors
+        assert "Traceback" not in daemon.errors
+        assert f"stay in {daemon.shm_dir} for the next start" in daemon.errors.splitlines()[-1]
+        small.do(FAULTS[fault][1])
+        (stopped,) = re.findall(r"training ended: steps=(\d+)", daemon.errors)
+        most = f"trainer.max_steps={int(stopped) + 2}"
+        with Daemon(tmp_path, *settings, most, task=task, program=small.program, name="again") as again:
+            assert again.wait() == 0, again.errors
+        assert f"resumed from shared memory: version={stopped} step={stopped}" in again.errors
+        sealed, *parts = re.findall(
+            r"sealed (\d+) = trained (\d+) \+ dropped (\d+).*ready (\d+) \+ leased (\d+)", again.errors
+        )[-1]
+        assert int(sealed) == sum(map(int, parts)) and int(parts[0]) == 32 * (int(stopped) + 2)
+    (tmp_path / "whole").mkdir()
+    telling_reward(tmp_path / "whole")
+    with Daemon(tmp_path / "whole", *settings, most, task=task) as whole:
+        assert whole.wait() == 0, whole.errors
+    assert end_of(again) == end_of(whole)
+
+
+@pytest.mark.parametrize("name", ["metrics", "arena", "weights", "training"])
+def test_a_file_in_shared_memory_that_is_cut_off_ends_the_run_which_names_it_and_leaves_nothing(
+    tmp_path: Path, task: Path, name: str
+) -> None:
+    """A process that reads or writes beyond the end dies of SIGBUS, the supervisor never."""
+    with Daemon(tmp_path, *SMALL_ARENA, "trainer.max_steps=0", *telling_reward(tmp_path), task=task) as daemon:
+        wait_steps(daemon, 2)
+        path = daemon.shm_dir / name
+        whole = path.stat().st_size
+        os.truncate(path, 0 if name in ("metrics", "weights") else whole // 2)
+
+        assert daemon.wait() == FAILED, daemon.errors
+
+    left = 0 if name in ("metrics", "weights") else whole // 2
+    last = daemon.errors.splitlines()[-1]
+    assert last.endswith(f"shared memory was truncated by another program: {path} holds {left:,} B of {whole:,} B")
+    assert "is invalid" not in daemon.errors and "Fatal Python error" not in daemon.errors.split("supervisor")[-1]
+    assert not any(daemon.runtime_dir.iterdir()) and not (daemon.state_dir / "lock").exists()
+    # Without metrics a process may die of SIGBUS before it has written the end, which then stays for the next start.
+    is_kept = name == "metrics" and f"stay in {daemon.shm_dir} for the next start" in daemon.errors
+    assert daemon.shm_dir.exists() == is_kept
+    if is_kept:
+        with Daemon(tmp_path, *SMALL_ARENA, "trainer.max_steps=1", *telling_reward(tmp_path), task=task) as again:
+            assert again.wait() == 0, again.errors
+    written = [*daemon.run_dir.glob("checkpoints/step-*")]
+    assert bool(written) == (name in ("metrics", "arena")), "weights and training state are whole there"
 
 
 def counted_errors(daemon: Daemon) -> float:
@@ -299,11 +402,19 @@ def test_groups_that_teach_nothing_are_counted_and_told_and_every_epoch_takes_ea
         assert total(metrics, "rlhfd_groups_total", signal="mixed") == 0
         assert total(metrics, "rlhfd_groups_total", signal="all_equal") >= 25 * 32 / GROUP_SIZE
         assert total(metrics, "rlhfd_tokens_total", kind="trained") == 0
+        steps, idle = (total(metrics, f"rlhfd_train_{kind}_total") for kind in ("steps", "idle_steps"))
+        # The scrape may lie between the two.
+        assert steps >= 25 and steps - 1 <= idle <= steps
+        assert daemon.status()["why"].startswith("Nothing to learn")
+        # The page's paragraph is these sentences.
+        assert json.loads(daemon.get("/api/live")[1])["why"][0].startswith("Nothing to learn")
         assert total(metrics, "rlhfd_policy_version", role="trainer") >= 24
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0, daemon.errors
 
     assert daemon.errors.count("nothing to learn from") == 1
+    lines = [json.loads(line) for line in (daemon.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {(line["rows"], line["rows_trained"], line["tokens_trained"]) for line in lines} == {(32, 0, 0)}
     answers = (tmp_path / "seen").read_text().splitlines()
     groups = answers[::GROUP_SIZE]
     source = PromptSource(path, 3)

@@ -23,7 +23,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pipeline.config.schema import Config
-from pipeline.telemetry.metric import INFO, OWN, REWARD_PLACES, SlotName
+from pipeline.telemetry.metric import INFO, OWN, REWARD_LABELS, SlotName
 from pipeline.telemetry.metric import Metric as Declared
 from pipeline.telemetry.metrics import METRICS
 from tests.support.daemon import (
@@ -77,7 +77,7 @@ class Rates:
 
 @dataclasses.dataclass
 class Watched:
-    """What was seen of one run.
+    """The observations of one run.
 
     Attributes:
         scrapes: In order, text and OpenMetrics by turns.
@@ -194,7 +194,7 @@ class Prometheus:
 
     @property
     def log(self) -> str:
-        """Its warnings and errors so far."""
+        """The warnings and errors of the run so far."""
         return (self._folder / "prometheus.log").read_text()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
@@ -336,7 +336,7 @@ NEVER_IN_SUCH_A_RUN: dict[str, set[tuple[str, ...]]] = {
     "it has no held-out prompts": series_of("rlhfd_evaluation"),
     "trainer.record is off": series_of("rlhfd_recording"),
     "it has no tracker": series_of("rlhfd_tracker"),
-    "it has one reward function": {("rlhfd_reward_function_mean", OWN, OWN, place) for place in REWARD_PLACES},
+    "it has one reward function": {("rlhfd_reward_function_mean", OWN, OWN, label) for label in REWARD_LABELS},
     "no reward model, functions only": {
         (name, "model") for name in ("rlhfd_reward", "rlhfd_reward_mean", "rlhfd_reward_stddev")
     },
@@ -475,7 +475,7 @@ def test_prometheus_evaluates_every_rule_and_a_healthy_run_fires_no_alert(watche
         rule["name"]: ("ok", None) for rule in watched.rules
     }
     alerts = {rule["name"]: rule["state"] for rule in watched.rules if rule["type"] == "alerting"}
-    assert len(alerts) == 26
+    assert len(alerts) == 27
     assert [name for name, state in alerts.items() if state == "firing"] == []
 
 

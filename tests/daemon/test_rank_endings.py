@@ -59,11 +59,11 @@ def change_pipeline_trainer_trainer(module):
 SAVING_SLOWLY = """
 def change_pipeline_trainer_checkpoints(module):
     save = module.save_checkpoint
-    def slowly(*arguments, on_progress, **named):
+    def slowly(*arguments, telemetry, **named):
         for _ in range({beats}):
-            on_progress()
+            telemetry.progress()
             time.sleep(0.1)
-        return save(*arguments, on_progress=on_progress, **named)
+        return save(*arguments, telemetry=telemetry, **named)
     module.save_checkpoint = slowly
 """
 

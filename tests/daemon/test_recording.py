@@ -18,6 +18,7 @@ import torch
 
 from pipeline import recorded_batches
 from pipeline.errors import ConfigError, DecodeError
+from pipeline.runtime.run_folder import read_note, write_note
 from pipeline.storage.recording import LINES, RecordLine, read_recording, rows_path
 from pipeline.trainer.recording.replay import Replay, report, train
 from tests.support.daemon import SMALL, Daemon, rlhfd, task, telling_reward, total
@@ -182,11 +183,12 @@ def refuses_what_it_cannot_replay(run: Path, last: int) -> None:
     rows_path(folder, 1).unlink()
     with pytest.raises(ConfigError, match=r"is the start of the run, and 1 of .* first step 1: its rows were removed"):
         Replay(run, 3)
-    note = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**note, "identity": "0" * 32}))
+    note = read_note(run)
+    assert note is not None
+    write_note(run, msgspec.structs.replace(note, identity="0" * 32))
     with pytest.raises(ConfigError, match="is of another run"):
         Replay(run, 2)
-    (run / "run.json").write_text(json.dumps(note))
+    write_note(run, note)
     rows_path(folder, 1).write_bytes(rows)
     first = read_recording(folder).starts[0][1]
     first.config["trainer"]["learning_rate"] = 0.5

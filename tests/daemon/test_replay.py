@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.cli.main import main
 from pipeline.errors import ConfigError
+from pipeline.runtime.checkpoint_note import FileNote, read_note
+from pipeline.storage import sealed_json
 from pipeline.storage.recording import LINES, Recording, RecordLine, encoded, read_recording, rows_path
 from pipeline.trainer.checkpoints import STATE_FILE
 from pipeline.trainer.recording.bases import Bases
@@ -134,10 +136,9 @@ def test_a_checkpoint_of_a_gpu_is_replayed_on_the_cpu(run: Path) -> None:
     checkpoint = run / "checkpoints" / f"step-{SAVED:06d}"
     state = load_file(checkpoint / STATE_FILE)
     save_file({**state, "generator.cuda": torch.zeros(16, dtype=torch.uint8)}, checkpoint / STATE_FILE)
-    note = json.loads((checkpoint / "trainer_state.json").read_text())
-    whole = (checkpoint / STATE_FILE).read_bytes()
-    note["files"][STATE_FILE] = {"nbytes": len(whole), "xxh3": f"{xxhash.xxh3_64_intdigest(whole):016x}"}
-    (checkpoint / "trainer_state.json").write_text(json.dumps(note))
+    note, whole = read_note(checkpoint), (checkpoint / STATE_FILE).read_bytes()
+    note.files[STATE_FILE] = FileNote(len(whole), f"{xxhash.xxh3_64_intdigest(whole):016x}")
+    (checkpoint / "trainer_state.json").write_bytes(sealed_json.encode(note))
     lines: list[str] = []
 
     assert report(run, SAVED + 1, "cpu", debug=False, write=lines.append), lines

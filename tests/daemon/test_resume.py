@@ -140,6 +140,8 @@ def test_a_trainer_without_the_state_of_each_version_goes_back_and_ends_with_the
         )
         assert sealed == trained + dropped
         assert trained == 32 * (STEPS + 1 + 1), "the steps of the versions that were undone, again"
+        shown = [*map(int, re.findall(r"\bstep=(\d+)/", daemon.output))]
+        assert (max(shown), shown[-1]) == (STEPS, STEPS), "a step that is taken again counts once"
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was_and_says_so(tmp_path, task, undisturbed):  # noqa: F811

@@ -1,8 +1,6 @@
 """Runs of one state directory: none is lost whatever is started after it, and each says where its model is."""
 
 import json
-import shutil
-import signal
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -60,32 +58,3 @@ def configured(folder):
     file = folder / "config.toml"
     file.write_text('[daemon]\nruntime_dir = "run"\nstate_dir = "state"\n')
     return str(file)
-
-
-@pytest.mark.variant
-@pytest.mark.timeout(600)
-def test_the_state_of_an_earlier_release_is_continued_and_only_by_one_daemon(tmp_path, task):  # noqa: F811
-    settings = (*SMALL, "trainer.save_every=1", "buffer.max_staleness=4")
-    with Daemon(tmp_path, *settings, task=task) as daemon:
-        daemon.wait_step(2)
-        daemon.wait_until(lambda: daemon.status()["checkpoint"], "there is a checkpoint")
-        status = daemon.status()
-        assert status["run"] == daemon.run_dir.name
-        with Daemon(tmp_path, *settings, task=task, runtime_dir=tmp_path / "other", name="second") as second:
-            assert second.wait() == 78, second.errors
-        assert f"is in use by pid {daemon.pid}, daemon.runtime_dir {daemon.runtime_dir}" in second.errors
-        daemon.signal(signal.SIGINT)
-        assert daemon.wait() == 0, daemon.errors
-    latest, state = read_latest(daemon.run_dir / "checkpoints"), daemon.state_dir
-    for part in list(daemon.run_dir.iterdir()):
-        if part.name != "run.json":
-            part.rename(state / part.name)
-    shutil.rmtree(state / "runs")
-    assert latest is not None and list((state / "spool").iterdir())
-
-    with Daemon(tmp_path, *settings, f"trainer.max_steps={latest.step + 2}", task=task, name="third") as daemon:
-        assert daemon.wait() == 0, daemon.errors
-
-    assert f"resuming: step={latest.step} path={only_run(state) / 'checkpoints'}" in daemon.errors
-    assert "spool taken in: rows=" in daemon.errors
-    assert not (state / "checkpoints").exists() and not (state / "spool").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.trainer.saving.publishing import BESIDE_FROM_BYTES
 from tests.daemon.test_ranks import SETTINGS, STEPS, finished, slow_reward, strike
-from tests.support.daemon import Daemon, task  # noqa: F401 - a fixture
+from tests.support.daemon import Daemon, only_run, task  # noqa: F401 - a fixture
 from tests.support.endings import Ending
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -19,8 +20,8 @@ SHARDED = (*SETTINGS, 'trainer.sharding="full"', "trainer.save_every=4", "rollou
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> dict[str, Ending]:  # noqa: F811
-    """Return each rank's last line of a run without a kill, whose last checkpoint is whole."""
+def whole(tmp_path_factory: pytest.TempPathFactory, task: Path) -> tuple[dict[str, Ending], Path]:  # noqa: F811
+    """Return each rank's last line of a run without a kill, and its state, whose checkpoints are whole."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with Daemon(folder, *SHARDED, *slow_reward(folder), task=task) as daemon:
         expected = finished(daemon)
@@ -28,26 +29,40 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> dict[st
         checkpoint = daemon.run_dir / "checkpoints" / f"step-{STEPS:06d}"
         assert sum(file.stat().st_size for file in checkpoint.rglob("model.safetensors")) > BESIDE_FROM_BYTES
     assert latest is not None and (latest.step, latest.complete) == (STEPS, True)
-    return expected
+    return expected, daemon.state_dir
 
 
-def killed(folder: Path, task: Path, *settings: str) -> tuple[dict[str, Ending], str]:  # noqa: F811
+@pytest.fixture
+def undisturbed(whole: tuple[dict[str, Ending], Path]) -> dict[str, Ending]:
+    return whole[0]
+
+
+def killed(folder: Path, task: Path, *settings: str, after: int = 0) -> tuple[dict[str, Ending], str]:  # noqa: F811
     """Kill each rank once while it trains and both publish; return each rank's last line, and the log."""
     with Daemon(folder, *SHARDED, *slow_reward(folder), *settings, task=task) as daemon:
         for step, name in ((1, "trainer-1"), (3, "trainer-0")):
-            daemon.wait_step(step)
+            daemon.wait_step(after + step)
             daemon.wait_replaced(name, strike(daemon, name, "train"))
         return finished(daemon), daemon.errors
 
 
-def test_a_killed_rank_of_a_sharded_trainer_changes_neither_weights_nor_experience(
+def test_a_damaged_checkpoint_and_killed_ranks_of_a_sharded_trainer_change_neither_weights_nor_experience(
     tmp_path: Path,
     task: Path,  # noqa: F811
-    undisturbed: dict[str, Ending],
+    whole: tuple[dict[str, Ending], Path],
 ) -> None:
-    found, errors = killed(tmp_path, task)
+    """The run goes back to the checkpoint before the damaged one, with its prompts, and on from there."""
+    expected, state = whole
+    shutil.copytree(state, tmp_path / "state")
+    newest = only_run(tmp_path / "state") / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 4
+    newest.write_bytes(content)
 
-    assert found == undisturbed
+    found, errors = killed(tmp_path, task, after=STEPS // 2)
+
+    assert found == expected
+    assert f"resuming: step={STEPS // 2} " in errors and f"step={STEPS // 2} instead of {STEPS}" in errors
     assert errors.count("resumed from shared memory") >= 2 and "rolled back" not in errors
 
 

@@ -62,10 +62,10 @@ class Watch(importlib.abc.MetaPathFinder):
         def loaded(module):
             load(module)
             update = module.Learner.update
-            def noted(self, experiences):
+            def noted(self, experiences, **more):
                 note("step")
                 time.sleep({pause_s})
-                found = update(self, experiences)
+                found = update(self, experiences, **more)
                 note("stepped")
                 return found
             module.Learner.update = noted

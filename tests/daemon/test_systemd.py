@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +24,8 @@ pytestmark = [
 START_TIMEOUT_S = 90.0
 # Each look starts nsenter and systemctl: at the pace of other tests they would take a core from the awaited process.
 POLL_S = 0.2
-WATCHDOG_S = 8
+# A machine with more work than cores keeps the buffer silent for seconds.
+WATCHDOG_S = 16
 CONFIG = """
 [daemon]
 name = "{name}"
@@ -97,7 +99,10 @@ class Unit:
         self.box.run("kill", f"-{signal}", str(pid or self.pid))
 
     def rlhfd(self, *words: str, check: bool = True) -> str:
-        found = self.box.run(str(PROGRAM), *words, "--runtime-dir", self.runtime_dir, check=check)
+        found = self.box.run(str(PROGRAM), *words, "--runtime-dir", self.runtime_dir, check=False)
+        if check and found.returncode:
+            journal = self.box.run("journalctl", f"--unit={self.name}", "--no-pager", "--lines=60").stdout
+            raise AssertionError(f"{words}: {found.returncode}\n{found.stdout}{found.stderr}{journal}")
         return found.stdout + found.stderr
 
     def process(self, role: str) -> int:
@@ -196,7 +201,7 @@ def test_systemd_restarts_it_when_the_supervisor_or_the_buffer_hangs(unit: Unit,
     dumps, taken_over, timeouts = (len(unit.logged(text)) for text in texts)
 
     unit.kill("STOP", pid if role == "supervisor" else unit.process(role))
-    wait_until(lambda: len(unit.logged("Watchdog timeout")) > timeouts, 5.0 * WATCHDOG_S, "the watchdog strikes")
+    wait_until(lambda: len(unit.logged("Watchdog timeout")) > timeouts, 4.0 * WATCHDOG_S, "the watchdog strikes")
     unit.wait_restarted(pid)
 
     # Where it hung, thread by thread.
@@ -275,8 +280,7 @@ def test_a_second_instance_runs_beside_and_uninstall_leaves_only_state(unit: Uni
     pids = other.box.run("pgrep", "--full", "--count", "run/rlhfd-b|rlhfd-b:", check=False).stdout
     assert pids == "0\n"
     for folder in ("/run", "/var/cache", "/etc/systemd/system"):
-        assert "rlhfd-b" not in other.box.run("ls", folder).stdout
-    assert "rlhfd@.service\n" not in other.box.run("ls", "/etc/systemd/system").stdout
+        assert not re.search("rlhfd[-@]b", other.box.run("ls", folder).stdout)
     other.box.run(str(PROGRAM), "systemd", "install", "--instance", "b")
 
 
@@ -290,13 +294,17 @@ def test_the_unit_is_hardened_and_says_what_it_relaxed(unit: Unit) -> None:
         assert (strict in written) != (f"note: {relaxed}" in installed.stderr)
 
 
-def test_a_user_who_cannot_read_the_configuration_is_refused(box: SystemdBox) -> None:
-    box.write("/etc/rlhfd/private.toml", "")
-    box.run("chmod", "600", "/etc/rlhfd/private.toml")
-    command = (str(PROGRAM), "systemd", "install", "--instance", "c", "--config", "/etc/rlhfd/private.toml")
+def test_the_code_of_responses_is_isolated_in_a_service_too(unit: Unit) -> None:
+    written = unit.box.run("cat", "/etc/systemd/system/rlhfd.service").stdout
+    python = str(PROGRAM.with_name("python"))
+    source = "from pipeline.rollout.reward.code import isolation; print(isolation())"
+    service = written[written.index("[Service]\n") : written.index("[Install]")]
+    kept = [line for line in service.splitlines() if not re.match("Type|Exec|Watchdog|Restart|Notify", line)]
+    own = ("Type=oneshot", f"Environment=PYTHONPATH={Path(__file__).parents[2]}", f"ExecStart={python} -c '{source}'")
+    unit.box.write("/etc/systemd/system/trial.service", "\n".join([*kept, *own]))
+    unit.box.run("systemctl", "daemon-reload")
 
-    found = box.run(*command, "--user", "daemon", check=False)
+    unit.box.run("systemctl", "start", "trial.service")
 
-    assert found.returncode == 78
-    assert "--user: daemon cannot run" in found.stderr and "Permission denied" in found.stderr
-    assert "rlhfd@c" not in box.run("ls", "/etc/systemd/system").stdout
+    shown = unit.box.run("journalctl", "--unit=trial.service", "--output=cat", "--no-pager").stdout
+    assert "Landlock" in shown.splitlines()

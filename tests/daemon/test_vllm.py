@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -93,8 +94,13 @@ def test_prompts_with_images_are_trained_on_and_the_engine_says_of_them_as_the_t
 
 
 def engine_of(daemon):
-    """The pid of the engine's process, the one child of the worker."""
-    (pid,) = daemon.wait_until(lambda: descendants(daemon.pids()["rollout-0"]), "the worker has started its engine")
+    """The pid of the engine's process; the worker has a guard of its group, too."""
+
+    def engines():
+        below = descendants(daemon.pids()["rollout-0"])
+        return [pid for pid in below if b"vllm" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    (pid,) = daemon.wait_until(engines, "the worker has started its engine")
     return pid
 
 

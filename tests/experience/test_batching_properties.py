@@ -91,7 +91,7 @@ def expect_batch(batch: Experience, rows: list[Row], *, packed: bool) -> None:
                 expect(key, element, expected_element)
 
 
-@settings(max_examples=1600)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(kind=kinds, sizes=sizes, seed=seeds)
 def test_rows_are_padded_and_taken_apart_as_the_reference_does(
     kind: Kind, sizes: list[tuple[int, int, int, int]], seed: int
@@ -107,7 +107,7 @@ def test_rows_are_padded_and_taken_apart_as_the_reference_does(
     assert_same(make_experience_batch(items), batch)
 
 
-@settings(max_examples=1600)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(kind=kinds, sizes=sizes, seed=seeds)
 def test_rows_are_stripped_and_packed_as_the_reference_does(
     kind: Kind, sizes: list[tuple[int, int, int, int]], seed: int
@@ -138,7 +138,6 @@ def expect_packing(packed: Experience, lengths: list[int]) -> None:
     assert packed.max_seqlen == max(lengths)
 
 
-@settings(max_examples=400)
 @given(kind=kinds, sizes=sizes, seed=seeds, packing=st.booleans(), flat=st.booleans())
 def test_pixels_stay_with_their_rows_as_in_the_reference(
     kind: Kind, sizes: list[tuple[int, int, int, int]], seed: int, packing: bool, flat: bool

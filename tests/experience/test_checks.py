@@ -125,11 +125,10 @@ BATCHES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sequences": None}, FieldError, "sequences is a NoneType"),
     ({"sequences": torch.ones(2).long()}, ShapeError, "row 0: sequences of shape () is not 1-D"),
     ({"sequences": torch.ones(2, 5).bool()}, FieldError, "row 0: sequences is torch.bool; it holds numbers"),
-    ({"attention_mask": torch.ones(2, 4).long()}, ShapeError, "row 0: attention_mask has 4 columns, sequences has 5"),
     (
-        {"action_log_probs": torch.zeros(2, 2)},
+        {"action_log_probs": torch.zeros(2, 2), "base_action_log_probs": torch.zeros(2, 3)},
         ShapeError,
-        "row 0: action_log_probs has shape (2,), the row has 3 actions",
+        "row 0: base_action_log_probs has shape (3,), the row has 2 actions (action_log_probs)",
     ),
     ({"action_log_probs": torch.tensor([[0.0] * 3, [0.0, -INF, 0.0]])}, FieldError, "row 1: action_log_probs is -inf"),
     ({"values": torch.tensor([[0.0] * 3, [0.0, 0.0, NAN]])}, FieldError, "row 1: values is nan in column 2 of 3"),

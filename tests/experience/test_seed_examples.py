@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -232,6 +233,37 @@ def test_counts_in_float32_beside_float_sequences_give_each_row_its_images() -> 
         )[0].sequences.tolist()
         == [0.0] * 10
     )
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [2.0, 1.0], [2, 1], (2.0, 1.0), (2, 1), np.array([2.0, 1.0]), np.array([2, 1]), torch.tensor([2, 1]),
+        torch.tensor([2.0, 1.0], dtype=torch.bfloat16), torch.tensor([[2.0], [1.0]]),
+        [torch.tensor(2.0), torch.tensor(1.0)], [torch.tensor([2]), torch.tensor([1])],
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("width", [None, 4, 10, 12])
+def test_counts_of_any_form_split_beside_masks_of_any_width(counts: Any, width: int | None) -> None:
+    batch_exp = ExperienceVL(
+        sequences=torch.zeros(2, 10),
+        attention_mask=None if width is None else torch.ones(2, width, dtype=torch.int64),
+        action_mask=None if width is None else torch.ones(2, width, dtype=torch.bool),
+        values=torch.zeros(2, 1),
+        image_grid_thws=torch.tensor([[1, 10, 10], [1, 20, 20], [1, 15, 15]]),
+        pixel_values=torch.randn(100 + 400 + 225, 1152),
+        info={"image_num": counts},
+    )
+
+    first, second = split_experience_batch(batch_exp)
+
+    assert isinstance(first, BufferItemVL) and isinstance(second, BufferItemVL)
+    assert first.image_grid_thws.tolist() == [[1, 10, 10], [1, 20, 20]]  # type: ignore[union-attr]
+    assert len(first.pixel_values) == 500 and len(second.pixel_values) == 225  # type: ignore[arg-type]
+    assert [float(item.info["image_num"]) for item in (first, second)] == [2.0, 1.0]  # type: ignore[index]
+    bare = [dataclasses.replace(item, attention_mask=None, action_mask=None) for item in (first, second)]
+    assert torch.equal(make_experience_batch(bare).info["image_num"], torch.tensor([2.0, 1.0]))  # type: ignore[index]
 
 
 def test_items_with_float_sequences_are_batched_with_their_counts() -> None:

@@ -86,7 +86,6 @@ def png(mode="RGB", size=(3, 2)):
 # Any rows of any appends, in any order.
 
 
-@settings(max_examples=500)
 @given(
     st.lists(
         st.tuples(st.integers(1, 5), st.integers(0, 999), st.lists(st.integers(0, 4), min_size=1, max_size=6)),

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from pipeline.runtime.signals import stopped_text
-from pipeline.telemetry.metrics import BY_NAME
+from pipeline.telemetry.metrics import BY_NAME, IDLE_STEPS
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = ROOT / "dashboards"
 STEP_S = 30
 TARGET = 'job="rlhfd",instance="a"'
-"""Where series of a test come from, if nothing else is said."""
+"""The default origin of a test's series."""
 
 Series = dict[str, str]
 """Samples each 30 s, as promtool writes them: ``0+1x40`` is 0, 1, ... 40; ``0x4 2x9`` is five zeros, then ten twos."""
@@ -195,6 +195,10 @@ CASES = {
         "25m", groups(all_equal=19, mixed=1), (groups(all_equal=8, mixed=2),),
         "in 95% of the groups all rewards are equal",
     ),
+    "RlhfdNothingToLearn": Case(
+        "5m", {"rlhfd_train_steps_since_signal": "15+1x5 20x20"}, ({"rlhfd_train_steps_since_signal": "19x40"},),
+        "the last 20 steps trained no token",
+    ),
     "RlhfdRowsWithoutReward": Case(
         "15m",
         outcomes(accepted=18, failed=1, errored=1),
@@ -283,6 +287,10 @@ def all_worlds() -> dict[str, Any]:
 def test_every_alert_is_tried_firing_and_silent() -> None:
     assert CASES.keys() == alerts().keys()
     assert all(case.silent for case in CASES.values())
+
+
+def test_the_alert_and_the_sentence_begin_at_the_same_number_of_idle_steps() -> None:
+    assert alerts()["RlhfdNothingToLearn"]["expr"] == f"rlhfd_train_steps_since_signal >= {IDLE_STEPS}"
 
 
 @pytest.mark.needs("promtool")

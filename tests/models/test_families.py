@@ -57,9 +57,9 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families whose layers all have attention."""
 UNPACKED = {"stablelm", "nemotron", "bloom", "gpt_oss"}
-"""Those whose packed rows would attend to each other."""
+"""Models whose packed rows would attend to each other."""
 UNSHARED = {*UNPACKED, "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "qwen2_moe"}
-"""Those that compute a prompt once a row: their layers slide a window, or do not pass the layout on to attention."""
+"""Models that compute a prompt once a row: their layers slide a window, or do not pass the layout on to attention."""
 OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": CONVOLUTION, "bamba": STATE_SPACE, "falcon_h1": BOTH_AT_ONCE, "qwen3_next": {**EXPERTS, **LINEAR},
     "recurrent_gemma": {}, "mamba": {"state_size": 4},

@@ -93,18 +93,19 @@ def test_a_bias_has_its_gradient_too() -> None:
 
 
 @torch.no_grad()
-def test_adapters_of_the_head_stay() -> None:
-    settings = ModelConfig(lora_rank=2, lora_targets=["lm_head"])
-    model, sequences = confident(), rows()[0]
+def test_adapters_of_the_head_stay_and_their_change_is_not_rounded_to_16_bits() -> None:
+    model, draws = confident(), torch.Generator().manual_seed(3)
+    adapt(model, ModelConfig(lora_rank=2, lora_targets=["lm_head"]), seed=1)
     compute_in_float32(model)
-    adapt(model, settings, seed=1)
-    before = model(input_ids=sequences).logits
+    head = model.lm_head
 
-    model.lm_head.lora_B.weight.fill_(0.5)
+    head.lora_B.weight.copy_(torch.randn(head.lora_B.weight.shape, generator=draws))
 
-    after = model(input_ids=sequences).logits
-    assert after.dtype == torch.float32
-    assert not torch.allclose(after, before, atol=1.0)
+    states = model.model(input_ids=rows()[0]).last_hidden_state
+    base, change = (input.float() @ layer.weight.float().t()
+                    for input, layer in ((states, head), (head.lora_A(states), head.lora_B)))  # fmt: skip
+    assert change.abs().max() > 1.0
+    torch.testing.assert_close(model(input_ids=rows()[0]).logits, base + head.lora_scale * change, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()

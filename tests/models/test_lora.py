@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from pipeline.config.schema import TrainerConfig
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import (
     Saved,
     adapt,
@@ -20,10 +21,13 @@ from pipeline.models.lora import (
     without_adapters,
     without_peft_names,
 )
+from pipeline.models.packing import log_probs_by_packing
+from pipeline.models.varlen_attention import use_varlen_attention
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.trainer.learner import Learner
 from tests.support import tiny
+from tests.support.adapted_reference import reference_log_probs
 from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2]])
@@ -87,6 +91,75 @@ def test_an_adapter_changes_nothing_at_first_and_is_the_same_for_the_same_seed()
                            third["model.layers.0.mlp.down_proj.lora_A.weight"])  # fmt: skip
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_log_probs_with_an_adapter_of_the_head_are_those_of_w_plus_b_a_in_every_kind_of_pass(tied, chunk):
+    base = tiny.llama(tie_word_embeddings=tied)
+    model = adapt(tiny.llama(tie_word_embeddings=tied), settings(targets=("lm_head", "q_proj")), seed=3)
+    draws = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in adapter_of(model).values():
+            tensor.copy_(torch.randn(tensor.shape, generator=draws) * 0.3)
+    rows = [[5, 9, 3, 17, 8], [7, 3, 11, 2, 14, 6, 5], [5, 9, 3, 4, 6, 2]]
+    expected = reference_log_probs(base, adapter_of(model), 8.0 / 4, rows, temperature=0.7)
+    without = reference_log_probs(base, {}, 0.0, rows, temperature=0.7)
+    width = max(map(len, rows))
+    padded = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    actions = _last(rows, width)
+    wanted = torch.tensor([value for row in expected for value in row[1:]])
+    base_alone = torch.tensor([value for row in without for value in row[1:]])
+    use_varlen_attention(model)
+    passes = {
+        "padded": action_log_probs(model, padded, mask, width - 2, temperature=0.7, chunk_tokens=chunk),
+        "packed": log_probs_by_packing(model, padded, mask, actions, temperature=0.7)[0],
+        "shared": log_probs_by_packing(model, padded, mask, actions, temperature=0.7, shared=True)[0],
+    }
+
+    assert (wanted - base_alone).abs().max() > 0.5
+    for name, found in passes.items():
+        torch.testing.assert_close(found[actions], wanted, atol=1e-4, rtol=0, msg=name)
+    with without_adapters(model):
+        found = action_log_probs(model, padded, mask, width - 2, temperature=0.7, chunk_tokens=chunk)
+    torch.testing.assert_close(found[actions], base_alone, atol=1e-4, rtol=0)
+
+
+def _last(rows, width):
+    """Return the action mask, ``(B, S - 2)``: all tokens but the first two of each row."""
+    return torch.tensor([[0] * (width - len(row)) + [1] * (len(row) - 2) for row in rows]).bool()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_merged_checkpoint_with_an_adapted_head_loads_in_plain_transformers_with_the_same_logits(
+    tmp_path, tied, given
+):
+    model = adapt(tiny.llama(tie_word_embeddings=tied), settings(targets=("lm_head", "q_proj")), seed=3)
+    for tensor in adapter_of(model).values():
+        tensor.normal_(0.0, 0.3)
+    expected = model(input_ids=PROMPTS).logits
+
+    Saved(model, settings(targets=("lm_head", "q_proj")), published(model) if given else None).save_pretrained(tmp_path)
+
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(input_ids=PROMPTS).logits, expected, atol=1e-5, rtol=0)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+    files = load_file(tmp_path / "model.safetensors")
+    assert not torch.equal(files["lm_head.weight"], files["model.embed_tokens.weight"])
+    # The model that goes on is as it was.
+    assert model.config.tie_word_embeddings is tied
+
+
+def test_an_adapter_names_the_model_that_it_changes(tmp_path):
+    of_run = SimpleNamespace(**vars(settings()), actor="/models/base")
+
+    Saved(adapt(tiny.llama(), of_run, seed=0), of_run).save_pretrained(tmp_path)
+
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == "/models/base"
+
+
 def test_rank_0_is_off_and_an_unknown_layer_is_refused():
     model = tiny.llama()
 
@@ -122,7 +195,7 @@ def test_a_version_holds_the_adapters_bytes_and_its_fingerprint_covers_them(tmp_
     with torch.no_grad():
         next(iter(published(trainer).values()))[0, 0] += 1
     assert publisher.publish(2, flatten(actor=published(trainer))).fingerprint != version.fingerprint
-    assert {place.name for place in reader._mapping.places} == {f"actor.{name}" for name in published(trainer)}
+    assert {spec.name for spec in reader._mapping.specs} == {f"actor.{name}" for name in published(trainer)}
     reader.close()
     publisher.close()
 

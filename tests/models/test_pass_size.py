@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from pipeline.errors import DeviceMemoryError, ExitCode
 from pipeline.models.pass_size import PassSize, RowBound, default_tokens, released_when_full, tokens_once
+from pipeline.progress import Telemetry
 from tests.support import tiny
+from tests.support.told import Told
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -66,8 +68,8 @@ def test_a_row_that_begins_right_of_the_common_column_is_no_wider_than_its_token
 
 def test_a_part_without_memory_is_run_again_in_halves_and_the_bound_stays(caplog: pytest.LogCaptureFixture) -> None:
     """A device with memory for 10 tokens at a time."""
-    told: list[int] = []
-    size = PassSize("rollout.x", on_out_of_memory=lambda: told.append(1))
+    told = Told()
+    size = PassSize("rollout.x", telemetry=told)
     done: list[tuple[int, int]] = []
 
     def step(part: slice) -> None:
@@ -78,11 +80,11 @@ def test_a_part_without_memory_is_run_again_in_halves_and_the_bound_stays(caplog
     with caplog.at_level(logging.WARNING):
         size.run([4] * 7, [0] * 7, step)
     assert done == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
-    assert size.most_tokens == 6 and len(told) == 2
+    assert size.most_tokens == 6 and len(told.halved) == 2
     assert "rows=7 tokens=28 most_tokens=14 key=rollout.x" in caplog.messages[0]
 
     size.run([2] * 6, [0] * 6, done.append)  # type: ignore[arg-type]
-    assert len(told) == 2, "shorter rows of the next call fit in parts of the halved bound"
+    assert len(told.halved) == 2, "shorter rows of the next call fit in parts of the halved bound"
     assert done[7:] == [slice(0, 3), slice(3, 6)]
 
 
@@ -112,7 +114,7 @@ def test_memory_that_can_be_made_anew_goes_to_the_device_before_the_next_try(mon
     assert calls == ["try", "release", "empty", "try", "try"]
 
     calls.clear()
-    RowBound("key", lambda: None).run(4, None, full_once)
+    RowBound("key", Telemetry.none()).run(4, None, full_once)
     assert calls == ["try", "release", "empty", "try"]
 
 
@@ -136,9 +138,9 @@ def test_an_error_of_another_kind_is_raised_as_it_is() -> None:
 
 
 def test_rows_generated_at_once_are_halved_down_to_one() -> None:
-    told: list[int] = []
+    told = Told()
     tried: list[int | None] = []
-    bound = RowBound("rollout.x", lambda: told.append(1))
+    bound = RowBound("rollout.x", told)
 
     def call(rows: int | None) -> str:
         tried.append(rows)
@@ -147,9 +149,9 @@ def test_rows_generated_at_once_are_halved_down_to_one() -> None:
         return "made"
 
     assert bound.run(9, None, call) == "made"
-    assert tried == [None, 4, 2] and len(told) == 2
+    assert tried == [None, 4, 2] and len(told.halved) == 2
     assert bound.run(9, 3, call) == bound.run(9, 1, call) == "made"
-    assert tried[3:] == [2, 1] and len(told) == 2, "the lower one of both bounds holds"
+    assert tried[3:] == [2, 1] and len(told.halved) == 2, "the lower one of both bounds holds"
 
     def full(rows: int | None) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory")

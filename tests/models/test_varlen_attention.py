@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -173,9 +174,12 @@ def test_a_model_that_slides_a_window_keeps_its_own_attention() -> None:
 def test_models_that_cannot_be_packed_are_refused_in_one_line() -> None:
     bloom = BloomForCausalLM(BloomConfig(vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, n_layer=1, n_head=2)).eval()
 
-    with pytest.raises(ConfigError, match=r"^trainer\.packing: BloomModel lets a packed row attend to the row before"):
+    said = "BloomModel lets a packed row attend to the row before"
+    refusal = rf"^trainer\.packing: a BloomForCausalLM cannot be packed: {said}"
+    with pytest.raises(ConfigError, match=refusal):
         prepare_packing([bloom], CPU)
-    with pytest.raises(ConfigError, match=r"^trainer\.packing: a Linear cannot be packed, only a model of text alone$"):
+    refusal = r"^trainer\.packing: a Linear cannot be packed: only a model of text alone can$"
+    with pytest.raises(ConfigError, match=refusal):
         prepare_packing([nn.Linear(1, 1)], CPU)
     assert not use_varlen_attention(nn.Linear(1, 1))
     query = torch.zeros(1, 1, 3, 4)
@@ -203,6 +207,66 @@ def test_torch_s_kernel_takes_the_rows_in_its_form() -> None:
 
     assert output.shape == (40, 4, 8)
     assert query.grad is not None and query.grad.shape == query.shape
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, starts: list[int], scaling: float) -> Tensor:
+    """Return causal attention, one token of one head after the other, ``(T, heads, size)`` float64."""
+    output = torch.zeros(query.shape, dtype=torch.float64)
+    shared = query.shape[1] // key.shape[1]
+    for start, end in pairwise(starts):
+        for token in range(start, end):
+            for head in range(query.shape[1]):
+                seen = slice(start, token + 1), head // shared
+                weights = (key[seen].double() @ query[token, head].double() * scaling).softmax(dim=0)
+                output[token, head] = weights @ value[seen].double()
+    return output
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("takes_groups", [False, True], ids=["torch 2.11", "torch 2.13"])
+def test_torch_s_kernel_computes_the_same_with_and_without_a_parameter_for_groups(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, takes_groups: bool
+) -> None:
+    draws = torch.Generator().manual_seed(0)
+    query = torch.randn(9, 4, 8, generator=draws)
+    key, value = torch.randn(2, 9, kv_heads, 8, generator=draws).unbind()
+    starts = [0, 4, 5, 9]
+
+    def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
+        assert key.shape[1] == value.shape[1] == query.shape[1], "heads without a key of their own"
+        assert window_size == (-1, 0) and max_q == max_k == 4 and torch.equal(cu_seq_q, cu_seq_k)
+        return exact_attention(query, key, value, cu_seq_q.tolist(), scale).float()
+
+    def of_2_13(query, key, value, *others, enable_gqa=False, **keywords):  # type: ignore[no-untyped-def]
+        assert enable_gqa
+        return of_2_11(
+            query, *(each.repeat_interleave(4 // kv_heads, dim=1) for each in (key, value)), *others, **keywords
+        )
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_2_13 if takes_groups else of_2_11)
+    found = attend_by("torch varlen")(query, key, value, torch.tensor(starts, dtype=torch.int32), 4, 0.3)
+
+    expected = exact_attention(query, key, value, starts, 0.3)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_one_token_attends_to_its_cache_without_a_copy_of_it(kv_heads: int) -> None:
+    """The mask is added to the scores; that of transformers' own sdpa gives the same."""
+    draws = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, 1, 8, generator=draws)
+    key, value = torch.randn(2, 3, kv_heads, 7, 8, generator=draws).unbind()
+    real = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1]], dtype=torch.bool)
+    mask = torch.zeros(3, 1, 1, 7).masked_fill(~real[:, None, None], -torch.inf)
+
+    found, _ = varlen_attention(nn.Identity(), query, key, value, mask, scaling=0.3)
+
+    assert found.shape == (3, 1, 4, 8)
+    for row in range(3):
+        keys, values = (tensor[row, :, real[row]].transpose(0, 1) for tensor in (key, value))
+        last = torch.cat([torch.zeros(len(keys) - 1, 4, 8), query[row].transpose(0, 1)])
+        expected = exact_attention(last, keys, values, [0, len(keys)], 0.3)[-1]
+        torch.testing.assert_close(found[row, 0].double(), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.gpu

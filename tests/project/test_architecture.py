@@ -126,6 +126,10 @@ def test_a_decision_is_one_numbered_page(page: Path) -> None:
     assert len([*page.parent.glob(f"{page.stem[:4]}-*.md")]) == 1
 
 
-def test_the_page_stays_within_150_lines_of_160_characters() -> None:
-    assert len(PAGE.splitlines()) <= 150
-    assert [line for line in PAGE.splitlines() if len(line) > 160] == []
+def test_the_reading_order_has_each_file_once() -> None:
+    steps = re.findall(r"^(\d+)\. `([\w/]+\.py)` ", section("Reading order"), re.MULTILINE)
+
+    assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
+    assert 40 <= len(steps) <= 60
+    assert len({file for _, file in steps}) == len(steps)
+    assert [file for _, file in steps if not (PACKAGE / file).is_file()] == []

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from benches.__main__ import BENCHES, main
+from benches.__main__ import BENCHES, PAGES, main
 from benches.measure import Sample, cpu_seconds, figure, interleaved, percentile, timed
-from benches.report import RESULTS, ROOT, Section, Table, machine, merge, sections_of, table_rows, update_readme
+from benches.report import RESULTS, ROOT, Section, Table, machine, merge, sections_of, table_rows, update_page
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
@@ -121,21 +121,22 @@ def test_rows_of_tables_are_found_without_headers():
     assert table_rows(text) == [("x", "1"), ("y z", "2"), ("w",)]
 
 
-def test_readme_takes_over_the_rows_that_it_repeats():
+def test_a_page_takes_over_the_rows_that_it_repeats():
     results = "## a\n\n| what | figure |\n|---|---|\n| speed | 7 |\n| other | 9 |\n"
     readme = "# r\n\n| key | value |\n|---|---|\n| speed | 3 |\n| mine | 4 |\n\nspeed 3\n"
 
-    assert update_readme(readme, results) == readme.replace("| speed | 3 |", "| speed | 7 |")
+    assert update_page(readme, results) == readme.replace("| speed | 3 |", "| speed | 7 |")
 
 
 def rows_from_bench(text):
-    """Return the rows of README's tables that say of themselves that they are `bin/bench`'s."""
+    """Return the rows of a page's tables that say of themselves that they are `bin/bench`'s."""
     tables = [part for part in text.split("\n\n") if part.startswith("| `bin/bench")]
     return [row for table in tables for row in table_rows(table)]
 
 
-def test_what_readme_says_of_speed_stands_in_the_results():
-    claimed = rows_from_bench((ROOT / "README.md").read_text())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_says_of_speed_stands_in_the_results(page):
+    claimed = rows_from_bench(page.read_text())
 
     assert claimed
     assert set(claimed) <= set(table_rows(RESULTS.read_text()))

@@ -1,9 +1,14 @@
 """The transport benchmark: its work, worked out by hand, and ways that run for real."""
 
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
 import torch
 
+import benches.contest
 from benches import hub
 from benches.contest import BARE, BOUND, DAEMON, FAST, RAW, STREAMER, Contestant, FailedError, Runner, running
 from benches.peers import RAY, REVERB
@@ -128,12 +133,32 @@ def test_ways_deliver_what_was_sent(append_rows):
 @pytest.mark.integration
 def test_a_way_that_ends_is_told_and_costs_nothing_else():
     with pytest.raises(FailedError, match="ended with 1"):
-        Runner(Contestant("nonesuch", "no such way"), 1).begin()
+        Runner(Contestant("nonesuch", "no such way"), 1).begin(time.monotonic() + 60.0)
 
     with running([Contestant("nonesuch", "no such way")], 1) as (runners, failed):
         pass
 
     assert runners == {} and [*failed] == ["no such way"]
+
+
+@pytest.mark.integration
+def test_ways_that_never_answer_share_one_deadline_and_leave_nothing(monkeypatch):
+    """A way that stands still from its start on, beside its process that does not: the leak check looks for that."""
+    monkeypatch.setattr(benches.contest, "_START_S", 1.0)
+    make = Runner.__init__
+
+    def standing(runner, *arguments):
+        make(runner, *arguments)
+        os.kill(runner._process.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(Runner, "__init__", standing)
+    began_s = time.monotonic()
+
+    with running([BOUND, BARE, RAW], 1) as (runners, failed):
+        pass
+
+    assert runners == {} and [*failed] == [way.title for way in (BOUND, BARE, RAW)]
+    assert time.monotonic() - began_s < 2.5
 
 
 @pytest.mark.integration

@@ -6,6 +6,8 @@ installation, which is how "interrupted" and "at the same time" are made to happ
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -73,7 +75,9 @@ def main():
 
 
 ROLES = """
-def load(model):
+ROLES = {}
+
+def load(modules, model):
     try:
         import used
     except ImportError:
@@ -94,7 +98,7 @@ class Project:
         (root / "backend.py").write_text(BACKEND)
         (root / "pipeline" / "cli" / "main.py").write_text(CLI)
         (root / "pipeline" / "runtime").mkdir()
-        (root / "pipeline" / "runtime" / "forkserver_process.py").write_text(ROLES)
+        (root / "pipeline" / "runtime" / "role_libraries.py").write_text(ROLES)
         self.first_use_said = ""
 
     def start(
@@ -260,8 +264,18 @@ def test_modules_that_roles_import_are_compiled_and_all_where_python_keeps_none(
     assert found == [["used"], ["unused", "used"]]
 
 
+def test_the_modules_that_are_compiled_are_the_roles() -> None:
+    """The other tests compile a stand-in of the package."""
+    (imported,) = re.findall(
+        r'-c "from ([\w.]+) import ROLES, load; load\(ROLES', (ROOT / "bin" / "bootstrap").read_text()
+    )
+    module = importlib.import_module(imported)
+
+    assert [*inspect.signature(module.load).parameters] == ["modules", "model"] and len(module.ROLES) == 3
+
+
 def test_roles_that_cannot_be_imported_do_not_end_a_set_up(ready: Project) -> None:
-    roles = ready.root / "pipeline" / "runtime" / "forkserver_process.py"
+    roles = ready.root / "pipeline" / "runtime" / "role_libraries.py"
     roles.write_text("import missing_library\n")
     (ready.root / "constraints.txt").write_text("# for roles without a library\n")
 

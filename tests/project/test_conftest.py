@@ -58,7 +58,7 @@ def test_a_missing_program_fails_in_ci(tmp_path: Path) -> None:
 
 
 NO_GRACE = "from tests.support.leaks import Holdings\nHoldings.leaks.__kwdefaults__['grace_s'] = 0.0"
-"""Of a test that leaks for certain, and need not be given time to end."""
+"""Deadline of a test that leaks for certain, and need not be given time to end."""
 
 
 GARBAGE = """

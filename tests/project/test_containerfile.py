@@ -43,7 +43,7 @@ def test_every_file_that_it_copies_exists_and_reaches_the_builder() -> None:
 
 
 def test_the_files_that_it_copies_are_a_package_that_can_be_installed(tmp_path: Path) -> None:
-    """What pyproject.toml names is among them: the licence, the module, nothing of the rest of the checkout."""
+    """The files that pyproject.toml names are among them: licence and module, nothing of the rest of the checkout."""
     for rest in arguments("COPY"):
         *sources, target = rest.split()
         for source in sources if not target.startswith("/") else []:

@@ -51,32 +51,32 @@ def test_each_block_has_each_source_by_its_share_and_skips_none_of_its_prompts(
     shares = shares_of([float(weight) for weight in weights])
     size = sum(shares)
 
-    places = [mixture.place(blocks * size + slot) for slot in range(size)]
+    found = [mixture.locate(blocks * size + slot) for slot in range(size)]
 
     for source, share in enumerate(shares):
-        numbers = sorted(place.number for place in places if place.source == source)
+        numbers = sorted(one.number for one in found if one.source == source)
         assert numbers == list(range(blocks * share, (blocks + 1) * share))
 
 
 def test_the_mixture_is_fixed_for_ever_and_another_seed_gives_another_one() -> None:
     first, other = Mixture([3.0, 1.0, 1.0], 0), Mixture([3.0, 1.0, 1.0], 1)
 
-    order = [first.place(position) for position in range(10)]
+    order = [first.locate(position) for position in range(10)]
 
-    assert [place.source for place in order] == [2, 0, 0, 1, 0, 0, 0, 1, 2, 0]
-    assert [place.number for place in order] == [0, 1, 0, 0, 2, 3, 5, 1, 1, 4]
-    assert order != [other.place(position) for position in range(10)]
+    assert [one.source for one in order] == [2, 0, 0, 1, 0, 0, 0, 1, 2, 0]
+    assert [one.number for one in order] == [0, 1, 0, 0, 2, 3, 5, 1, 1, 4]
+    assert order != [other.locate(position) for position in range(10)]
 
 
 def test_blocks_are_ordered_independently() -> None:
     mixture = Mixture([1.0, 1.0], 3)
 
-    first = Counter(mixture.place(2 * block).source for block in range(2000))
+    first = Counter(mixture.locate(2 * block).source for block in range(2000))
 
     assert 900 < first[0] < 1100
 
 
 def test_a_single_source_has_the_runs_own_seed_whatever_its_weight() -> None:
     assert source_seed(7, 0, 1) == 7
-    assert [Mixture([0.3], 7).place(position) for position in range(3)] == [(0, 0), (0, 1), (0, 2)]
+    assert [Mixture([0.3], 7).locate(position) for position in range(3)] == [(0, 0), (0, 1), (0, 2)]
     assert len({source_seed(7, number, 3) for number in range(3)} | {7}) == 4

@@ -152,7 +152,7 @@ def test_images_are_paths_from_the_files_own_folder(tmp_path: Path) -> None:
 
     assert check(path) == 2
     with closing(PromptSource(path, seed=0)) as source:
-        images = {source.at(place).index: source.at(place).images for place in range(2)}
+        images = {source.at(position).index: source.at(position).images for position in range(2)}
     assert images[0] == (str(tmp_path / "below/a.png"), "/above/b.png")
     assert images[1] == (str(tmp_path / "1"), str(tmp_path / "2"))
 
@@ -294,7 +294,7 @@ def test_a_refused_prompt_is_named_by_file_and_line(tmp_path: Path) -> None:
     with closing(PromptSource(path, 0)) as source:
         prompts = sorted((source.at(position) for position in range(3)), key=lambda prompt: prompt.index)
 
-    assert [prompt.place for prompt in prompts] == [f"{path}:1", f"{path}:4", f"{path}:6"]
+    assert [prompt.location for prompt in prompts] == [f"{path}:1", f"{path}:4", f"{path}:6"]
     with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))}:6: the prompt needs a chat template and "):
         render(prompts[2], CharacterTokenizer())
 

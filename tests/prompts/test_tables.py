@@ -242,8 +242,8 @@ def test_a_folder_without_names_of_splits_is_one_split(tmp_path: Path) -> None:
 
     assert sequence(PromptsConfig(path=str(tmp_path / "rows"))) == expected(tmp_path)
     with closing(PromptSource(tmp_path / "rows", 3)) as source:
-        places = {source.at(position).index: source.at(position).place for position in range(50)}
-    assert places[25] == f"{tmp_path}/rows/0002.jsonl:6"
+        locations = {source.at(position).index: source.at(position).location for position in range(50)}
+    assert locations[25] == f"{tmp_path}/rows/0002.jsonl:6"
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from pipeline.telemetry.reader import HistogramReading, MetricsReader
 from tests.rollout.test_ticket_stream import Bench
 from tests.support import tiny, tiny_vision
 from tests.support.row_stream import RowStream
+from tests.support.told import Told
 from tests.support.whole_rows import WholeRows
 
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ def new_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         folder = tmp_path / str(len(benches))
         folder.mkdir()
         bench = Bench(folder, new_engine, **options)
-        judging = Judging(limit, action, bench.metrics.engine_judged)
+        judging = Judging(limit, action, bench.metrics)
         probe = ModelProbe(bench.actor, TOKENS, CPU, row_tokens=14, judging=judging)
         bench.roller.weights = dataclasses.replace(bench.roller.weights, probe=probe)
         benches.append(bench)
@@ -351,7 +352,7 @@ def respond(engine_model: Any, probe: ModelProbe, version: int = 0) -> Response:
 def probe_of(
     model: Any, judged: list[Any], limit: float = LIMIT, row_tokens: int = 14, tokens: Sequence[int] = TOKENS
 ) -> ModelProbe:
-    judging = Judging(limit, "warn", lambda verdict, gaps: judged.append((verdict, gaps)))
+    judging = Judging(limit, "warn", Told(judged))
     return ModelProbe(model, tokens, CPU, row_tokens=row_tokens, judging=judging)
 
 
@@ -486,7 +487,7 @@ class OwnActor(RowStream):
 def alone(new_bench) -> Callable[..., Bench]:
     def make(action: Any = "resync", **options: Any) -> Bench:
         bench = new_bench(lambda actor: OwnActor(actor, **options), in_flight=True)
-        probe = PublishedProbe(TOKENS, torch.float32, Judging(LIMIT, action, bench.metrics.engine_judged))
+        probe = PublishedProbe(TOKENS, torch.float32, Judging(LIMIT, action, bench.metrics))
         bench.roller.weights = EngineWeights(bench.engine, probe, {})
         return bench
 
@@ -566,7 +567,7 @@ def published_probe(
     judged: list[Any], limit: float = LIMIT, action: Any = "warn", tokens: Sequence[int] = TOKENS,
     dtype: torch.dtype = torch.float32,
 ) -> PublishedProbe:  # fmt: skip
-    return PublishedProbe(tokens, dtype, Judging(limit, action, lambda verdict, gaps: judged.append((verdict, gaps))))
+    return PublishedProbe(tokens, dtype, Judging(limit, action, Told(judged)))
 
 
 def tell(probe: PublishedProbe, version: int, engines: torch.Tensor, trainers: torch.Tensor | float) -> bool:

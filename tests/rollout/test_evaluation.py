@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -28,10 +29,12 @@ from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.roller import LocalRoller
 from pipeline.runtime.evaluation_plan import EvaluationPlan
+from pipeline.runtime.run_folder import CheckpointHead
+from pipeline.storage import sealed_json
 from pipeline.supervisor import placement
 from pipeline.trainer import setup
 from tests.support import tiny_vision
-from tests.support.daemon import task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import EXACT, task, telling_reward  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
 PROMPTS = ("7302>", "918>", "44012>", "5566>", "31>", "87>", "640>")
@@ -76,7 +79,7 @@ def load(task: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     def loaded(**evaluation: Any) -> tuple[LocalRoller, Config]:
         config, telemetry = Config.model_validate(values(task, held_out, **evaluation)), NodeTelemetry()
         tokenizer = load_tokenizer(config.model.actor)
-        made.append(load_roller(config, tokenizer, telemetry, telemetry.on_row, texts=True, device=CPU))
+        made.append(load_roller(config, tokenizer, telemetry, texts=True, device=CPU))
         return made[-1], config
 
     yield loaded
@@ -92,7 +95,7 @@ def test_the_results_of_held_out_prompts_are_those_of_a_rollout_of_them(load: Lo
     reference = LocalRoller(
         evaluator._maker, PromptSource(held_out, config.daemon.seed), evaluator.tokenizer, evaluator.weights,
         seed=evaluator._seed, lengths=evaluator.lengths, vocabulary=evaluator.vocabulary, template="auto",
-        generate_kwargs=evaluator._generate_kwargs,
+        sampling=evaluator.sampling,
     )  # fmt: skip
     experience = reference.roll(0, 3).experience
     assert experience is not None and experience.reward is not None and experience.action_mask is not None
@@ -119,9 +122,11 @@ def test_every_held_out_prompt_is_evaluated_once_with_sampling_of_its_own(load: 
 
     results = [result for rolled in found for result in rolled.results]
     assert sorted(result.position for result in results) == list(range(7))
-    assert roller.of(0)._generate_kwargs["temperature"] == 0.9
+    assert roller.of(0).sampling == roller.sampling and roller.sampling.temperature == 0.9
     cold, _ = load(temperature=0.0, num_generations=1, max_new_tokens=2)
-    assert cold.of(0)._generate_kwargs["do_sample"] is False
+    assert not cold.of(0).sampling.do_sample and cold.sampling.do_sample
+    own, _ = load(temperature=0.5, top_p=0.75, top_k=3)
+    assert own.of(0).sampling == dataclasses.replace(roller.sampling, temperature=0.5, top_p=0.75, top_k=3)
     short = cold.roll(0, 7, evaluation=0).results
     assert max(result.tokens for result in short) <= 2 < max(result.tokens for result in results)
     assert cold.roll(0, 7, evaluation=0).results == short
@@ -168,6 +173,40 @@ def test_a_model_alone_is_evaluated_as_in_a_run(load: Load) -> None:
     assert seen == [(3, 7), (6, 7), (7, 7)]
 
 
+PENALIZED = """def right(ids, mask, **_):
+    return 0.7
+def length(ids, mask, *, response_start, response_end, **_):
+    return -0.001 * (response_end - response_start)
+"""
+
+
+def test_the_function_that_counts_is_compared_alone_and_a_bound_that_nothing_reaches_is_said(
+    task: Path,  # noqa: F811
+    tmp_path: Path,
+    held_out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "penalized.py").write_text(PENALIZED)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def evaluated(**evaluation: Any) -> tuple[Any, list[str]]:
+        given = values(task, held_out, pass_reward=0.7, **evaluation)
+        given["rollout"]["reward_functions"] = ["penalized:length", "penalized:right"]
+        caplog.clear()
+        found = alone.evaluate(Config.model_validate(given))
+        said = [record.getMessage() for record in caplog.records]
+        return found, [line for line in said if "no response is right" in line]
+
+    whole, said = evaluated()
+    part, silence = evaluated(pass_function="penalized:right")
+
+    assert (whole.total.pass_at_1, part.total.pass_at_1) == (0.0, 1.0)
+    assert whole.total.reward_mean == part.total.reward_mean and whole.plan != part.plan
+    assert len(said) == 1 and "largest=0.69" in said[0] and "pass_reward=0.7 of=the whole reward" in said[0]
+    assert silence == []
+
+
 def test_a_model_of_which_no_prompt_has_a_result_is_an_error(load: Load, tmp_path: Path) -> None:
     _, config = load()
     (tmp_path / "failing.py").write_text("def score(*row, **others):\n    raise ValueError('no')\n")
@@ -212,6 +251,7 @@ def test_the_command_shows_a_table_or_json(
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "21>", "answer": "12"}\n')
     sets = ["--set", "rollout.max_length=16", "--set", "evaluation.num_generations=2", "--set", "evaluation.pass_k=2"]
+    sets += ["--set", EXACT]
     arguments = [str(held_out), str(other), "--model", str(task / "model"), *sets]
 
     before = {*tmp_path.iterdir()}
@@ -294,8 +334,8 @@ def checkpoint(task: Path, tmp_path: Path) -> Path:  # noqa: F811
     described = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 128}))
     run = Config.model_validate({"evaluation": {"num_generations": 2}}).model_dump(mode="json")
-    note = {"identity": "", "step": 4, "version": 4, "position": 0, "complete": True, "config": run}
-    (model / "trainer_state.json").write_text(json.dumps(note))
+    note = CheckpointHead("", 4, 4, 0, complete=True, config=run)
+    (model / "trainer_state.json").write_bytes(sealed_json.encode(note))
     return model
 
 
@@ -305,7 +345,7 @@ def checkpoint(task: Path, tmp_path: Path) -> Path:  # noqa: F811
         (True, (), 24, "float32"),
         (True, ("rollout.max_new_tokens=8", "rollout.max_prompt_length=24"), 32, "float32"),
         (True, ("model.dtype=bfloat16",), 24, "bfloat16"),
-        (False, (), 128, "bfloat16"),
+        (False, (EXACT,), 128, "bfloat16"),
     ],
 )
 def test_a_checkpoint_has_the_defaults_of_its_run_and_any_other_model_its_own(
@@ -340,6 +380,25 @@ def test_a_checkpoint_has_the_defaults_of_its_run_and_any_other_model_its_own(
     assert [(one.model.actor, one.lengths.row, one.model.dtype) for one in seen] == [(str(checkpoint), length, dtype)]
     plans = [EvaluationPlan.of(one) for one in (run, *seen)]
     assert (plans[0] == plans[1]) is (length == 24)
+
+
+@pytest.mark.parametrize(
+    "run", [{}, {"rollout": {"reward_functions": ["exact"]}}, {"model": {"reward": "/models/reward"}}]
+)
+def test_a_model_is_scored_by_the_embedded_tasks_reward_only_if_its_run_was(
+    checkpoint: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, run: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    monkeypatch.delenv("RLHFD_CONFIG", raising=False)
+    note = checkpoint / "trainer_state.json"
+    written = {**json.loads(note.read_text()), "config": Config.model_validate(run).model_dump(mode="json")}
+    note.write_text(json.dumps(written)) if run else note.unlink()
+
+    found = CliRunner().invoke(eval_command, [str(held_out), "--model", "step-000004"])
+
+    assert isinstance(found.exception, ConfigError)
+    (line,) = str(found.exception).splitlines()
+    assert line.startswith("--set model.actor: rollout.reward_functions: must be set with a model of its own, or ")
 
 
 def test_a_conflict_with_the_lengths_of_the_checkpoints_run_is_named(

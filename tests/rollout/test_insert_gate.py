@@ -217,8 +217,8 @@ class Broken:
                 made.log_probs[place * group_size, 0] = float("nan")
         return made
 
-def new_engine(*arguments, **keywords):
-    return Broken(transformers.new_engine(*arguments, **keywords))
+def new_engine(actor, *, directory, device, telemetry):
+    return Broken(transformers.new_engine(actor, directory=directory, device=device, telemetry=telemetry))
 """
 
 

@@ -13,6 +13,9 @@ import torch
 
 from pipeline.config.lengths import Lengths
 from pipeline.prompts.source import PromptSource
+from pipeline.rollout.generation.blocking import BlockingEngine
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.roller import LocalRoller
@@ -37,13 +40,15 @@ def ones(*, response_start: torch.Tensor, **_row: object) -> torch.Tensor:
 def new_roller(folder: Path, lengths: Lengths) -> Iterator[LocalRoller]:
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    # Without an end token each response takes all of its room.
     tokenizer = SimpleNamespace(pad_token_id=tiny.PAD, eos_token_id=None)
-    maker = NaiveExperienceMaker(tiny.llama(), None, ones, None, tokenizer, kl_coef=0, use_grpo=True, num_generation=2)
+    actor = tiny.llama()
+    maker = NaiveExperienceMaker(actor, None, ones, None, tokenizer, kl_coef=0, use_grpo=True, num_generation=2)
     with contextlib.closing(PromptSource(path, 0)) as source:
         yield LocalRoller(
-            maker, source, Letters(), ModelWeights({}), seed=7, lengths=lengths, template="none", generate_kwargs={},
-            vocabulary=tiny.VOCABULARY_SIZE,
+            maker, source, Letters(), ModelWeights({}, BlockingEngine(TransformersGenerator(actor))), seed=7,
+            lengths=lengths, template="none", vocabulary=tiny.VOCABULARY_SIZE,
+            # Without an end token each response takes all of its room.
+            sampling=Sampling(max_length=lengths.row, pad_token_id=tiny.PAD),
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,9 +61,7 @@ def rollers(task, monkeypatch):  # noqa: F811
                 "buffer": buffer or {},
             }
         )
-        roller = load_roller(
-            config, load_tokenizer(config.model.actor), telemetry, telemetry.on_row, texts=True, device=CPU
-        )
+        roller = load_roller(config, load_tokenizer(config.model.actor), telemetry, texts=True, device=CPU)
         telemetry.take(None, None)
         made.append(roller)
         return roller, paths, telemetry
@@ -89,6 +88,14 @@ def test_with_no_kl_weight_above_0_the_reference_is_neither_loaded_nor_run(rolle
     assert with_reference.base_action_log_probs is not None
     for name in ("sequences", "action_log_probs", "advantages", "reward", "values", "kl"):
         assert torch.equal(getattr(without, name), getattr(with_reference, name)), name
+
+
+def test_an_adapter_of_the_head_is_float32_with_float32_logits_as_in_the_trainer(rollers):
+    lora = {"dtype": "bfloat16", "float32_logits": True, "lora_rank": 2, "lora_targets": ["lm_head"]}
+    head = rollers(model=lora)[0]._maker.actor.lm_head
+
+    states = torch.ones(1, head.in_features, dtype=torch.bfloat16)
+    assert (head(states).dtype, head.lora_B(head.lora_A(states)).dtype) == (torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -127,6 +134,7 @@ def test_a_reference_in_host_memory_gives_the_experience_of_one_in_the_worker_bi
 
 def test_a_first_prompt_that_the_engine_cannot_be_asked_about_has_the_actor_loaded(rollers, monkeypatch, caplog):
     settings = {"model": {"reference_device": "trainer"}, "rollout": {"engine": "vllm", "log_probs": "trainer"}}
+    monkeypatch.setattr(loader, "begin_vllm", lambda config, device: None)
     monkeypatch.setattr(loader, "load_engine", lambda name, actor, **options: TransformersGenerator(actor))
     monkeypatch.setattr(loader, "first_tokens", lambda *arguments: [])
 
@@ -136,6 +144,27 @@ def test_a_first_prompt_that_the_engine_cannot_be_asked_about_has_the_actor_load
     assert (
         "the actor is loaded, the engine cannot be asked about the first prompt: tokens=0 row_tokens=24" in caplog.text
     )
+
+
+def test_vllms_process_begins_before_the_models_and_ends_with_their_error(rollers, monkeypatch):
+    events, begun = [], SimpleNamespace(close=lambda: events.append("closed"))
+
+    def engine(name, actor, *, begun, **options):
+        events.append(begun)
+        return TransformersGenerator(actor)
+
+    def broken(*arguments):
+        events.append("models")
+        raise ConfigError("model.reference: broken")
+
+    monkeypatch.setattr(loader, "begin_vllm", lambda config, device: events.append("begun") or begun)
+    monkeypatch.setattr(loader, "load_engine", engine)
+    rollers()
+    monkeypatch.setattr(loader, "load_reference", broken)
+    with pytest.raises(ConfigError, match="broken"):
+        rollers()
+
+    assert events == ["begun", begun, "begun", "models", "closed"]
 
 
 def test_the_outline_of_an_actor_has_its_tensors_without_their_memory(task):  # noqa: F811

@@ -19,6 +19,7 @@ from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.rollout.generation.interface import Responses, Sampling
+from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.trainer.learner import Learner
@@ -608,7 +609,7 @@ LONG_MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
 def test_the_importance_ratio_of_an_unchanged_policy_is_one(build: Any, use_grpo: bool, reuse: bool) -> None:
     """The trainer's log-probs, taken on rows padded anew, are the maker's: within 1e-5."""
     maker_ = real_maker(build, use_grpo=use_grpo, num_generation=3, reuse_sampling_log_probs=reuse, temperature=0.8)
-    experience = maker_.make_experience(LONG_PROMPTS, LONG_MASK, max_length=17)
+    experience = maker_.make_experience(LONG_PROMPTS, LONG_MASK, max_length=41)
 
     batch = rebatched(experience)
 
@@ -674,7 +675,7 @@ def test_a_step_on_fresh_experience_has_ratio_one_and_no_kl(
 @torch.no_grad()
 def test_the_trainers_values_are_the_makers(build: Any) -> None:
     maker_ = real_maker(build)
-    experience = maker_.make_experience(LONG_PROMPTS, LONG_MASK, max_length=17)
+    experience = maker_.make_experience(LONG_PROMPTS, LONG_MASK, max_length=41)
 
     batch = rebatched(experience)
 
@@ -780,3 +781,29 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos() -> None:
 
     assert experience.sequences[0].tolist() == [PAD, 5, 6, 2, EOS, EOS, EOS]
     assert real(experience.action_mask).sum(1).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("listed", [None, 3, [EOS, 2, 3]])
+def test_a_maker_alone_ends_responses_as_the_models_files_list(listed: Any) -> None:
+    actor = tiny.llama()
+    assert actor.generation_config is not None
+    actor.generation_config.eos_token_id = listed
+    seen: list[set[int]] = []
+
+    class Watched(TransformersGenerator):
+        def generate(self, input_ids: Tensor, attention_mask: Tensor, sampling: Sampling, **others: Any) -> Responses:
+            seen.append(set(sampling.eos_token_ids))
+            return super().generate(input_ids, attention_mask, sampling, **others)
+
+    maker_ = maker(actor=actor, initial_model=actor, scores=[1.0, 2.0], generator=Watched(actor))
+    prompts = {"input_ids": PROMPTS, "attention_mask": MASK, "max_length": 40, "seed": 0}
+
+    ends = {EOS, *(listed if isinstance(listed, list) else [listed])}
+    experience = maker_.make_experience(**prompts)
+    maker_.make_experience(**prompts, eos_token_id=7)
+
+    assert seen == [ends - {None}, {7}]
+
+    for row, mask in zip(experience.sequences, real(experience.action_mask), strict=True):
+        response = row[-len(mask) :][mask].tolist()
+        assert not ends & set(response[:-1]) and (response[-1] in ends or len(response) == len(mask))

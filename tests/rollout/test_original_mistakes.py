@@ -1,4 +1,4 @@
-"""Where the originals are wrong: a test a row, each with what the original gives, so that it fails on that.
+"""The mistakes of the originals: a test a row, each with what the original gives, so that it fails on that.
 
 The originals are coati's `NaiveExperienceMaker` and `ExperienceBuffer`, and LightRFT's `replay_buffer_utils`. What they
 give is worked out here in a line or two of its own, or stated. Models are tables (tests/support/tables.py).

@@ -14,6 +14,7 @@ from pipeline.models.critic import Critic
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
 from tests.support import tiny
+from tests.support.told import Told
 
 IDS = torch.tensor([[5, 6, 7], [7, 8, 9], [0, 4, 3], [0, 0, 2]])
 MASK = (IDS != 0).long()
@@ -34,13 +35,13 @@ class Device:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
 
 
-def new_maker(told: list[str], **changes: Any) -> NaiveExperienceMaker:
+def new_maker(told: Told | None = None, **changes: Any) -> NaiveExperienceMaker:
     settings: dict[str, Any] = {
         "use_grpo": True,
         "num_generation": 2,
         "inference_batch_size": None,
         "logits_forward_batch_size": None,
-        "on_out_of_memory": told.append,
+        "telemetry": told or Told(),
         **changes,
     }
     critic = None if settings["use_grpo"] else Critic.from_actor(tiny.llama())
@@ -60,24 +61,24 @@ def assert_same(one: Experience, other: Experience) -> None:
 
 
 def test_generation_without_memory_goes_on_with_half_the_rows_and_samples_the_same_tokens() -> None:
-    told: list[str] = []
+    told = Told()
     maker = new_maker(told)
     device = Device(maker.actor, most_rows=3)
 
     made = made_by(maker)
 
-    assert_same(made, made_by(new_maker([])))
-    assert told.count("generate") == 2, "8 rows, then 4, then 2"
+    assert_same(made, made_by(new_maker()))
+    assert told.halved.count("generate") == 2, "8 rows, then 4, then 2"
     assert max(rows for rows, _ in device.shapes[-4:]) <= 2
 
-    told.clear()
+    told.halved.clear()
     made_by(maker)
-    assert "generate" not in told, "the halved bound stays for the next ticket"
+    assert "generate" not in told.halved, "the halved bound stays for the next ticket"
 
 
 @pytest.mark.parametrize(("place", "grpo"), [("initial_model", True), ("initial_model", False), ("critic", False)])
 def test_a_forward_pass_without_memory_goes_on_in_halves(place: str, grpo: bool) -> None:
-    told: list[str] = []
+    told = Told()
     maker = new_maker(told, use_grpo=grpo)
     model = getattr(maker, place)
     backbone = model.base_model if place == "initial_model" else model.backbone
@@ -86,17 +87,17 @@ def test_a_forward_pass_without_memory_goes_on_in_halves(place: str, grpo: bool)
     made = made_by(maker)
 
     assert_same(made, made_by(new_maker([], use_grpo=grpo)))
-    assert "pass" in told and "generate" not in told
+    assert set(told.halved) == {"pass"}
     assert device.shapes[-1][0] * device.shapes[-1][1] <= 20
 
 
 def test_a_row_that_does_not_fit_alone_ends_the_worker_and_names_the_key() -> None:
-    maker = new_maker([])
+    maker = new_maker()
     Device(maker.actor, most_rows=0)
     with pytest.raises(DeviceMemoryError, match=r"no memory to generate one row.*rollout\.inference_batch_size"):
         made_by(maker)
 
-    maker = new_maker([])
+    maker = new_maker()
     Device(maker.initial_model.base_model, most_tokens=3)
     with pytest.raises(DeviceMemoryError, match=r"one row of \d+ tokens: .*rollout\.logits_forward_batch_size"):
         made_by(maker)
@@ -105,16 +106,11 @@ def test_a_row_that_does_not_fit_alone_ends_the_worker_and_names_the_key() -> No
 def test_forward_passes_of_a_ticket_are_cut_by_tokens_with_a_heartbeat_between_the_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    beats: list[tuple[int, int]] = []
-
-    def beat(*, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
-        if tokens is None:
-            beats.append((rows_done, rows))
-
-    whole = made_by(new_maker([]))
+    whole = made_by(new_maker())
     # As with a model of some billion parameters on a CPU: 20 tokens a pass.
     monkeypatch.setattr("pipeline.rollout.model_passes.default_tokens", lambda *_, **__: 20)
-    maker = new_maker([], on_progress=beat)
+    told = Told()
+    maker = new_maker(told)
     device = Device(maker.initial_model.base_model)
 
     made = made_by(maker)
@@ -122,5 +118,5 @@ def test_forward_passes_of_a_ticket_are_cut_by_tokens_with_a_heartbeat_between_t
     assert_same(made, whole)
     passes = device.shapes[-len([shape for shape in device.shapes if shape != (1, 2)]) :]
     assert max(rows * width for rows, width in passes) <= 20 and len(passes) >= 3
-    of_the_reference = [done for done, rows in beats if rows == 8][-len(passes) :]
+    of_the_reference = [done for done, rows, tokens in told.beats if rows == 8 and tokens is None][-len(passes) :]
     assert of_the_reference[-1] == 8 and len(set(of_the_reference)) == len(passes)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 import pickle
 import threading
 
@@ -20,7 +19,6 @@ from pipeline.rollout.remote import NodeTelemetry, RolloutNode, WorkerSpec
 from tests.support.daemon import task, wait_until  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
-ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 
 
 @pytest.fixture
@@ -28,7 +26,7 @@ def node_of(tmp_path, monkeypatch):
     """Make nodes, and undo their changes to this process, which a node has for itself otherwise."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", ATTENTION):
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "1")
     level, threads, made = logging.getLogger().level, torch.get_num_threads(), []
 
@@ -80,7 +78,7 @@ def equal(one, other):
 def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(task, node_of):  # noqa: F811
     config = config_of(task)
     node, here = node_of(config), NodeTelemetry()
-    local = load_roller(config, load_tokenizer(config.model.actor), here, here.on_row, texts=True, device=CPU)
+    local = load_roller(config, load_tokenizer(config.model.actor), here, texts=True, device=CPU)
 
     loaded = sent(node.load())
     assert loaded.error is None
@@ -172,7 +170,7 @@ def test_a_copy_is_of_the_newest_version_and_may_be_read_only(tmp_path):
     data = np.frombuffer(copy.data.tobytes(), np.uint8)
     into = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.bfloat16)}
 
-    found = WeightsCopy(copy.version, copy.places, data).fetch(into)
+    found = WeightsCopy(copy.version, copy.specs, data).fetch(into)
 
     assert found.version == 2
     assert into["a"].tolist() == [2.0] * 3 and into["b"].tolist() == [0.5] * 2
@@ -251,14 +249,15 @@ def test_records_can_be_logged_by_another_process_with_their_fields(task, node_o
 def test_a_node_tells_of_tokens_while_it_samples_and_of_all_with_the_result(task, node_of):  # noqa: F811
     node = node_of(config_of(task))
     trial = node.load().sampled
-    seen, report = [], node._telemetry.beat
+    seen, report = [], node._telemetry.progress
 
     def beat(**numbers):
         report(**numbers)
         status = node.status(logging.INFO, 0.0)
-        seen.append((status.sampled - trial, status.in_hand))
+        if "tokens" in numbers:
+            seen.append((status.sampled - trial, status.in_hand))
 
-    node._roller.engine._generator._report = beat
+    node._telemetry.progress = beat
     rolled = sent(node.roll(8, 3))
     tokens = int(rolled.value.experience.action_mask.sum())
 
@@ -292,15 +291,3 @@ def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
     wake.set()
     work.join()
     assert node.status(logging.INFO, 1.0).activity == ""
-
-
-@pytest.mark.parametrize(("preferred", "expected"), [(False, "1"), (True, None)])
-def test_cudnn_comes_last_on_a_node_too(node_of, task, tmp_path, monkeypatch, preferred, expected):  # noqa: F811
-    settings = config_of(task, **reward(tmp_path, "one", "return 1.0"))
-    settings = settings.model_copy(update={"daemon": settings.daemon.model_copy(update={"cudnn_attention": preferred})})
-    node = node_of(settings)
-    monkeypatch.delenv(ATTENTION)
-
-    assert node.load().error is None
-
-    assert os.environ.get(ATTENTION) == expected

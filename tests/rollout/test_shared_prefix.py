@@ -22,6 +22,7 @@ from tests.models.test_shared_prefix import ACTIONS, PROMPT, rows_of, sliding
 from tests.rollout.test_loader import rollers  # noqa: F401 - a fixture
 from tests.support import tiny
 from tests.support.daemon import task  # noqa: F401 - a fixture
+from tests.support.told import Told
 from tests.trainer.test_learner import TRAINER
 from tests.trainer.test_out_of_memory import Device
 
@@ -36,7 +37,7 @@ def rows(groups: list[int], *, seed: int = 1) -> Rows:
 
 
 def passes(most_rows: int | None = None) -> ModelPasses:
-    return ModelPasses(most_rows, None, True, lambda **numbers: None)
+    return ModelPasses(most_rows, None, True)
 
 
 def shared(model: Any, wanted: bool | None = True) -> Any:
@@ -86,12 +87,12 @@ def test_a_group_has_the_log_probs_that_it_has_alone() -> None:
 def test_a_pass_without_memory_is_run_again_in_halves() -> None:
     model, given = shared(tiny.llama()), rows([4, 3, 4, 1])
     expected = passes().log_probs("m", model, given, 1.0)
-    device, told = Device(model, most_tokens=30), list[int]()
-    sizes = ModelPasses(None, None, True, lambda **numbers: None, lambda: told.append(1))
+    device, told = Device(model, most_tokens=30), Told()
+    sizes = ModelPasses(None, None, True, told)
 
     found = sizes.log_probs("m", model, given, 1.0)
 
-    assert told and device.passes[-1] <= 30 < max(device.passes)
+    assert told.halved and device.passes[-1] <= 30 < max(device.passes)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 

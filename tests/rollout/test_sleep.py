@@ -9,6 +9,7 @@ from pipeline.errors import ExitCode
 from pipeline.rollout import process
 from pipeline.rollout.process import take_turn
 from pipeline.rollout.roll_stream import RollStream
+from pipeline.rollout.sleep import EngineSleep
 from pipeline.runtime.messages import Sealed
 from pipeline.storage.card_turns import TURN_S, EngineTurn, RankTurn
 from pipeline.telemetry.reader import MetricsReader
@@ -58,12 +59,13 @@ class Bench(WorkerBench):
         super().__init__(folder)
         self.rank = RankTurn(folder, 0)
         self.stream = self.worker._stream = SleepingStream(self.roller, self.rank, self.metrics)
-        self.worker.turn = EngineTurn(folder)
-        assert self.worker.turn.take(), "an engine is loaded awake"
+        self.engine_turn = EngineTurn(folder)
+        self.worker._hooks = [EngineSleep(self.engine_turn, self.stream)]
+        assert self.engine_turn.take(), "an engine is loaded awake"
 
     def turn(self):
         """As the loop of the process; return the time for which it would wait, 0 after work."""
-        if not self.worker.idle and self.worker.wake():
+        if not self.worker.idle and self.worker.may_work():
             self.worker.step()
             return 0.0
         wait_s = self.worker.rest(LONG_S)
@@ -144,8 +146,8 @@ def test_weights_that_were_never_published_are_handed_over_as_they_were_loaded(b
 
 
 def test_a_worker_whose_memory_is_its_own_asks_for_no_turn(bench):
-    bench.worker.turn.close()
-    bench.worker.turn = None
+    bench.engine_turn.close()
+    bench.worker._hooks = []
     bench.rank.take()
     bench.ticket()
 
@@ -197,7 +199,7 @@ def test_a_worker_that_starts_during_a_step_waits_for_its_end_which_is_no_part_o
 ):
     monkeypatch.setattr(process, "_WAITS_S", 0.01)
     context, seen = Context(tmp_path), []
-    bench.worker.turn.give_back()
+    bench.engine_turn.give_back()
     bench.rank.take()
 
     def on_beat():
@@ -218,7 +220,7 @@ def test_a_worker_that_starts_during_a_step_waits_for_its_end_which_is_no_part_o
 
 def test_a_worker_that_waits_for_its_first_turn_ends_at_a_shutdown(bench, tmp_path):
     context = Context(tmp_path)
-    bench.worker.turn.give_back()
+    bench.engine_turn.give_back()
     bench.rank.take()
     context.on_beat = lambda: setattr(context, "stopping", context.beats == 3)
 

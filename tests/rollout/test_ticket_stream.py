@@ -18,9 +18,10 @@ from pipeline.errors import FieldError, WeightsMismatchError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
 from pipeline.models.weights.store import WeightsPublisher, flatten
+from pipeline.progress import Telemetry
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.generation.blocking import BlockingEngine
-from pipeline.rollout.generation.interface import Engine, EngineLoad
+from pipeline.rollout.generation.interface import Engine, EngineLoad, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
@@ -88,7 +89,8 @@ class Bench:
         self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
         self.roller = LocalRoller(
             maker, self.source, Letters(), ModelWeights(self.tensors, self.engine), seed=7,
-            lengths=Lengths(14, 13, None), template="none", generate_kwargs={}, vocabulary=tiny.VOCABULARY_SIZE,
+            lengths=Lengths(14, 13, None), template="none", vocabulary=tiny.VOCABULARY_SIZE,
+            sampling=Sampling(max_length=14, pad_token_id=tiny.PAD, eos_token_ids=(tiny.EOS,)),
         )  # fmt: skip
         self.stream = EngineStream(self.roller, self.engine, self.metrics, ahead, updates_in_flight=in_flight)
         self.worker = RolloutWorker(
@@ -206,9 +208,12 @@ def test_a_blocking_engine_gives_the_experience_of_the_makers_own_call(new_bench
     assert bench.sealed() == [0, 4]
     maker: Any = bench.roller._maker
     for number, prompts in ((0, 3), (4, 2)):
-        begun = bench.roller.begin(number, prompts)
+        batch = bench.roller.batch_of(bench.roller.begin(number, prompts))
         expected = memoryview(bytearray(EXTENT))
-        encoded = codec.encode(maker.make_experience(**begun.arguments), expected)
+        made = maker.make_experience(
+            batch.input_ids, batch.attention_mask, max_length=batch.sampling.max_length, seed=batch.sampling.seed
+        )
+        encoded = codec.encode(made, expected)
         rows = list(range(prompts * GROUP))
         assert same(bench.experience(number), codec.gather([(codec.ExtentReader(expected[: encoded.nbytes]), rows)]))
 
@@ -430,11 +435,12 @@ def test_the_oldest_ticket_is_the_one_at_work_and_all_are_in_flight(new_bench) -
 def test_tokens_count_while_a_blocking_engine_samples_and_add_up_to_those_of_the_rows(new_bench) -> None:
     shown: list[float] = []
 
-    def beat(*, rows_done: int, rows: int, tokens: int | None) -> None:
-        bench.metrics.beat(rows_done=rows_done, rows=rows, tokens=tokens)
-        shown.append(bench.value("rlhfd_tokens_total", kind="response") or 0.0)
+    class Shown(Telemetry):
+        def progress(self, **numbers: Any) -> None:
+            bench.metrics.progress(**numbers)
+            shown.append(bench.value("rlhfd_tokens_total", kind="response") or 0.0)
 
-    bench = new_bench(lambda actor: BlockingEngine(TransformersGenerator(actor, beat)))
+    bench = new_bench(lambda actor: BlockingEngine(TransformersGenerator(actor, Shown())))
     bench.ticket(0, prompts=3)
     bench.run(lambda: bench.worker.idle)
     first = int(bench.experience(0).action_mask.sum())

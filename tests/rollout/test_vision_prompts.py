@@ -20,6 +20,9 @@ from pipeline.models.loading import load_tokenizer
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.first_rollouts import refuse_broken_reward
+from pipeline.rollout.generation.blocking import BlockingEngine
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
@@ -159,8 +162,9 @@ def new_roller(source: PromptSource, model_directory: Path, *, sees: bool = True
         actor, None, FunctionReward([constant], tokenizer), None, tokenizer, kl_coef=0, use_grpo=True, num_generation=2
     )
     return LocalRoller(
-        maker, source, tokenizer, ModelWeights({}), seed=1,
-        lengths=Lengths(32, 31, None), template="auto", generate_kwargs={},
+        maker, source, tokenizer, ModelWeights({}, BlockingEngine(TransformersGenerator(actor))), seed=1,
+        lengths=Lengths(32, 31, None), template="auto",
+        sampling=Sampling(max_length=32, pad_token_id=tokenizer.pad_token_id, eos_token_ids=(tokenizer.eos_token_id,)),
         vocabulary=actor.config.get_text_config().vocab_size,
         vision=VisionPrompts(model_directory, tokenizer) if sees else None,
     )  # fmt: skip

@@ -12,10 +12,14 @@ from pipeline.config.lengths import Lengths, row_bytes_bound
 from pipeline.errors import ConfigError, FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import codec
 from pipeline.models.weights.store import WeightsPublisher
+from pipeline.progress import Telemetry
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.first_rollouts import refuse_broken_reward
+from pipeline.rollout.generation.blocking import BlockingEngine
+from pipeline.rollout.generation.interface import Responses, Sampling
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.prompt_batch import PromptBatch
 from pipeline.rollout.roll_stream import RollStream
 from pipeline.rollout.roller import LocalRoller, Rolled, seed_of
 from pipeline.rollout.worker import RolloutWorker, flat_groups
@@ -63,13 +67,33 @@ class Maker:
         self.error = None
         self.change = lambda experience: None
 
-    def make_experience(self, input_ids, attention_mask, gt_answer=None, *, seed, **others):
-        self.calls.append((input_ids, attention_mask, gt_answer, seed))
+    def begin(self, input_ids, attention_mask, sampling, gt_answer, *, columns, vision):
+        self.calls.append(PromptBatch(input_ids, attention_mask, 1, gt_answer, vision, sampling, columns))
+        return self.calls[-1]
+
+    def finish(self, batch, responses):
         if self.error is not None:
             raise self.error
-        experience = made_up(rows=len(input_ids), prompt=5, actions=6, seed=seed % 1000)
+        experience = made_up(rows=len(batch.input_ids), prompt=5, actions=6, seed=batch.sampling.seed % 1000)
         self.change(experience)
         return experience
+
+
+class Threes:
+    """A generator of responses that are one token each."""
+
+    def generate(self, input_ids, attention_mask, sampling, **_):
+        tokens = torch.zeros((len(input_ids), sampling.max_length - input_ids.shape[1]), dtype=torch.int64)
+        tokens[:, 0] = 3
+        return Responses(torch.cat([input_ids, tokens], dim=1), torch.ones(len(input_ids), dtype=torch.int64))
+
+    def update_weights(self, actor):
+        pass
+
+    pause = resume = lambda self: None
+
+
+SAMPLING = Sampling(max_length=MAX_LENGTH, pad_token_id=0, eos_token_ids=(1,))
 
 
 class Sent(list):
@@ -93,14 +117,15 @@ class Bench:
         self.slab = MetricsSlab.create(folder / "metrics", [SlotName("supervisor"), SlotName("rollout", 0)])
         self.slab.begin("rollout", 0)
         self.maker, self.sent, self.now_s = Maker(), Sent(), 0.0
+        self.held_out = HeldOut()
         self.source = PromptSource(path, 0)
         self.model = {"actor.w": torch.zeros(2)}
         self.publisher = WeightsPublisher(folder / "weights", self.model)
         self.publisher.publish(0, {"actor.w": torch.zeros(2)})
         self.roller = LocalRoller(
-            self.maker, self.source, Letters(), ModelWeights(self.model), seed=7,
+            self.maker, self.source, Letters(), ModelWeights(self.model, BlockingEngine(Threes())), seed=7,
             lengths=Lengths(max_length, max_length - 1, None),
-            template="none", generate_kwargs={}, vocabulary=VOCABULARY,
+            template="none", sampling=SAMPLING, vocabulary=VOCABULARY, new_evaluations=lambda _: [self.held_out],
         )  # fmt: skip
         self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
         self.worker = RolloutWorker(
@@ -177,7 +202,7 @@ def test_a_ticket_is_rolled_out_and_sealed_into_its_extent(bench):
 
     (sealed,) = bench.sent.of(Sealed)
     reader = codec.ExtentReader(bench.arena.extent(0, sealed.nbytes), checksum=sealed.checksum)
-    seed = bench.maker.calls[0][3]
+    seed = bench.maker.calls[0].sampling.seed
     expected = made_up(rows=sealed.rows, prompt=5, actions=6, seed=seed % 1000)
     assert torch.equal(codec.gather([(reader, range(sealed.rows))]).reward, expected.reward)
     assert sealed.policy_version == 0
@@ -188,7 +213,8 @@ def test_prompts_are_padded_on_the_left_and_go_with_their_answers(bench):
     bench.worker.handle(Ticket(bench.incarnation, 0, start, 2, 1, 0, 1 << 15, 0, 100.0))
     bench.worker.step()
 
-    input_ids, mask, answers, _ = bench.maker.calls[0]
+    batch = bench.maker.calls[0]
+    input_ids, mask, answers = batch.input_ids, batch.attention_mask, batch.answers
     texts = [bench.source.at(position).prompt for position in (start, start + 1)]
     assert answers == [text.lower() for text in texts]
     for row, text in enumerate(texts):
@@ -288,17 +314,11 @@ def test_a_start_ends_where_the_first_rollouts_do_not_pass_the_gate(bench):
 
 def test_a_start_tries_responses_of_16_tokens_at_most_and_their_room_at_full_length(tmp_path):
     bench = Bench(tmp_path, max_length=500)
-    tried = []
-    make = bench.maker.make_experience
-
-    def look(*words, **keywords):
-        tried.append(keywords["max_length"] - words[0].shape[1])
-        return make(*words, **keywords)
-
-    bench.maker.make_experience = look
     refuse_broken_reward(bench.roller, row_bytes_bound(500))
-    assert tried == [16]
     bench.roller.roll(0, 1)
+
+    tried = [batch.sampling.max_length - batch.input_ids.shape[1] for batch in bench.maker.calls]
+    assert tried[0] == 16 and len(tried) == 2
     assert tried[1] > 16, "a ticket's responses are not cut"
 
     with pytest.raises(
@@ -316,13 +336,13 @@ def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_pat
     maker = Maker()
     with contextlib.closing(PromptSource(path, 0)) as source:
         roller = LocalRoller(
-            maker, source, Chatty(), ModelWeights({}), seed=7,
+            maker, source, Chatty(), ModelWeights({}, BlockingEngine(Threes())), seed=7,
             lengths=Lengths(MAX_LENGTH, MAX_LENGTH - 1, None), template="auto",
-            generate_kwargs={}, vocabulary=VOCABULARY, log_texts=log_texts,
+            sampling=SAMPLING, vocabulary=VOCABULARY, telemetry=Telemetry(log_texts=log_texts),
         )  # fmt: skip
         rolled = roller.roll(0, 3)
 
-    assert (rolled.prompts_failed, len(maker.calls[0][0])) == (1, 2)
+    assert (rolled.prompts_failed, len(maker.calls[0].input_ids)) == (1, 2)
     (line,) = caplog.messages
     assert (
         f"line=2 reason={path}:2: the prompt does not suit the tokenizer's chat template, which raised ValueError"
@@ -496,7 +516,6 @@ class HeldOut:
 
 def held_out_ticket(bench, number=3, *, deadline_s=100.0):
     ticket = Ticket(bench.incarnation, EVALUATION_TICKETS + number, 4, 2, 1, 0, 0, 0, deadline_s, 0)
-    bench.roller.evaluations = [HeldOut()]
     bench.worker.handle(ticket)
     return ticket
 

@@ -54,3 +54,20 @@ def test_a_client_that_sends_no_line_is_told_so(tmp_path, monkeypatch):
     answer = served(tmp_path / "control.sock", client)
 
     assert answer == {"error": "no request of one JSON line: none within 0.2 s"}
+
+
+def test_a_client_that_sees_the_socket_is_never_refused(tmp_path, monkeypatch):
+    path, start = tmp_path / "control.sock", asyncio.start_unix_server
+
+    async def late(*arguments, **keywords):
+        with socket.socket(socket.AF_UNIX) as early:
+            early.connect(str(path))
+        return await start(*arguments, **keywords)
+
+    async def client(connected):
+        connected.send(b'{"command": "status"}\n')
+
+    monkeypatch.setattr(asyncio, "start_unix_server", late)
+
+    assert served(path, client) == {"heard": "status"}
+    assert [*tmp_path.iterdir()] == [path]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
+from pipeline.runtime.forkserver import forkserver_environment
 from tests.support.daemon import END_TIMEOUT_S, is_alive, wait_until
 
 PROGRAM = """
@@ -52,7 +53,7 @@ killed = ForkedChild(stay, [], {})
 killed.kill()
 seen["killed"] = killed.wait()
 waiting = threading.Event()
-thread = threading.Thread(target=waiting.wait)
+thread = threading.Thread(target=waiting.wait, name="watcher")
 thread.start()
 seen["with a thread"] = unfit_to_fork()
 waiting.set()
@@ -82,7 +83,7 @@ def test_a_fork_has_nothing_of_its_parent_but_what_it_is_given_and_dies_with_it(
     assert seen["counted"] == [], "the parent counts its own warnings alone"
     assert (seen["code"], seen["failed"], seen["killed"]) == (0, 1, -signal.SIGKILL)
     assert "ZeroDivisionError: of the child" in errors
-    assert seen["with a thread"] == "has started 1 threads, which a fork would lose"
+    assert seen["with a thread"] == "has started what a fork would lose: thread watcher"
     wait_until(lambda: not is_alive(seen["stays"]), END_TIMEOUT_S, "the fork dies with its parent")
 
 
@@ -95,3 +96,45 @@ def test_a_gpu_that_is_open_forbids_a_fork() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == "has opened a GPU, which a forked process cannot use\n"
+
+
+JEMALLOC = """
+import os, sys
+import pyarrow
+from pipeline.runtime.forking import ForkedChild, unfit_to_fork
+
+names = {open(f"/proc/self/task/{tid}/comm").read().strip() for tid in os.listdir("/proc/self/task")}
+held = [pyarrow.array(range(1000)) for _ in range(10)]
+
+def work():
+    pool = pyarrow.jemalloc_memory_pool()
+    for _ in range(20):
+        taken = [pyarrow.array(range(1000), memory_pool=pool) for _ in range(10)]
+        assert taken[-1][999].as_py() == 999
+        pool.release_unused()
+
+print("jemalloc_bg_thd" in names, repr(unfit_to_fork()), [ForkedChild(work, [], {}).wait() for _ in range(5)])
+"""
+
+
+def test_the_thread_of_pyarrows_allocator_is_no_reason_not_to_fork() -> None:
+    environment = {**os.environ, "JE_ARROW_MALLOC_CONF": "background_thread:true", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", JEMALLOC], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+    assert done.stdout == "True '' [0, 0, 0, 0, 0]\n", done.stderr
+
+
+def test_the_forkserver_has_that_thread_switched_off_unless_the_user_wants_it() -> None:
+    code = "import os, pyarrow; print(len(os.listdir('/proc/self/task')))"
+    base = {name: value for name, value in os.environ.items() if name != "JE_ARROW_MALLOC_CONF"}
+    threads = [
+        subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True).stdout
+        for variables in (
+            forkserver_environment(base),
+            forkserver_environment({**base, "JE_ARROW_MALLOC_CONF": "background_thread:true"}),
+        )
+    ]
+
+    assert threads == ["1\n", "2\n"]

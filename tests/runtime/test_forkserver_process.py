@@ -33,7 +33,7 @@ def test_a_process_whose_forks_cannot_use_cuda_is_found_by_a_fork(has_asked_cuda
 LEAVES = """
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from pipeline.runtime.forkserver_process import _leave
+from pipeline.runtime.child_entry import leave
 
 class Late:
     def __del__(self):
@@ -45,7 +45,7 @@ pool = ThreadPoolExecutor(1)
 pool.submit(lambda: (time.sleep(0.2), print("thread", flush=True)))
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 sys.stdout.write("unflushed ")
-_leave(3)
+leave(3)
 """
 
 

@@ -16,13 +16,14 @@ from pipeline.config.identity import identity_of, run_dir, run_name
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.runtime.checkpoint_note import CheckpointNote
 from pipeline.runtime.latest_checkpoint import REPLACED, checkpoints_dir, read_latest, why_anew
 from pipeline.runtime.lock import StateLock, user_of
 from pipeline.runtime.run_folder import RunFolder, read_note, runs_of
 from pipeline.runtime.run_start import begin_run, open_run
 from pipeline.storage import weights_header
 from pipeline.storage.weights_header import HEADER, MAGIC, NEWEST, PAGE_BYTES, WeightsVersion, pack_version, slot_mark
-from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+from pipeline.trainer.checkpoints import save_checkpoint
 
 SEQUENCES = 200
 USUAL = 30
@@ -52,14 +53,14 @@ class Tokenizer:
         pass
 
 
-def save(of, step, token, *, root=None, keep=0):
+def save(of, step, token, *, keep=0):
     """Write a checkpoint as the trainer does."""
     most = of.trainer.max_steps
     note = CheckpointNote(
         identity_of(of), step, step, 10 * step, 0 < most <= step, "0a", f"{step:016x}", of.model_dump(mode="json")
     )  # fmt: skip
     return save_checkpoint(
-        root or checkpoints_dir(of), note, actor=Model(token), tokenizer=Tokenizer(), keep=keep,
+        checkpoints_dir(of), note, actor=Model(token), tokenizer=Tokenizer(), keep=keep,
         state={"moment": torch.zeros(1)},
     )  # fmt: skip
 
@@ -102,7 +103,7 @@ def test_the_identity_of_a_configuration_is_that_of_earlier_releases():
 
 
 def test_a_run_with_the_adapters_of_earlier_releases_goes_on_and_one_with_others_is_another():
-    """Those were on four layers by default."""
+    """Adapters were on four layers by default."""
     former = {"lora_rank": 4, "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
     def identity(**model):
@@ -155,20 +156,6 @@ def test_a_default_dtype_that_follows_the_gpus_begins_no_other_run_without_a_wor
     # A change of anything else beside it is meant.
     open_run(without.model_copy(update={"daemon": without.daemon.model_copy(update={"seed": 1})}), tmp_path / "shm",
              dtype_follows_gpus=True)  # fmt: skip
-
-
-def test_adapters_on_all_layers_begin_a_run_of_their_own_and_a_warning_names_the_one_on_four(tmp_path, caplog):
-    model = {"actor": "/m/a", "lora_rank": 4}
-    former = config(tmp_path, model={**model, "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"]})
-    RunFolder(former).claim()
-
-    RunFolder(config(tmp_path, model=model)).claim()
-
-    assert len(runs_of(tmp_path / "state")) == 2
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "a new run, another one differs in model.lora_targets alone: targets=all-linear "
-        f"other_targets=['q_proj', 'k_proj', 'v_proj', 'o_proj'] other={run_dir(former)}"
-    ]
 
 
 def test_a_dtype_that_is_set_begins_a_run_of_its_own_and_the_log_names_the_other(tmp_path, caplog):
@@ -388,19 +375,6 @@ class Lives:
         most = self.random.choice([0, 0, 3, 6, 12])
         return config(self.folder, trainer={"max_steps": most, **trainer}, **changes)
 
-    def former(self):
-        """Write the state directory of an earlier release: checkpoints of two runs in one folder."""
-        root = self.folder / "state" / "checkpoints"
-        last = None
-        for step in sorted(self.random.sample(range(1, 9), 4)):
-            of, token = self.a_config(max_steps=0), self.new_token()
-            # Another run's start removed the record of the latest.
-            (root / "latest.json").unlink(missing_ok=True)
-            save(of, step, token, root=root)
-            self.sure.setdefault(run_name(of), {})[step] = token
-            last = run_name(of), step
-        return last
-
     def new_token(self):
         self.tokens += 1
         return f"token {self.tokens}"
@@ -525,7 +499,7 @@ class Lives:
             assert not list(checkpoints_dir(of).glob(".step-*")), told
 
     def on_disk(self):
-        """Return the tokens of all whole checkpoints by run; those in the former folder count for their run, too."""
+        """Return the tokens of all whole checkpoints by run."""
         found = {}
         for note in (self.folder / "state").rglob("trainer_state.json"):
             step, _, moved = note.parent.name.removeprefix(".").partition(REPLACED)
@@ -565,8 +539,6 @@ def test_no_checkpoint_is_lost_over_random_starts_stops_kills_changes_and_fresh_
         folder = tmp_path / str(seed)
         folder.mkdir()
         lives = Lives(folder, seed)
-        if seed % 4 == 0:
-            lives.former()
         for _ in range(LIVES):
             lives.live()
         shutil.rmtree(folder)

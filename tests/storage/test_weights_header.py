@@ -1,4 +1,4 @@
-"""Which weights are the newest is read from shared memory where their trainer's word of it was lost with a buffer."""
+"""The newest weights are read from shared memory where the trainer's message was lost with a buffer."""
 
 import dataclasses
 import os

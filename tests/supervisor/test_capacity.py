@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tomllib
 from pathlib import Path
@@ -18,15 +17,25 @@ from pipeline.config.plan import models_of
 from pipeline.config.schema import Config
 from pipeline.config.sections import ClusterConfig
 from pipeline.errors import ConfigError
+from pipeline.supervisor import preflight
 from pipeline.supervisor.capacity import machine as machines
+from pipeline.supervisor.capacity.budgets import budgets_of, remedies
 from pipeline.supervisor.capacity.machine import Machine, described, of_processes
-from pipeline.supervisor.capacity.places import places_of, remedies
 from pipeline.supervisor.capacity.sharding import choice, decided, misfits
-from tests.supervisor.test_gpus import FakeDriver
+from tests.supervisor.test_gpus import FakeNvml, faked
 from tests.support import tiny
+from tests.support.daemon import EXACT
 
 GB = 10**9
 CARDS = Machine(gpus=4, gpu_bytes=80 * GB, ram_bytes=1000 * GB, shm_bytes=500 * GB)
+
+
+@pytest.fixture(autouse=True)
+def tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards of these tests hold some megabytes, less than a process takes before its first tensor (test_plan.py)."""
+    monkeypatch.setattr("pipeline.config.plan.CONTEXT_BYTES", 0)
+    monkeypatch.setattr("pipeline.config.plan.KEPT_SHARE", 0.0)
+    monkeypatch.setattr("pipeline.config.plan._GRAPH_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +102,7 @@ def test_on_a_cpu_auto_depends_on_the_memory_of_the_host(folder: Path) -> None:
     large = small._replace(tensors=small.tensors | {"more": (10**9,)})
     models = models_of(config)._replace(actor=large, reference=large)
     machine = CARDS._replace(gpus=0, gpu_bytes=0)
-    (needed,) = (place.total_bytes for place in places_of(whole, models, machine) if place.holds_ranks)
+    (needed,) = (budget.total_bytes for budget in budgets_of(whole, models, machine) if budget.holds_ranks)
 
     fits, lacks = (choice(config, models, machine._replace(ram_bytes=nbytes)) for nbytes in (needed, needed - 1))
 
@@ -141,7 +150,10 @@ def test_the_configuration_is_shown_with_the_choice_and_its_reason(
 
     shown = CliRunner().invoke(main, ["config", "show", "--effective", *sets]).output
     monkeypatch.setattr(machines, "gpus_here", lambda environ: [1_000_000] * 4)
-    checked = CliRunner().invoke(main, ["config", "check", *sets]).output
+    # The folder has a shell of a model, whose tokenizer is none.
+    monkeypatch.setattr(preflight, "findings_of_start", lambda loaded: ([], []))
+    own = ("--set", EXACT, "--set", "prompts.path=builtin:sort-digits")
+    checked = CliRunner().invoke(main, ["config", "check", *sets, *own]).output
 
     assert 'sharding = "auto"  # full here: with whole ranks GPU of trainer 0 (2 like it) takes ' in shown
     assert "note: rlhfd plan: " in checked and "to fit: " in checked
@@ -154,18 +166,10 @@ def test_a_check_without_cards_has_no_notes_of_a_plan(folder: Path, monkeypatch:
     assert misfits(configured(folder), {}) == []
 
 
-@dataclasses.dataclass
-class DriverOf(FakeDriver):
-    """A driver of GPUs of different memory."""
-
-    uuids: tuple[str, ...] = ("GPU-small", "GPU-large-a", "GPU-large-b")
-    capacity_bytes: tuple[int, ...] = (4 * GB, 80 * GB, 80 * GB)
-    used_bytes: tuple[int, ...] = (0, 0, 0)
-    percent: tuple[int, ...] = (0, 0, 0)
-
-    def _nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:
-        memory._obj.total, memory._obj.used = self.capacity_bytes[self._index(device)], 0
-        return 0
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the driver tell of GPUs of different memory."""
+    uuids, memory = ("GPU-small", "GPU-large-a", "GPU-large-b"), (4 * GB, 80 * GB, 80 * GB)
+    faked(monkeypatch, FakeNvml(uuids, used_bytes=(0, 0, 0), capacity_bytes=memory, percent=(0, 0, 0)))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,7 @@ class DriverOf(FakeDriver):
 def test_the_gpus_of_a_plan_are_those_that_the_run_may_use(
     monkeypatch: pytest.MonkeyPatch, folder: Path, listed: str | None, gpus: int, gpu_bytes: int
 ) -> None:
-    monkeypatch.setattr("pipeline.supervisor.capacity.machine.ctypes.CDLL", lambda name: DriverOf())
+    three_gpus(monkeypatch)
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
 
     planned = described(None, None, None, environ)
@@ -199,7 +203,7 @@ def test_the_gpus_of_a_plan_are_those_that_the_run_may_use(
 
 
 def test_a_gpu_whose_memory_is_not_known_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.supervisor.capacity.machine.ctypes.CDLL", lambda name: DriverOf())
+    three_gpus(monkeypatch)
 
     # The second begins the names of two.
     for listed in ("1,MIG-1", "GPU-large", "7"):
@@ -209,7 +213,7 @@ def test_a_gpu_whose_memory_is_not_known_has_no_plan(monkeypatch: pytest.MonkeyP
 
 
 def terms_of(config: Config, machine: Machine = CARDS) -> dict[str, dict[str, int]]:
-    return {place.name: place.terms for place in places_of(config, models_of(config), machine)}
+    return {budget.name: budget.terms for budget in budgets_of(config, models_of(config), machine)}
 
 
 def test_each_process_on_a_card_loads_its_models_through_host_memory(folder: Path) -> None:
@@ -272,7 +276,7 @@ def test_a_card_that_is_too_full_with_the_reference_has_it_moved_to_the_other_ro
 
     lines = remedies(config, models, machine)
 
-    assert [one.name for one in places_of(config, models, machine) if one.lacks_bytes] == [
+    assert [one.name for one in budgets_of(config, models, machine) if one.lacks_bytes] == [
         f"GPU of {place} (1 like it)"
     ]
     assert f'model.reference_device = "{other}": fits' in lines
@@ -293,11 +297,11 @@ def test_a_card_that_no_role_can_spare_the_reference_has_it_streamed(folder: Pat
 
     lines = remedies(config, models, machine)
 
-    (place,) = [one for one in places_of(config, models, machine) if one.lacks_bytes]
-    assert place.name == "GPU of rollout 0 (1 like it)"
+    (budget,) = [one for one in budgets_of(config, models, machine) if one.lacks_bytes]
+    assert budget.name == "GPU of rollout 0 (1 like it)"
     assert 'model.reference_device = "host": fits' in lines
     streamed = config.model_copy(update={"model": config.model.model_copy(update={"reference_device": "host"})})
-    (host,) = [one for one in places_of(streamed, models, machine) if one.name == "host memory"]
+    (host,) = [one for one in budgets_of(streamed, models, machine) if one.name == "host memory"]
     assert 1.79e9 < host.terms["rollout 0: layers of the reference"] < 1.81e9
 
 
@@ -309,14 +313,14 @@ def test_a_worker_beside_vllm_is_told_how_it_needs_no_actor(folder: Path) -> Non
     # A reward model makes the worker larger than the trainer.
     models = small._replace(actor=small.actor._replace(tensors=small.actor.tensors | more),
                             reward=small.actor._replace(tensors={"most": (8 * 10**9,)}))  # fmt: skip
-    worker = next(place for place in places_of(config, models, CARDS) if "rollout" in place.name)
+    worker = next(budget for budget in budgets_of(config, models, CARDS) if "rollout" in budget.name)
     machine = CARDS._replace(gpu_bytes=worker.total_bytes - 4 * models.actor.parameters)
 
     lines = remedies(config, models, machine)
 
     assert 'rollout.log_probs = "trainer": fits' in lines
     told = config.model_copy(update={"rollout": config.rollout.model_copy(update={"log_probs": "trainer"})})
-    assert not any(place.lacks_bytes for place in places_of(told, models, machine))
+    assert not any(budget.lacks_bytes for budget in budgets_of(told, models, machine))
     assert 'rollout.log_probs = "trainer"' not in str(remedies(told, models, CARDS._replace(gpu_bytes=1)))
 
 
@@ -361,8 +365,8 @@ def test_a_card_whose_engine_sleeps_needs_the_larger_phase_in_place_of_their_sum
     asleep = on_one_card(folder, sleep=True)
     models, parts = models_of(config), ("gradients", "activations of a micro-batch", "logits")
 
-    both = places_of(config, models, ONE_CARD)[0]
-    awake = places_of(asleep, models, ONE_CARD)[0]
+    both = budgets_of(config, models, ONE_CARD)[0]
+    awake = budgets_of(asleep, models, ONE_CARD)[0]
     terms = both.terms
     of_a_step = sum(terms[f"trainer 0: {part}"] for part in parts)
     of_the_engine = terms["rollout 0: weights of the engine"] + terms["rollout 0: KV cache"]
@@ -374,9 +378,9 @@ def test_a_card_whose_engine_sleeps_needs_the_larger_phase_in_place_of_their_sum
     assert awake.terms["trainer 0: moments"] == terms["trainer 0: moments"], "these stay"
 
     small = on_one_card(folder, sleep=True, cache_bytes=1_000)
-    terms = places_of(on_one_card(folder, cache_bytes=1_000), models, ONE_CARD)[0].terms
+    terms = budgets_of(on_one_card(folder, cache_bytes=1_000), models, ONE_CARD)[0].terms
     of_the_engine = terms["rollout 0: weights of the engine"] + 1_000
-    stepping = places_of(small, models, ONE_CARD)[0]
+    stepping = budgets_of(small, models, ONE_CARD)[0]
     assert of_a_step > of_the_engine
     assert stepping.name == f"{both.name}, while the trainer steps"
     assert stepping.total_bytes == sum(terms.values()) - of_the_engine
@@ -388,7 +392,7 @@ def test_with_cards_of_their_own_or_without_cards_sleep_saves_nothing(folder: Pa
     models = models_of(config)
 
     for machine in (CARDS._replace(gpus=2), CARDS._replace(gpus=0, gpu_bytes=0)):
-        assert places_of(asleep, models, machine) == places_of(config, models, machine)
+        assert budgets_of(asleep, models, machine) == budgets_of(config, models, machine)
 
 
 def test_with_adapters_an_engine_that_sleeps_has_its_weights_in_host_memory(folder: Path) -> None:
@@ -397,14 +401,14 @@ def test_with_adapters_an_engine_that_sleeps_has_its_weights_in_host_memory(fold
     models = models_of(config)
 
     term = "rollout 0: weights of the engine"
-    assert places_of(adapted, models, ONE_CARD)[-1].terms[term] > 0
-    assert term not in places_of(config, models, ONE_CARD)[-1].terms
+    assert budgets_of(adapted, models, ONE_CARD)[-1].terms[term] > 0
+    assert term not in budgets_of(config, models, ONE_CARD)[-1].terms
 
 
 def test_sleep_is_named_where_it_makes_a_run_fit_and_can_be_had(folder: Path) -> None:
     config = on_one_card(folder)
     models = models_of(config)
-    least = places_of(on_one_card(folder, sleep=True), models, ONE_CARD)[0].total_bytes
+    least = budgets_of(on_one_card(folder, sleep=True), models, ONE_CARD)[0].total_bytes
     machine = ONE_CARD._replace(gpu_bytes=least)
 
     assert "rollout.sleep = true: fits" in remedies(config, models, machine)

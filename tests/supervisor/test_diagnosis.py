@@ -235,6 +235,15 @@ def test_a_sentence_per_fact_is_one_line() -> None:
     assert all("\n" not in sentence for sentence in explain(run(BUFFER, talkative), {}))
 
 
+def test_steps_that_train_nothing_are_the_first_sentence_from_the_twentieth_on() -> None:
+    seen = run(BUFFER, TRAINING, GENERATING)
+
+    assert not any("Nothing to learn" in said for said in explain(dataclasses.replace(seen, idle_steps=19), {}))
+    assert explain(dataclasses.replace(seen, idle_steps=20), {})[0].startswith(
+        "Nothing to learn: the last 20 steps trained no token and moved no weight"
+    )
+
+
 def test_an_evaluation_under_way_is_named_with_its_prompts_and_not_with_a_number_of_tickets() -> None:
     evaluating = view("rollout-0", "generate", since_s=41, working_on=EVALUATION_TICKETS + 17)
 

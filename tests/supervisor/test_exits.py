@@ -12,7 +12,7 @@ from pipeline.errors import ExitCode
 from pipeline.runtime.messages import Message, PeerDied
 from pipeline.supervisor.exits import ExitHandler
 from pipeline.supervisor.fleet import Slot
-from pipeline.supervisor.placement import Place
+from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
 from tests.supervisor.test_fleet import Idlers
 
@@ -34,7 +34,7 @@ class Case:
         self.ranks = self.fleet.ranks
         # The metrics have no slot for them.
         policies = [RestartPolicy(RestartLimits(), random.Random()) for _ in range(2)]
-        self.workers = [Slot("rollout", index, Place("", ()), policy) for index, policy in enumerate(policies)]
+        self.workers = [Slot("rollout", index, Devices("", ()), policy) for index, policy in enumerate(policies)]
         self.fleet.slots += self.workers
         self.handler = ExitHandler(
             self.fleet,
@@ -125,3 +125,19 @@ def test_a_childs_own_verdict_on_the_run_is_the_runs_exit_code(case: Case, code:
 
     assert case.aborted == [(code, "prompts.path: gone")]
     assert case.workers[0].state == "ended", "it is not restarted"
+
+
+def test_a_setup_is_restarted_after_a_kill_and_up_to_the_limit_and_an_error_of_its_own_ends_the_run(case: Case) -> None:
+    setup = case.fleet.add("setup", 0, Devices("", ()))
+    setup.policy = RestartPolicy(RestartLimits(starts=3), random.Random(0))
+
+    for _ in range(2):
+        case.ends(setup, -9)
+        assert (setup.state, case.aborted) == ("backoff", [])
+    case.ends(setup, -9)
+    assert setup.state == "failed"
+    assert [code for code, _ in case.aborted] == [ExitCode.GAVE_UP]
+
+    case.aborted.clear()
+    case.ends(setup, 1, error="PermissionError: no")
+    assert case.aborted == [(ExitCode.FAILED, "the embedded model could not be made: PermissionError: no")]

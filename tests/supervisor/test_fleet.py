@@ -16,11 +16,11 @@ import pytest
 
 from pipeline.config.schema import Config, DaemonConfig
 from pipeline.errors import ExitCode
-from pipeline.runtime.child_process import Starter
+from pipeline.runtime.child_process import Starter, cache_variables
 from pipeline.runtime.messages import Message
 from pipeline.runtime.role import Report
-from pipeline.supervisor.fleet import Fleet, Slot
-from pipeline.supervisor.placement import Place
+from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
+from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shutdown import Shutdown
 from pipeline.telemetry.metric import SlotName
@@ -58,7 +58,7 @@ class Idlers(Fleet):
             on_line=lambda slot, line: None,
             limits=RestartLimits(),
         )
-        self.ranks = [self.add("trainer", rank, Place("", ())) for rank in (0, 1)]
+        self.ranks = [self.add("trainer", rank, Devices("", ())) for rank in (0, 1)]
         for forkserver in self.of("forkserver"):
             # Then roles are executed.
             forkserver.state = "failed"
@@ -257,7 +257,7 @@ def test_a_rank_that_hangs_again_at_its_last_checkpoint_is_not_started_a_third_t
 def test_a_buffer_that_hangs_again_at_its_spool_is_not_started_a_third_time(tmp_path: Path) -> None:
     async def stop() -> None:
         fleet = Idlers(tmp_path)
-        buffer = fleet.add("buffer", 0, Place("", ()))
+        buffer = fleet.add("buffer", 0, Devices("", ()))
         config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
         shutdown = Shutdown(config, fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
         fleet.ended = shutdown.child_ended
@@ -305,7 +305,7 @@ def test_a_rollout_is_cut_once_and_at_once_if_all_steps_are_taken(
 
     async def stop() -> None:
         fleet = Idlers(tmp_path)
-        worker = fleet.add("rollout", 0, Place("", ()))
+        worker = fleet.add("rollout", 0, Devices("", ()))
         daemon = DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state", drain_timeout_s=30.0)
         shutdown = Shutdown(Config(daemon=daemon), fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
         fleet.ignored = signal.SIGTERM
@@ -381,3 +381,18 @@ def test_what_a_child_hung_for_in_the_end_is_no_life(tmp_path: Path, beat_s: flo
         assert fleet.retry(rank) is not None
 
     asyncio.run(die())
+
+
+def test_roles_get_the_caches_of_the_state_directory_and_the_users_own_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/fast/triton")
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    fleet = Idlers(tmp_path)
+    fleet._settings = ChildSettings(state_dir=tmp_path / "state")
+
+    environment = fleet._environment(fleet.ranks[0])
+
+    assert environment["VLLM_CACHE_ROOT"] == cache_variables(tmp_path / "state", {})["VLLM_CACHE_ROOT"]
+    assert environment["TRITON_CACHE_DIR"] == "/fast/triton"
+    fleet.slab.close()

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
+import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 
-from pipeline.supervisor.gpus import Gpu, GpuWatch, Nvml, NvmlError, gpu_series
+from pipeline.supervisor.gpus import Gpu, GpuWatch, Nvml, gpu_series, read_once
 from tests.support.daemon import wait_until
 
 GIB = 1 << 30
-NO_DRIVER, NOT_SUPPORTED, GPU_IS_LOST = 9, 3, 15
 
 
 @dataclasses.dataclass
-class FakeDriver:
-    """The functions of NVML that are called, over plain values: they write where the pointers point, as it does.
+class FakeNvml:
+    """The functions of pynvml that are called, over plain values.
 
     Attributes:
         fails: Error code by function name.
         lost: GPUs that have fallen off the bus.
     """
 
+    NVMLError = pynvml.NVMLError
+
     uuids: tuple[str, ...] = ("GPU-aaaa", "GPU-bbbb")
     used_bytes: tuple[int, ...] = (3 * GIB, 0)
+    capacity_bytes: tuple[int, ...] = (80 * GIB, 80 * GIB)
     percent: tuple[int, ...] = (87, 0)
     fails: dict[str, int] = dataclasses.field(default_factory=dict)
     lost: set[int] = dataclasses.field(default_factory=set)
@@ -38,56 +41,57 @@ class FakeDriver:
     def __post_init__(self) -> None:
         self.answers.set()
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        function: Callable[..., int] = object.__getattribute__(self, "_" + name)
-        return lambda *arguments: self.fails.get(name) or function(*arguments)
+    def __getattr__(self, name: str) -> Any:
+        function = object.__getattribute__(self, f"_{name}")
 
-    def _nvmlInit_v2(self) -> int:
+        def call(*arguments: int) -> Any:
+            if name in self.fails:
+                raise self.NVMLError(self.fails[name])
+            return function(*arguments)
+
+        return call
+
+    def _nvmlInit(self) -> None:
         self.is_open = True
-        return 0
 
-    def _nvmlShutdown(self) -> int:
+    def _nvmlShutdown(self) -> None:
         self.is_open = False
-        return 0
 
-    def _nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = len(self.uuids)
-        return 0
+    def _nvmlDeviceGetCount(self) -> int:
+        return len(self.uuids)
 
-    def _nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, device: Any) -> int:
-        device._obj.value = 0x7F0000000000 + index.value
-        return 0
+    def _nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
 
-    def _nvmlDeviceGetUUID(self, device: ctypes.c_void_p, uuid: Any, length: ctypes.c_uint) -> int:
-        assert length.value == len(uuid) > len(self.uuids[0])
-        uuid.value = self.uuids[self._index(device)].encode()
-        return 0
+    def _nvmlDeviceGetUUID(self, device: int) -> str:
+        return self.uuids[device]
 
-    def _nvmlDeviceGetMemoryInfo(self, device: ctypes.c_void_p, memory: Any) -> int:
+    def _nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:
         self.answers.wait(60.0)
-        if self._index(device) in self.lost:
-            return GPU_IS_LOST
-        memory._obj.total, memory._obj.used = 80 * GIB, self.used_bytes[self._index(device)]
-        return 0
+        if device in self.lost:
+            raise self.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return SimpleNamespace(total=self.capacity_bytes[device], used=self.used_bytes[device])
 
-    def _nvmlDeviceGetUtilizationRates(self, device: ctypes.c_void_p, load: Any) -> int:
-        load._obj.gpu, load._obj.memory = self.percent[self._index(device)], 50
-        return 0
-
-    def _index(self, device: ctypes.c_void_p) -> int:
-        # The whole of a 64-bit pointer: ctypes would pass a bare int as 32 bits.
-        assert isinstance(device, ctypes.c_void_p) and device.value is not None
-        return device.value - 0x7F0000000000
+    def _nvmlDeviceGetUtilizationRates(self, device: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=self.percent[device], memory=50)
 
 
-def test_each_gpu_tells_its_memory_in_bytes_and_its_load_as_a_share() -> None:
-    driver = FakeDriver()
+def faked(monkeypatch: pytest.MonkeyPatch, driver: FakeNvml) -> FakeNvml:
+    """Put a driver in the place of pynvml."""
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    return driver
 
-    nvml = Nvml(driver)
-    gpus = nvml.read()
-    nvml.close()
 
-    assert gpus == [Gpu(0, "GPU-aaaa", 3 * GIB, 80 * GIB, 0.87), Gpu(1, "GPU-bbbb", 0, 80 * GIB, 0.0)]
+def test_the_functions_are_those_of_pynvml() -> None:
+    names = [name.removeprefix("_") for name in vars(FakeNvml) if name.startswith("_nvml")]
+
+    assert len(names) == 7 and all(callable(getattr(pynvml, name)) for name in names)
+
+
+def test_each_gpu_tells_its_memory_in_bytes_and_its_load_as_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = faked(monkeypatch, FakeNvml())
+
+    assert read_once() == [Gpu(0, "GPU-aaaa", 3 * GIB, 80 * GIB, 0.87), Gpu(1, "GPU-bbbb", 0, 80 * GIB, 0.0)]
     assert not driver.is_open
 
 
@@ -103,28 +107,20 @@ def test_each_gpu_is_a_series_of_each_family_that_it_can_tell() -> None:
     assert not any(gpu_series([]).values())
 
 
-def test_memory_and_load_are_laid_out_as_in_nvml_h() -> None:
-    from pipeline.supervisor.gpus import _Memory, _Utilization
+def test_a_gpu_that_is_lost_or_tells_no_load_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch, FakeNvml(lost={0}))
+    assert [gpu.uuid for gpu in read_once()] == ["GPU-bbbb"]
 
-    assert ctypes.sizeof(_Memory) == 24 and (_Memory.total.offset, _Memory.free.offset, _Memory.used.offset) == (
-        0,
-        8,
-        16,
-    )
-    assert ctypes.sizeof(_Utilization) == 8 and _Utilization.gpu.offset == 0
+    faked(monkeypatch, FakeNvml(fails={"nvmlDeviceGetUtilizationRates": pynvml.NVML_ERROR_NOT_SUPPORTED}))
+    assert [gpu.utilization for gpu in read_once()] == [None, None]
 
 
-def test_a_gpu_that_is_lost_or_tells_no_load_hides_no_other() -> None:
-    driver = FakeDriver(lost={0})
-    assert [gpu.uuid for gpu in Nvml(driver).read()] == ["GPU-bbbb"]
+def test_a_library_without_a_driver_is_an_error_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch, FakeNvml(fails={"nvmlInit": pynvml.NVML_ERROR_DRIVER_NOT_LOADED}))
 
-    driver = FakeDriver(fails={"nvmlDeviceGetUtilizationRates": NOT_SUPPORTED})
-    assert [gpu.utilization for gpu in Nvml(driver).read()] == [None, None]
-
-
-def test_a_library_without_a_driver_is_an_error_that_names_the_call() -> None:
-    with pytest.raises(NvmlError, match="nvmlInit_v2 gave 9"):
-        Nvml(FakeDriver(fails={"nvmlInit_v2": NO_DRIVER}))
+    with pytest.raises(pynvml.NVMLError, match="Driver Not Loaded"):
+        Nvml()
+    assert read_once() == []
 
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
@@ -135,12 +131,12 @@ def test_a_machine_without_a_gpu_has_none_to_tell_of() -> None:
     watch._thread.join(10.0)
 
     assert not watch._thread.is_alive()
-    assert watch.gpus() == ()
+    assert watch.gpus() == () and read_once() == []
 
 
-def test_a_driver_that_hangs_holds_nobody_up_and_what_it_said_grows_old() -> None:
-    driver, now_s = FakeDriver(), [100.0]
-    watch = GpuWatch(lambda: driver, clock_s=lambda: now_s[0])
+def test_a_driver_that_hangs_holds_nobody_up_and_what_it_said_grows_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, now_s = faked(monkeypatch, FakeNvml()), [100.0]
+    watch = GpuWatch(clock_s=lambda: now_s[0])
     watch.start()
     wait_until(watch.gpus, 10.0, "the first answer")
 

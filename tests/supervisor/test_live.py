@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline.supervisor.live import LiveView, evaluation_text, line, panel, sparkline
-from pipeline.supervisor.snapshot import Pace, RateWindow, Snapshot
+from pipeline.supervisor.snapshot import Pace, RateWindow, Snapshot, Steps
 from tests.support.slabs import ROOT
 
 SNAPSHOT = Snapshot(
@@ -341,6 +341,24 @@ sys.exit(7)
         assert process.wait(timeout=60) == 7
         assert errors.count(b"output is gone, the run goes on") == 1
         assert b"Traceback" not in errors and b"Exception ignored" not in errors
+
+
+def test_steps_that_a_rollback_undid_are_neither_shown_nor_in_the_rewards() -> None:
+    steps = Steps(512)
+    for step in (1, 2, 3, 4):
+        steps.add(step, step, step / 10)
+    # The trainer died, its successor went back to step 2 and has taken no step.
+    steps.add(None, 4, None)
+    assert steps.step == 4
+    steps.add(2, 4, None)
+    assert (steps.step, [*steps.rewards]) == (2, [(1, 0.1), (2, 0.2)])
+
+    steps.add(3, 5, 0.7)
+    steps.add(4, 6, 0.8)
+
+    assert (steps.step, [*steps.rewards]) == (4, [(1, 0.1), (2, 0.2), (3, 0.7), (4, 0.8)])
+    steps.add(0, 6, None)
+    assert (steps.step, [*steps.rewards]) == (0, [])
 
 
 def test_rate_is_the_increase_over_the_window() -> None:

@@ -25,7 +25,7 @@ from pipeline.models.weights.store import WeightsPublisher
 from pipeline.runtime.child_process import allow_descriptors
 from pipeline.storage.arena import Arena
 from pipeline.supervisor.fleet import Fleet
-from pipeline.supervisor.placement import Place
+from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
@@ -164,7 +164,7 @@ def test_a_child_for_which_there_is_no_descriptor_ends_the_run_and_leaves_none_o
         on_line=lambda slot, line: None,
         limits=RestartLimits(),
     )
-    slot = fleet.add("buffer", 0, Place("", ()))
+    slot = fleet.add("buffer", 0, Devices("", ()))
 
     def open_now() -> set[int]:
         # The one by which the list was read is in it, and gone.
@@ -221,8 +221,8 @@ def test_a_checkpoint_that_failed_is_tried_again_when_the_next_is_due_and_at_the
 def idle(bench: Bench, steps: list[int]) -> None:
     """Let these steps of the bench's learner train on nothing."""
     update = bench.learner.update
-    bench.learner.update = lambda experiences: dataclasses.replace(  # type: ignore[method-assign]
-        stats := update(experiences), tokens_trained=0 if stats.step in steps else stats.tokens_trained
+    bench.learner.update = lambda experiences, **more: dataclasses.replace(  # type: ignore[method-assign]
+        stats := update(experiences, **more), tokens_trained=0 if stats.step in steps else stats.tokens_trained
     )
 
 
@@ -237,7 +237,7 @@ def test_steps_that_teach_nothing_are_told_once_and_versions_go_on(
 
     told = [record.getMessage() for record in caplog.records if record.name == "pipeline.trainer.step_stats"]
     assert told == ["nothing to learn from, in every group all rewards are equal: steps_in_a_row=20"]
-    assert trainer.step == 30 and trainer._version.version == 30
+    assert trainer.step == 30 and trainer.version.version == 30
 
 
 def test_a_step_that_teaches_something_begins_the_count_anew(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,8 +254,8 @@ def test_rewards_that_are_all_0_from_the_start_are_told_once(
     bench: Bench, caplog: pytest.LogCaptureFixture, first: float, count: int
 ) -> None:
     update = bench.learner.update
-    bench.learner.update = lambda experiences: dataclasses.replace(  # type: ignore[method-assign]
-        stats := update(experiences), reward_mean=first if stats.step == 1 else 0.0, reward_stddev=0.0
+    bench.learner.update = lambda experiences, **more: dataclasses.replace(  # type: ignore[method-assign]
+        stats := update(experiences, **more), reward_mean=first if stats.step == 1 else 0.0, reward_stddev=0.0
     )
 
     with caplog.at_level(logging.WARNING, "pipeline.trainer.step_stats"):

@@ -1,32 +1,32 @@
-"""Which GPU and which cores each process gets."""
+"""The GPU and the cores of each process."""
 
 import pytest
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.supervisor.placement import local_cpus, place, visible_gpus, worker_count
+from pipeline.supervisor.placement import assign, local_cpus, visible_gpus, worker_count
 
 
 def config(**sections):
     return Config.model_validate(sections)
 
 
-def gpus_of(places):
-    return {f"{role}-{index}": place.gpu for (role, index), place in places.items()}
+def gpus_of(devices):
+    return {f"{role}-{index}": own.gpu for (role, index), own in devices.items()}
 
 
 def test_the_trainer_takes_the_first_gpu_and_each_other_one_gets_a_worker():
-    places = place(config(), ["0", "1", "2", "3"], range(8))
+    devices = assign(config(), ["0", "1", "2", "3"], range(8))
 
-    assert gpus_of(places) == {"trainer-0": "0", "rollout-0": "1", "rollout-1": "2", "rollout-2": "3"}
+    assert gpus_of(devices) == {"trainer-0": "0", "rollout-0": "1", "rollout-1": "2", "rollout-2": "3"}
 
 
 def test_a_single_gpu_is_shared():
-    assert gpus_of(place(config(), ["GPU-abc"], range(8))) == {"trainer-0": "GPU-abc", "rollout-0": "GPU-abc"}
+    assert gpus_of(assign(config(), ["GPU-abc"], range(8))) == {"trainer-0": "GPU-abc", "rollout-0": "GPU-abc"}
 
 
 def test_without_a_gpu_everything_runs_on_the_cpu():
-    assert gpus_of(place(config(rollout={"workers": 2}), [], range(8))) == {
+    assert gpus_of(assign(config(rollout={"workers": 2}), [], range(8))) == {
         "trainer-0": "",
         "rollout-0": "",
         "rollout-1": "",
@@ -36,7 +36,7 @@ def test_without_a_gpu_everything_runs_on_the_cpu():
 def test_named_devices_are_taken_as_they_are():
     chosen = config(rollout={"devices": [3, 1]}, trainer={"devices": [2]})
 
-    assert gpus_of(place(chosen, ["a", "b", "c", "d"], range(8))) == {
+    assert gpus_of(assign(chosen, ["a", "b", "c", "d"], range(8))) == {
         "trainer-0": "c",
         "rollout-0": "d",
         "rollout-1": "b",
@@ -50,11 +50,11 @@ def test_an_external_trainer_leaves_all_gpus_to_the_workers():
 def test_workers_that_compute_in_a_cluster_take_neither_gpu_nor_core_here():
     chosen = config(cluster={"engine": "ray"}, rollout={"workers": 3}, trainer={"world_size": 2})
 
-    places = place(chosen, ["a", "b", "c", "d"], range(8))
+    devices = assign(chosen, ["a", "b", "c", "d"], range(8))
 
-    assert gpus_of(places) == {"trainer-0": "a", "trainer-1": "b", "rollout-0": "", "rollout-1": "", "rollout-2": ""}
-    assert places["trainer", 0].cpus == (0, 1, 2, 3) and places["trainer", 1].cpus == (4, 5, 6, 7)
-    assert places["rollout", 0].cpus == ()
+    assert gpus_of(devices) == {"trainer-0": "a", "trainer-1": "b", "rollout-0": "", "rollout-1": "", "rollout-2": ""}
+    assert devices["trainer", 0].cpus == (0, 1, 2, 3) and devices["trainer", 1].cpus == (4, 5, 6, 7)
+    assert devices["rollout", 0].cpus == ()
     assert worker_count(chosen, ["a", "b", "c", "d"]) == 3
 
 
@@ -67,19 +67,19 @@ def test_workers_that_compute_in_a_cluster_take_neither_gpu_nor_core_here():
 )
 def test_what_is_not_there_is_refused(sections, message):
     with pytest.raises(ConfigError, match=message):
-        place(config(**sections), ["0", "1"], range(8))
+        assign(config(**sections), ["0", "1"], range(8))
 
 
 def test_cores_are_shared_out_without_overlap():
-    places = place(config(rollout={"workers": 2}), [], range(7))
+    devices = assign(config(rollout={"workers": 2}), [], range(7))
 
-    cores = [core for place in places.values() for core in place.cpus]
+    cores = [core for own in devices.values() for core in own.cpus]
     assert sorted(cores) == list(range(7))
-    assert all(place.cpus for place in places.values())
+    assert all(own.cpus for own in devices.values())
 
 
 def test_with_fewer_cores_than_processes_none_is_pinned():
-    assert {place.cpus for place in place(config(rollout={"workers": 3}), [], [0, 1]).values()} == {()}
+    assert {own.cpus for own in assign(config(rollout={"workers": 3}), [], [0, 1]).values()} == {()}
 
 
 def test_visible_gpus_come_from_the_environment_first(tmp_path):
@@ -122,9 +122,9 @@ def test_a_list_of_cores_that_cannot_be_read_is_as_none(two_nodes):
 def test_processes_get_the_cores_of_the_node_of_their_gpu():
     local = {"0": (0, 1, 2, 3), "1": (4, 5, 6, 7), "2": (0, 1, 2, 3)}
 
-    places = place(config(), ["0", "1", "2"], range(1, 8), local)
+    devices = assign(config(), ["0", "1", "2"], range(1, 8), local)
 
-    assert {f"{role}-{index}": (found.gpu, found.cpus) for (role, index), found in places.items()} == {
+    assert {f"{role}-{index}": (found.gpu, found.cpus) for (role, index), found in devices.items()} == {
         "trainer-0": ("0", (1,)),
         "rollout-0": ("1", (4, 5, 6, 7)),
         "rollout-1": ("2", (2, 3)),
@@ -137,14 +137,14 @@ def test_processes_get_the_cores_of_the_node_of_their_gpu():
     ids=["unknown", "one node", "one is unknown", "overlap"],
 )
 def test_cores_are_shared_by_number_where_nodes_do_not_tell_more(local):
-    places = place(config(), ["0", "1"], range(4), local)
+    devices = assign(config(), ["0", "1"], range(4), local)
 
-    assert [found.cpus for found in places.values()] == [(0, 1), (2, 3)]
+    assert [found.cpus for found in devices.values()] == [(0, 1), (2, 3)]
 
 
 def test_a_node_with_fewer_cores_than_processes_pins_none_of_them():
     local = {"0": (0,), "1": (1, 2, 3), "2": (0,)}
 
-    places = place(config(), ["0", "1", "2"], range(4), local)
+    devices = assign(config(), ["0", "1", "2"], range(4), local)
 
-    assert [found.cpus for found in places.values()] == [(), (1, 2, 3), ()]
+    assert [found.cpus for found in devices.values()] == [(), (1, 2, 3), ()]

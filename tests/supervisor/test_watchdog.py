@@ -1,4 +1,4 @@
-"""What the watchdog does about roles that are late at their start; the children are real processes that do nothing."""
+"""The watchdog's answer to roles that are late at their start; the children are real processes that do nothing."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ _STACKS_S = 1.0
 _WARMUP_STEPS = 8
 
 _LASTING = re.compile(
-    r"log/rlhfd\.log(\.1)?|runs/[\w.-]+/(run\.json|metrics\.jsonl(\.before)?|evaluations\.jsonl|history\.msgpack"
+    r"log/rlhfd\.log(\.1)?|runs/[\w.-]+/(run\.json|inputs\.json|metrics\.jsonl(\.before)?|evaluations\.jsonl|history\.msgpack"
     r"|recording/(steps\.jsonl|rows/step-\d{6}\.safetensors)|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors"
     r"|checkpoints/(latest\.json|step-\d{6}/.+))"
 )
@@ -83,9 +83,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def task_settings(task: Path) -> tuple[str, str]:
+EXACT = 'rollout.reward_functions=["pipeline.sort_digits:exact_answer"]'
+"""The reward of the embedded task, for its model by a path."""
+
+
+def task_settings(task: Path) -> tuple[str, str, str]:
     """Settings by which a daemon runs on a task directory."""
-    return (f"model.actor={task / 'model'}", f"prompts.path={task / 'prompts.jsonl'}")
+    return (f"model.actor={task / 'model'}", f"prompts.path={task / 'prompts.jsonl'}", EXACT)
 
 
 def telling_reward(folder: Path, *, pause_s: float = 0.0) -> tuple[str, str]:
@@ -347,7 +351,7 @@ class Daemon:
 
     @property
     def url(self) -> str:
-        """Where its HTTP server answers."""
+        """The address of its HTTP server."""
         record = InstanceRecord.read(self.runtime_dir)
         return f"http://{record.host}:{record.port}"
 

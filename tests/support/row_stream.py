@@ -133,8 +133,11 @@ class RowStream:
         row.tokens.append(token)
         row.log_probs.append(float(scaled[0].log_softmax(dim=-1)[token]))
         row.versions.append(self._version)
-        if token in sampling.eos_token_ids or any(
-            tuple(row.tokens[-len(stop) :]) == stop for stop in sampling.stop_sequences
+        strings = sampling.stop_strings
+        if (
+            token in sampling.eos_token_ids
+            or any(tuple(row.tokens[-len(stop) :]) == stop for stop in sampling.stop_sequences)
+            or (strings is not None and strings.completed_by(row.tokens) is not None)
         ):
             row.finish_reason = "stop"
         elif len(row.tokens) == row.request.max_new_tokens:

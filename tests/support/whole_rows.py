@@ -10,6 +10,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.rollout.generation.interface import Responses
@@ -38,8 +39,8 @@ class WholeRows:
         """Sample; nothing here looks at `batch_rows`, for one row is the least there is."""
         assert not self.paused
         num_actions = sampling.max_length - input_ids.shape[1]
-        draws = torch.Generator().manual_seed(sampling.seed)
-        noise = torch.rand((len(input_ids) * group_size, num_actions), generator=draws, dtype=torch.float64)
+        draws = np.random.Generator(np.random.Philox(key=sampling.seed))
+        noise = torch.from_numpy(draws.random((len(input_ids) * group_size, num_actions)))
         rows = input_ids.repeat_interleave(group_size, dim=0)
         tokens = torch.full(noise.shape, sampling.pad_token_id)
         for index, (row, mask) in enumerate(

@@ -191,6 +191,22 @@ def test_the_first_step_of_a_run_and_of_a_resumed_run_is_in_the_history(tmp_path
     assert [(one.step, one.shown().get("reward")) for one in bench.history.points()] == [(1, 0.5), (541, 0.5)]
 
 
+def test_a_point_has_the_step_behind_the_weights_also_while_a_rank_is_down(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    steps = bench.trainer.counter("rlhfd_train_steps_total")
+    behind = bench.trainer.gauge("rlhfd_train_step")
+    steps.inc(6)
+    behind.set(4)
+    bench.look(0.0)
+    bench.look(SPAN_S)
+    behind.clear()
+    bench.look(SPAN_S)
+    behind.set(2)
+    bench.look(SPAN_S)
+
+    assert [one.step for one in bench.history.points()] == [4, 4, 2]
+
+
 def test_an_external_trainer_has_the_response_length_of_its_workers(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     lengths = bench.rollout.histogram("rlhfd_response_length_tokens")

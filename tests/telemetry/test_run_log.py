@@ -267,7 +267,7 @@ def test_a_line_in_the_journal_has_its_role_and_fields_and_none_of_them_can_be_f
         kept.keep("rollout-1", f"{STAMP} ERROR rollout-1 pipeline.x: hung: ticket=7 role=buffer pid=1", 4711)
 
     (entry,) = [decoded(journal_socket.recv(1 << 16))]
-    assert kept.place == "journal:rlhfd.service"
+    assert kept.destination == "journal:rlhfd.service"
     assert entry == {
         "MESSAGE": "hung: ticket=7 role=buffer pid=1",
         "PRIORITY": "3",
@@ -291,7 +291,7 @@ def test_without_a_journal_records_and_childrens_lines_are_kept_in_the_file(tmp_
         assert not kept.keep("rollout-0", "a print", 1)
     logging.getLogger("pipeline.example").warning("after the end")
 
-    (lines,) = read(Path(kept.place), 10)
+    (lines,) = read(Path(kept.destination), 10)
     assert [log_lines.process_of(line) for line in lines] == ["supervisor", "rollout-0"]
     assert "asked" in lines[0] and "a print" in lines[1]
     if log_format == "json":
@@ -304,4 +304,4 @@ def test_no_file_is_made_where_none_is_wanted(tmp_path: Path) -> None:
     with RunLog(Config().model_copy(update={"daemon": daemon}), "supervisor") as kept:
         kept.keep("rollout-0", "a print", 1)
 
-    assert kept.place == "" and [*tmp_path.iterdir()] == []
+    assert kept.destination == "" and [*tmp_path.iterdir()] == []

@@ -17,7 +17,7 @@ import pytest
 from pipeline.config.sections import missing_tracker
 from pipeline.telemetry.samples import SampleWriter, folder_of
 from pipeline.tracking.adapters import mlflow_name, open_tracker
-from pipeline.tracking.records import read_place
+from pipeline.tracking.records import read_progress
 from tests.tracking.test_records import add, line, sample
 
 PROCESS = """
@@ -44,7 +44,7 @@ def live(run_dir: Path, name: str) -> str:
         [sys.executable, "-c", PROCESS, str(run_dir), name], env=environment, capture_output=True, timeout=200
     )
     assert ended.returncode == 0, ended.stderr.decode()[-3000:]
-    return read_place(run_dir / "tracking" / f"{name}.json").run_id
+    return read_progress(run_dir / "tracking" / f"{name}.json").run_id
 
 
 def two_lives(run_dir: Path, name: str) -> str:

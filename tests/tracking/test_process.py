@@ -21,7 +21,7 @@ from pipeline.telemetry.samples import SampleWriter, folder_of
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.tracking.launcher import Trackers
 from pipeline.tracking.process import follow
-from pipeline.tracking.records import Place, Record, read_place
+from pipeline.tracking.records import Progress, Record, read_progress
 from tests.support.daemon import wait_until
 from tests.tracking.test_records import add, line, sample
 
@@ -72,10 +72,10 @@ def turns(*actions: Callable[[], None]) -> Callable[[float], bool]:
 def test_a_successor_continues_the_same_run_and_the_rest_is_sent_at_the_end(tmp_path: Path) -> None:
     path, opened = tmp_path / "metrics.jsonl", []
 
-    def open_with(tracker: Kept) -> Callable[[Place, Path], Kept]:
-        def open_one(place: Place, folder: Path) -> Kept:
-            opened.append((place.run_id, place.step, folder))
-            tracker.run_id = place.run_id or "id-of-the-library"
+    def open_with(tracker: Kept) -> Callable[[Progress, Path], Kept]:
+        def open_one(progress: Progress, folder: Path) -> Kept:
+            opened.append((progress.run_id, progress.step, folder))
+            tracker.run_id = progress.run_id or "id-of-the-library"
             return tracker
 
         return open_one
@@ -92,7 +92,7 @@ def test_a_successor_continues_the_same_run_and_the_rest_is_sent_at_the_end(tmp_
     assert (first.steps, second.steps) == ([1, 2], [3, 4])
     folder = tmp_path / "tracking" / "wandb"
     assert opened == [("", -1, folder), ("id-of-the-library", 2, folder)]
-    assert read_place(tmp_path / "tracking" / "wandb.json").unix_s == 4.0
+    assert read_progress(tmp_path / "tracking" / "wandb.json").unix_s == 4.0
 
 
 def test_the_place_in_a_long_backlog_is_kept_each_second(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_place_in_a_long_backlog_is_kept_each_second(tmp_path: Path) -> None
 
     with pytest.raises(RuntimeError, match="the server is gone"):
         follow(tmp_path, "wandb", lambda *_: first, wait=turns(), clock=lambda: float(next(seconds)))
-    assert read_place(note).unix_s == 49.0
+    assert read_progress(note).unix_s == 49.0
     follow(tmp_path, "wandb", lambda *_: second, wait=turns())
 
     assert first.steps + second.steps == list(range(1, 101))

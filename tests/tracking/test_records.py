@@ -10,11 +10,11 @@ from pipeline.telemetry.samples import Sample, SampledResponse, SampleWriter, fo
 from pipeline.tracking.records import (
     COLUMNS,
     LineFollower,
-    Place,
+    Progress,
     SampleFollower,
-    read_place,
+    read_progress,
     record_of,
-    write_place,
+    write_progress,
 )
 
 
@@ -84,16 +84,14 @@ def test_a_successor_goes_on_behind_the_last_line_that_was_sent(tmp_path: Path) 
     assert steps(LineFollower(tmp_path, after_unix_s=3.0)) == [4, 5]
 
 
-def test_a_place_is_kept_and_a_damaged_one_is_that_of_a_new_run(tmp_path: Path) -> None:
+def test_progress_is_kept_and_a_damaged_one_is_that_of_a_new_run(tmp_path: Path) -> None:
     path = tmp_path / "tracking" / "wandb.json"
-    assert read_place(path) == Place()
+    assert read_progress(path) == Progress()
 
-    write_place(path, Place("abc", 2.5, 1.0, 7))
-    assert read_place(path) == Place("abc", 2.5, 1.0, 7)
-    path.write_bytes(b'{"run_id":"abc","unix_s":2.5,"samples_unix_s":1.0}')
-    assert read_place(path) == Place("abc", 2.5, 1.0), "of an earlier version"
+    write_progress(path, Progress("abc", 2.5, 1.0, 7))
+    assert read_progress(path) == Progress("abc", 2.5, 1.0, 7)
     path.write_bytes(b'{"run_id"')
-    assert read_place(path) == Place()
+    assert read_progress(path) == Progress()
 
 
 def sample(unix_s: float, *responses: str) -> Sample:

@@ -13,16 +13,18 @@ from pipeline.models.critic import Critic
 from pipeline.models.lora import adapt, published
 from pipeline.models.weights.held import state_dicts
 from pipeline.models.weights.store import flatten
+from pipeline.progress import Telemetry
+from pipeline.runtime.checkpoint_note import read_note, verify
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.trainer import process
-from pipeline.trainer.checkpoints import read_note, verify
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.saving.background import BackgroundCheckpoint
 from pipeline.trainer.state import Progress, tensors_of
 from tests.support import tiny
+from tests.support.told import Told
 from tests.trainer.test_checkpoints import Tokenizer, files_of_at_most
 from tests.trainer.test_resume import CPU, Site
 from tests.trainer.test_trainer import Bench, bench  # noqa: F401 - a fixture
@@ -59,8 +61,7 @@ class Models(NamedTuple):
 
 def trained(site, monkeypatch, *, algorithm="ppo", tied=False, rank=0):
     """Return models, their publisher and their checkpoints' writer."""
-    monkeypatch.setattr(process, "load_tokenizer", lambda path: Tokenizer())
-    monkeypatch.setattr(process, "Preprocessing", lambda path, tokenizer: tokenizer)
+    monkeypatch.setattr(process, "TokenizerFiles", lambda path: Tokenizer())
     model = {"actor": "unused", "lora_rank": rank, "lora_targets": ["q_proj", "down_proj"]}
     config = site.config().model_copy(update={"model": site.config().model.model_copy(update=model)})
     actor = tiny.llama(3, tie_word_embeddings=tied)
@@ -91,11 +92,11 @@ def test_a_checkpoint_from_the_slots_is_the_one_of_the_published_step_byte_by_by
     run = trained(site, monkeypatch, algorithm=algorithm, tied=tied, rank=rank)
     run.change(5)
     version = run.publish(1)
-    at_once = read_note(run.write(SECOND, version, complete=False, held=None, on_progress=lambda: None))
+    at_once = read_note(run.write(SECOND, version, complete=False, held=None, telemetry=Telemetry.none()))
 
     held = run.connection.held()
     run.change(6)
-    folder = run.write(SECOND, version, complete=False, held=held, on_progress=lambda: None)
+    folder = run.write(SECOND, version, complete=False, held=held, telemetry=Telemetry.none())
 
     beside = read_note(folder)
     verify(folder, beside)
@@ -149,7 +150,7 @@ def test_training_goes_on_beside_a_checkpoint_up_to_the_publish_that_would_overw
     """The write of step 2 ends once the publish of step 4 waits for it, that of step 4 once the end does."""
     seen, waits = {}, threading.Semaphore(0)
 
-    def slowly(progress, version, *, complete, held, on_progress):
+    def slowly(progress, version, *, complete, held, telemetry):
         assert waits.acquire(timeout=60.0), "nothing waits for the checkpoint"
         # Copies: the state of step 2 lies where that of step 4 comes.
         state = held.training.tensors["progress"].tolist(), held.weights.tensors["actor.weight"].clone()
@@ -159,7 +160,7 @@ def test_training_goes_on_beside_a_checkpoint_up_to_the_publish_that_would_overw
     first = bench.model.weight.detach().clone()
     trainer = bench.trainer(save_every=2, max_steps=4)
     wait = trainer._checkpoints.wait
-    monkeypatch.setattr(trainer._checkpoints, "wait", lambda on_progress: (waits.release(), wait(on_progress)))
+    monkeypatch.setattr(trainer._checkpoints, "wait", lambda telemetry: (waits.release(), wait(telemetry)))
     bench.save = slowly
     bench.run(trainer)
 
@@ -210,7 +211,7 @@ def test_an_unexpected_error_of_the_write_is_raised_where_its_end_is_collected()
 
     saving = BackgroundCheckpoint(broken)
     saving.begin(SECOND, WeightsVersion(2, 0), complete=False, held=None)
-    saving.wait(lambda: None)
+    saving.wait(Telemetry.none())
 
     with pytest.raises(ZeroDivisionError):
         saving.collect()
@@ -224,33 +225,33 @@ class Heartbeats:
         self.moves = moves
         self.has_moved, self.may_end = threading.Event(), threading.Event()
 
-    def __call__(self, progress, version, *, complete, held, on_progress):
+    def __call__(self, progress, version, *, complete, held, telemetry):
         for _ in range(self.moves):
-            on_progress()
+            telemetry.progress()
         self.has_moved.set()
         assert self.may_end.wait(60.0)
-        on_progress()
+        telemetry.progress()
         return None
 
 
 def test_a_wait_passes_on_progress_and_only_progress(monkeypatch):
-    writer, beats = Heartbeats(3), []
+    writer, told = Heartbeats(3), Told()
     saving = BackgroundCheckpoint(writer)
     saving.begin(SECOND, WeightsVersion(2, 0), complete=False, held=None)
     assert writer.has_moved.wait(60.0)
     join, looks = saving._thread.join, threading.Semaphore(0)
     monkeypatch.setattr(saving._thread, "join", lambda *limit: (join(*limit), looks.release()))
 
-    waiting = threading.Thread(target=saving.wait, args=(lambda: beats.append(1),))
+    waiting = threading.Thread(target=saving.wait, args=(told,))
     waiting.start()
     # At the third one the first two are judged.
     assert all(looks.acquire(timeout=60.0) for _ in range(3))
-    while_it_hangs = len(beats)
+    while_it_hangs = len(told.beats)
     writer.may_end.set()
     waiting.join(60.0)
 
     assert while_it_hangs == 0, "the moves were before the wait, and none since"
-    assert len(beats) <= 1
+    assert len(told.beats) <= 1
     assert saving.collect().step == 2
     assert saving.collect() is None
 
@@ -259,15 +260,15 @@ def test_the_write_of_a_failed_trainer_ends_and_leaves_nothing(site, monkeypatch
     run = trained(site, monkeypatch)
     version, may_go_on = run.publish(1), threading.Event()
 
-    def held_up(*rest, on_progress, **more):
+    def held_up(*rest, telemetry, **more):
         assert may_go_on.wait(60.0)
-        return run.write(*rest, on_progress=on_progress, **more)
+        return run.write(*rest, telemetry=telemetry, **more)
 
     saving = BackgroundCheckpoint(held_up)
     saving.begin(SECOND, version, complete=False, held=run.connection.held())
     saving.abandon()
     may_go_on.set()
-    saving.wait(lambda: None)
+    saving.wait(Telemetry.none())
 
     assert saving.collect() is None
     assert list(run.root.iterdir()) == []
@@ -279,7 +280,7 @@ def test_a_full_disk_beside_training_leaves_nothing(site, monkeypatch):
     saving = BackgroundCheckpoint(run.write)
     with files_of_at_most(1 << 12):
         saving.begin(SECOND, version, complete=False, held=run.connection.held())
-        saving.wait(lambda: None)
+        saving.wait(Telemetry.none())
 
     outcome = saving.collect()
     assert outcome.path is None and "could not be written" in outcome.error

@@ -15,7 +15,7 @@ from pipeline.telemetry.evaluations import EvaluationFile, PromptResult
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.step_log import StepLog
 from tests.trainer.test_checkpoints import save
-from tests.trainer.test_step_log import stats_of
+from tests.trainer.test_step_log import taken
 
 PLAN = EvaluationPlan(10, 10, 1, ("held",), (1,), 1, "plan")
 
@@ -151,22 +151,22 @@ def lines_in(path: Path) -> list[tuple[int, bool]]:
 def test_an_evaluation_has_one_line_behind_its_step_whatever_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = StepLog(path, after_step=0)
-    first.append_evaluation(0, evaluation(0, 1))
+    first.evaluated(0, evaluation(0, 1))
     for step in (1, 2):
-        first.append(step, stats_of())
-    first.append_evaluation(2, evaluation(2, 1))
-    first.append_evaluation(2, evaluation(2, 1))
+        first.taken(taken(step))
+    first.evaluated(2, evaluation(2, 1))
+    first.evaluated(2, evaluation(2, 1))
     first.close()
 
     second = StepLog(path, after_step=2)
-    second.append_evaluation(2, evaluation(2, 1))
-    second.append(3, stats_of())
+    second.evaluated(2, evaluation(2, 1))
+    second.taken(taken(3))
     second.close()
     assert lines_in(path) == [(0, True), (1, False), (2, False), (2, True), (3, False)]
 
     third = StepLog(path, after_step=1)
-    third.append(2, stats_of())
-    third.append_evaluation(2, evaluation(2, 5))
+    third.taken(taken(2))
+    third.evaluated(2, evaluation(2, 5))
     third.close()
     assert lines_in(path) == [(0, True), (1, False), (2, False), (2, True)]
     assert json.loads(path.read_text().splitlines()[-1])["evaluation"]["total"]["pass_at_1"] == 0.5

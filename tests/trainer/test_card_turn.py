@@ -3,6 +3,7 @@
 import pytest
 
 from pipeline.storage.card_turns import EngineTurn, RankTurn
+from pipeline.trainer.sleep import CardTurns
 from tests.trainer.test_trainer import Bench as TrainerBench
 from tests.trainer.test_trainer import CountingLearner
 
@@ -14,9 +15,9 @@ class Learner(CountingLearner):
         super().__init__(model)
         self.engine = EngineTurn(folder)
 
-    def update(self, experiences):
+    def update(self, experiences, before_change):
         assert not self.engine.take(), "an engine can wake during a step"
-        return super().update(experiences)
+        return super().update(experiences, before_change)
 
 
 class Bench(TrainerBench):
@@ -35,8 +36,8 @@ class Bench(TrainerBench):
             self.agreed.append((ready, self.engine.is_wanted()))
             return agree(ready)
 
-        trainer = self.trainer(agree=asked, **settings)
-        trainer.turn = RankTurn(self.folder, 0, lambda: self.freed.append(self.engine.take()))
+        turn = RankTurn(self.folder, 0, lambda: self.freed.append(self.engine.take()))
+        trainer = self.trainer(agree=asked, hooks=[CardTurns(turn)], **settings)
         self.agreed.clear()
         return trainer
 

@@ -11,10 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.progress import Telemetry
+from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, read_note, verify
 from pipeline.runtime.latest_checkpoint import Latest, read_latest
 from pipeline.trainer import checkpoints
-from pipeline.trainer.checkpoints import CheckpointNote, earlier_of_run, load_state, read_note, save_checkpoint, verify
+from pipeline.trainer.checkpoints import load_state, save_checkpoint
 from tests.support import tiny
+from tests.support.told import Told
 
 
 class Tokenizer:
@@ -74,6 +77,7 @@ def test_the_last_one_is_named_in_plain_json(tmp_path):
 
     named = json.loads((tmp_path / "latest.json").read_text())
 
+    assert named.pop("seal")
     assert {key: named[key] for key in named if key != "run"} == {
         "identity": "this", "step": 73, "version": 73, "position": 730, "complete": True, "path": "step-000073",
         "fingerprint": "0b",
@@ -219,13 +223,19 @@ class SlowActor:
                 self.noticed += self.told.wait(2.0 if self._stalls else 20.0)
 
 
+class Heard(Telemetry):
+    def __init__(self, told):
+        super().__init__()
+        self.progress = told.set
+
+
 @pytest.mark.parametrize(("stalls", "noticed"), [(False, 3), (True, 1)])
 def test_a_single_file_that_takes_long_is_progress_as_long_as_it_grows(tmp_path, monkeypatch, stalls, noticed):
     monkeypatch.setattr(checkpoints, "_LOOK_S", 0.02)
     told = threading.Event()
     actor = SlowActor(told, stalls=stalls)
 
-    save_checkpoint(tmp_path, note(1), actor=actor, tokenizer=Tokenizer(), state=state(), on_progress=told.set)
+    save_checkpoint(tmp_path, note(1), actor=actor, tokenizer=Tokenizer(), state=state(), telemetry=Heard(told))
 
     assert actor.noticed == noticed
 
@@ -233,9 +243,9 @@ def test_a_single_file_that_takes_long_is_progress_as_long_as_it_grows(tmp_path,
 def test_a_large_file_is_brought_to_disk_piece_by_piece(tmp_path, monkeypatch):
     def told(flush_bytes):
         monkeypatch.setattr(checkpoints, "_FLUSH_BYTES", flush_bytes)
-        beats = []
-        checkpoints._flush(folder, lambda: beats.append(1))
-        return len(beats)
+        heard = Told()
+        checkpoints._flush(folder, heard)
+        return len(heard.beats)
 
     folder = save(tmp_path, 1)
     pieces = [

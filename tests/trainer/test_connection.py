@@ -1,5 +1,7 @@
 """The trainer's connection against a real buffer on a real arena, all in this process."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -188,6 +190,25 @@ def test_the_iterator_acknowledges_a_batch_when_the_next_is_asked_for(house):
     house.turn()
 
     assert house.ledger.totals.trained == 16
+
+
+@pytest.mark.parametrize("copy_ahead", [False, True])
+def test_a_batch_that_is_handed_back_comes_again_before_later_ones_and_is_not_counted_as_trained(tmp_path, copy_ahead):
+    with contextlib.closing(House(tmp_path, copy_ahead=copy_ahead)) as house:
+        connection = house.connect(prefetch=5)
+        first, second, third = (house.batch(connection) for _ in range(3))
+        house.turn()
+        connection.receive(0.0)
+
+        connection.hand_back(2)
+        again = [house.batch(connection) for _ in range(3)]
+        connection.publish(actor={"weight": torch.zeros(2)})
+        house.turn()
+
+        assert [batch.lease for batch in again] == [1, 2, 3]
+        handed_back = torch.cat([second.experience.reward, third.experience.reward])
+        assert torch.equal(torch.cat([batch.experience.reward for batch in again[:2]]), handed_back)
+        assert house.ledger.totals.trained == sum(len(b.experience.sequences) for b in (first, *again))
 
 
 def test_publishing_acknowledges_and_makes_the_next_version(house):

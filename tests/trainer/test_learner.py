@@ -32,7 +32,8 @@ from tests.support import tiny
 Algorithm = Literal["ppo", "grpo"]
 CPU = torch.device("cpu")
 PROMPT_COLUMNS, ACTION_COLUMNS, ROWS = 5, 6, 8
-TRAINER = TrainerConfig(warmup_steps=0, decay_steps=0, critic_warmup_steps=0, learning_rate=1e-2)
+# Padded passes: those that packed and shared ones are held against.
+TRAINER = TrainerConfig(warmup_steps=0, decay_steps=0, critic_warmup_steps=0, learning_rate=1e-2, packing=False)
 REFERENCE_SHIFT = 0.1
 
 
@@ -302,6 +303,24 @@ def test_groups_of_equal_score_are_left_out() -> None:
     assert len(stats.row_importance_ratios) == 4
 
 
+def test_with_all_rows_equal_groups_count_in_the_divisors() -> None:
+    learners = [
+        Learner(TRAINER.model_copy(update={"loss_rows": rows}), "grpo", tiny.llama(1), None, kl_coef=0.0)
+        for rows in ("trained", "all")
+    ]
+    experience = experience_for(learners[0], "grpo")
+    assert experience.info is not None and experience.action_mask is not None and experience.advantages is not None
+    mixed = torch.tensor([True, True, False, False, True, True, False, False])
+    experience.info["group_mixed"] = mixed
+    experience.advantages = experience.advantages.masked_fill(~mixed, 0.0)
+    share = float(experience.action_mask[mixed].sum() / experience.action_mask.sum())
+
+    trained, every = (learner.update([experience]) for learner in learners)
+
+    assert (trained.rows_trained, every.rows_trained) == (4, 8)
+    assert every.gradient_norm == pytest.approx(trained.gradient_norm * share, rel=1e-5)
+
+
 def test_where_no_group_teaches_anything_no_weight_moves_but_the_step_counts() -> None:
     learner = new_learner("grpo")
     experience = experience_for(learner, "grpo")
@@ -360,9 +379,10 @@ def test_weights_and_state_change_only_once_they_may(algorithm: Algorithm) -> No
     learner = new_learner(algorithm, TRAINER.model_copy(update={"kl_coef_target": 1e-9}), kl_coef=0.1)
     live = [*weights(learner), *learner.tensors().values()]
     before, seen = [tensor.clone() for tensor in live], []
-    learner.before_change = lambda: seen.append([tensor.clone() for tensor in live])
 
-    learner.update([experience_for(learner, algorithm)])
+    learner.update(
+        [experience_for(learner, algorithm)], before_change=lambda: seen.append([tensor.clone() for tensor in live])
+    )
 
     assert all(torch.equal(then, now) for then, now in zip(before, seen[0], strict=True))
     assert not all(torch.equal(then, now) for then, now in zip(before, live, strict=True))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from pipeline.errors import DeviceMemoryError
+from tests.support.told import Told
 from tests.trainer.test_learner import (
     TRAINER,
     Algorithm,
@@ -42,22 +42,18 @@ class Device:
             raise torch.OutOfMemoryError("CUDA out of memory in a backward pass")
 
 
-def counting(told: list[int]) -> Callable[[], None]:
-    return lambda: told.append(1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 @pytest.mark.parametrize("fault", [{"most_tokens": 30}, {"fails_backward": 0}], ids=["forward", "backward"])
 def test_a_step_that_runs_out_of_memory_is_the_same_step(
     algorithm: Algorithm, fault: dict[str, int], dtype: torch.dtype
 ) -> None:
-    told: list[int] = []
-    whole, cut = new_learner(algorithm), new_learner(algorithm, on_out_of_memory=counting(told))
+    told = Told()
+    whole, cut = new_learner(algorithm), new_learner(algorithm, telemetry=told)
     if dtype != torch.float32:
         whole, cut = (
             type(one)(TRAINER, algorithm, one._actor.to(dtype), one._critic, kl_coef=one._kl_coef, **more)
-            for one, more in ((whole, {}), (cut, {"on_out_of_memory": counting(told)}))
+            for one, more in ((whole, {}), (cut, {"telemetry": told}))
         )
     experience = experience_for(whole, algorithm)
     device = Device(cut._actor, **fault)
@@ -71,12 +67,12 @@ def test_a_step_that_runs_out_of_memory_is_the_same_step(
         assert_same_stats(stats, expected)
     assert stats.rows_trained == expected.rows_trained and stats.step == 1
     assert len(stats.row_importance_ratios) == len(expected.row_importance_ratios)
-    assert told, "counted"
+    assert told.halved, "counted"
     assert device.passes[-1] < max(device.passes)
 
-    before = len(told)
+    before = len(told.halved)
     cut.update([experience])
-    assert len(told) == before, "the halved bound stays"
+    assert len(told.halved) == before, "the halved bound stays"
 
 
 def test_a_row_that_does_not_fit_alone_ends_training_and_names_the_keys() -> None:

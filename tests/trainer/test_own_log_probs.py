@@ -16,6 +16,7 @@ from pipeline.trainer.learner import Learner
 from pipeline.trainer.sharding.ranks import _without_actions
 from pipeline.trainer.state import digest_after
 from tests.support import tiny
+from tests.support.told import Told
 from tests.trainer.loss.test_objective import sampled
 from tests.trainer.test_learner import CPU, TRAINER, assert_same, experience_of, weights
 from tests.trainer.test_out_of_memory import Device
@@ -97,17 +98,17 @@ def test_without_the_key_rows_without_log_probs_are_refused() -> None:
 
 def test_a_pass_without_memory_is_repeated_with_half_the_tokens() -> None:
     experience = experience_of(tiny.llama(), "grpo")
-    actor, told = tiny.llama(), list[int]()
+    actor, told = tiny.llama(), Told()
     learner = Learner(
         TRAINER.model_copy(update={"gradient_clip_norm": 100.0}), "grpo", actor, kl_coef=0.05,
-        computes_log_probs=True, on_out_of_memory=lambda: told.append(1),
+        computes_log_probs=True, telemetry=told,
     )  # fmt: skip
     device = Device(actor, most_tokens=30)
 
     learner.update([without(experience)])
 
     expected, _ = stepped(experience, computes=False)
-    assert told and max(device.passes) > 30
+    assert told.halved and max(device.passes) > 30
     assert max(device.passes[device.passes.index(max(device.passes)) + 1 :]) < max(device.passes), "the bound stays"
     assert_same(weights(learner), expected)
 

@@ -21,6 +21,7 @@ from pipeline.trainer.prefetch import Gathering
 from pipeline.trainer.process import new_learner, whole_models
 from pipeline.trainer.step_stats import StepStats
 from tests.support import tiny
+from tests.support.told import Told
 from tests.trainer.test_learner import (
     ACTION_COLUMNS,
     CPU,
@@ -153,19 +154,19 @@ def test_the_reference_is_asked_once_a_step_of_several_updates() -> None:
 
 
 def test_a_pass_of_the_reference_without_memory_is_repeated_with_half_the_tokens() -> None:
-    reference, told = tiny.llama(), list[int]()
+    reference, told = tiny.llama(), Told()
     actor = policy(lora=False)
     rows = rows_of(actor, reference)
     device = Device(reference, most_tokens=30)
     learner = Learner(
         TRAINER.model_copy(update={"gradient_clip_norm": 100.0}), "grpo", actor, kl_coef=KL_COEF, reference=reference,
-        on_out_of_memory=lambda: told.append(1),
+        telemetry=told,
     )  # fmt: skip
 
     found, _ = stepped(learner, [with_base(rows, None)])
 
     expected, _ = stepped(learner_of(), [rows])
-    assert told and max(device.passes) > 30
+    assert told.halved and max(device.passes) > 30
     assert max(device.passes[-2:]) <= 30
     assert_same(found, expected, 3e-6 * max(1.0, *(float(gradient.abs().max()) for gradient in expected)))
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import MistralConfig, MistralForCausalLM
 
 from pipeline.errors import ConfigError, FieldError
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.models.critic import Critic
+from pipeline.models.packing import prepare_packing
 from pipeline.trainer.learner import Learner
 from tests.support import tiny
 from tests.trainer.test_learner import (
@@ -93,15 +96,57 @@ def assert_cut(learner: Learner, padded: Learner, experience: Experience, most_t
     assert passes[-1] <= most_tokens < max(passes)
 
 
-def test_models_and_rows_that_cannot_be_packed_are_refused() -> None:
-    class Custom(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
 
+
+def windowed() -> nn.Module:
+    """Return a model whose rows are packed by a block mask of T x T alone."""
+    config = MistralConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=32, sliding_window=4,
+    )  # fmt: skip
+    return MistralForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (tiny.llama, None),
+        (tiny.gpt2, None),
+        (Custom, "model=Custom reason=only a model of text alone can"),
+        (windowed, "model=MistralForCausalLM reason=its attention is not sdpa over whole rows"),
+    ],
+)
+def test_by_default_rows_are_packed_where_a_kernel_keeps_them_apart(
+    build: Any, reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    learner = Learner(TRAINER.model_copy(update={"packing": None}), "grpo", build())
+
+    assert learner._packing == (reason is None)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rows are")]
+    assert ("rows are packed: model=" in line) if reason is None else (reason in line)
+
+
+def test_models_of_which_one_cannot_be_packed_are_padded_as_before() -> None:
+    actor = tiny.llama()
+    critic = Critic(windowed().get_submodule("model"))
+
+    assert not prepare_packing([actor, critic], torch.device("cpu"), None)
+    learner = Learner(TRAINER.model_copy(update={"packing": None}), "ppo", actor, critic)
+    stats = learner.update([rows_for(learner, "ppo")])
+
+    assert stats.padding_ratio > 0
+
+
+def test_models_and_rows_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.packing: a Custom cannot be packed"):
         Learner(TRAINER.model_copy(update=PACKING), "grpo", Custom())
     learner = learner_of(tiny.llama, "grpo", packing=True)
     pixels: Any = {"pixel_values": torch.ones(32, 2), "image_grid_thws": torch.tensor([[1, 2, 2]] * 8)}
-    with pytest.raises(FieldError, match=r"rows with images cannot be packed: set trainer\.packing to false"):
+    with pytest.raises(FieldError, match="images for a LlamaForCausalLM: not a vision-language model"):
         learner.update([ExperienceVL(**vars(rows_for(learner, "grpo")), **pixels)])

@@ -22,7 +22,7 @@ def prepare(folder, **rollout):
     model.save_pretrained(folder / "model")
     config = Config.model_validate({"model": {"actor": str(folder / "model")}, "rollout": rollout})
     (folder / "config.json").write_text(config.model_dump_json())
-    (folder / "run.json").write_bytes(msgspec.json.encode(RunId("a1b2c3d4", "same")))
+    (folder / "run.json").write_bytes(msgspec.json.encode(RunId("a1b2c3d4", "same", "", 1)))
     return model
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.errors import WeightsError
+from pipeline.errors import CheckpointError, WeightsError
 from pipeline.models.weights import slot_copy
 from pipeline.models.weights.pinned import PinnedRing
 from pipeline.runtime.messages import Welcome
@@ -31,13 +31,13 @@ class MovingLearner(CountingLearner):
     def tensors(self):
         return {"moment": self.moment}
 
-    def update(self, experiences):
+    def update(self, experiences, before_change):
         self.computed()
-        self.before_change()
+        before_change()
         self.may_change()
         with torch.no_grad():
             self.moment += 1
-        return super().update(experiences)
+        return super().update(experiences, before_change)
 
 
 class Gate:
@@ -232,6 +232,20 @@ def test_of_every_third_version_the_state_is_kept_and_of_each_with_a_checkpoint(
     assert seen == [(0, 0), (1, 0), (2, 0), (3, 3), (4, 3), (5, 5), (6, 6), (7, 6)]
     assert versions.kept().version == 8, "the last one"
     assert kept == [(5, True), (8, True)]
+
+
+def test_the_state_of_a_stopped_run_that_no_disk_takes_is_that_of_its_last_version(bench):
+    trainer = bench.trainer(max_steps=0, keep_state_every=3)
+    versions = trainer._connection.versions
+
+    def full(*_, **__):
+        raise CheckpointError("no space is left")
+
+    bench.save = full
+    steps(bench, trainer, 5)
+
+    assert not trainer.close()
+    assert (versions.newest().version, versions.kept().version) == (5, 5)
 
 
 def test_a_thread_that_hangs_while_no_batch_comes_is_found(bench, monkeypatch):

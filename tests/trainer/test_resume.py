@@ -15,9 +15,11 @@ from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
 from pipeline.models.critic import Critic
 from pipeline.models.weights.store import WeightsPublisher
+from pipeline.runtime import checkpoint_note
+from pipeline.runtime.checkpoint_note import CheckpointNote
 from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
-from pipeline.trainer import checkpoints, resume
-from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+from pipeline.trainer import resume
+from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.state import Progress, tensors_of
@@ -135,6 +137,21 @@ def test_a_start_goes_on_from_the_last_checkpoint_bit_for_bit(site, caplog):
     assert "--fresh" in caplog.text
 
 
+def test_every_key_that_differs_from_the_checkpoints_is_named():
+    before = Config().model_dump(mode="json")
+    config = Config.model_validate(before)
+    before["rollout"] |= {"temperature": 0.5, "reward_functions": ["length"]}
+    before["reward"] |= {"length_limit": 5}
+    before["trainer"].pop("max_steps")
+
+    named = resume._changes(before, config)
+
+    assert [change.partition("=")[0] for change in named] == [
+        "rollout.temperature", "rollout.reward_functions", "reward.length_limit",
+    ]  # fmt: skip
+    assert f"rollout.temperature=0.5->{config.rollout.temperature}" in named
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "settings", "reason"),
     [
@@ -202,7 +219,7 @@ def test_ranks_verify_a_checkpoint_once_and_find_the_same_start(site, monkeypatc
 
     def verify_and_count(folder, note):
         verified.append(folder.name)
-        checkpoints.verify(folder, note)
+        checkpoint_note.verify(folder, note)
 
     def load(rank, folder):
         if (rank, folder.name, damaged_for) == (1, "step-000005", "the second rank alone"):

@@ -33,7 +33,7 @@ from tests.trainer.test_packing import assert_cut
 
 GROUPS = [4, 3, 4, 1]
 TOKENS_ONCE, TOKENS = 52, 79
-"""Of passes over the rows of `grouped` without their last tokens: with each prompt once, and with all rows whole."""
+"""Tokens of passes over `grouped` without the rows' last tokens: with each prompt once, and with all rows whole."""
 
 
 def learner_of(build: Any, algorithm: Algorithm, *, lora: bool = False, **changes: Any) -> Learner:

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.trainer.hooks import TakenStep
+from pipeline.trainer.state import Progress
 from pipeline.trainer.step_log import StepLog, line_of
 from pipeline.trainer.step_stats import StepStats
 
@@ -25,6 +27,10 @@ def stats_of(**values: Any) -> StepStats:
     return StepStats(**{**zeros, "kl_loss": None, **empty, **values})
 
 
+def taken(step: int, **values: Any) -> TakenStep:
+    return TakenStep(step, stats_of(**values), [], Progress(step))
+
+
 def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
@@ -32,7 +38,7 @@ def steps_in(path: Path) -> list[int]:
 def write_steps(path: Path, steps: range, *, after_step: int, is_new_run: bool = False) -> None:
     step_log = StepLog(path, after_step=after_step, is_new_run=is_new_run)
     for step in steps:
-        step_log.append(step, stats_of(loss=float(step)))
+        step_log.taken(taken(step, loss=float(step)))
     step_log.close()
 
 
@@ -46,6 +52,12 @@ def test_a_line_has_the_statistics_of_all_ranks_and_null_for_what_is_no_number()
     assert line["loss"] is None and line["gradient_norm"] is None and line["kl_loss"] is None
     assert {"entropy_nats", "kl_nats", "response_length_mean_tokens", "clipped_ratio", "reward_mean"} <= line.keys()
     assert not [name for name in line if name.startswith("row_")]
+
+
+def test_the_line_of_a_step_that_trained_nothing_says_so() -> None:
+    line = json.loads(line_of(7, stats_of(rows=8, rows_trained=0, tokens_trained=0), 0.0))
+
+    assert (line["rows"], line["rows_trained"], line["tokens_trained"]) == (8, 0, 0)
 
 
 @given(
@@ -114,15 +126,15 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
 
     caplog.set_level("INFO")
     monkeypatch.setattr(os, "write", write_some)
-    step_log.append(1, stats_of())
+    step_log.taken(taken(1))
     room[0] = 100
     for step in (2, 3):
-        step_log.append(step, stats_of())
+        step_log.taken(taken(step))
         assert logged("was not written") == 1, "once a cause, at its first step"
     assert logged("written again") == 0
     assert steps_in_whole_lines(tmp_path / "metrics.jsonl") == [1]
     room[0] = 10_000
-    step_log.append(4, stats_of())
+    step_log.taken(taken(4))
     step_log.close()
 
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4] and step_log.lost == 0

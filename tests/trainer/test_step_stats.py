@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipeline.trainer.step_stats import Stopwatch
+from tests.support.told import Told
 from tests.trainer.test_learner import disturbed, experience_for, new_learner
 
 
@@ -17,17 +18,17 @@ class Clock:
 
 
 def test_a_backward_pass_lasts_until_the_device_has_computed_it(monkeypatch):
-    clock, phases = Clock(), []
+    clock, told = Clock(), Told()
     monkeypatch.setattr("pipeline.trainer.step_stats.time.perf_counter", lambda: clock.now_s)
     # Each call issues its work at once; the device needs 5 s for all of it.
-    watch = Stopwatch(phases.append, lambda: clock.pass_s(5.0))
+    watch = Stopwatch(told, lambda: clock.pass_s(5.0))
 
     for phase in ("forward", "backward", "reduce", "optimizer"):
         with watch.during(phase):
             clock.pass_s(0.25)
 
     assert watch.seconds == {"forward": 0.25, "backward": 5.25, "reduce": 0.25, "optimizer": 0.25}
-    assert phases == ["forward", "backward", "reduce", "optimizer"]
+    assert told.phases == ["forward", "backward", "reduce", "optimizer"]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

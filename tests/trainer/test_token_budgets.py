@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline.experience.types import Experience
 from pipeline.models.pass_size import PassSize, training_size
+from pipeline.progress import Telemetry
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.learner import Learner
 from tests.support import tiny
@@ -46,7 +47,7 @@ def shares_of_padding(batch: TrainingBatch, size: PassSize) -> tuple[list[Traini
 
 
 def size_of(tokens: int) -> PassSize:
-    return training_size(tiny.llama(), CPU, rows=None, tokens=tokens, on_out_of_memory=lambda: None)
+    return training_size(tiny.llama(), CPU, rows=None, tokens=tokens, telemetry=Telemetry.none())
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096, 1 << 20])
@@ -112,7 +113,7 @@ def test_a_step_does_not_depend_on_the_token_budget(algorithm: Algorithm, tokens
 
 def test_the_learner_fills_passes_by_tokens_on_a_card_and_where_it_is_configured() -> None:
     def size(device: torch.device, rows: int | None, tokens: int | None) -> tuple[int | None, int | None, float | None]:
-        made = training_size(tiny.llama(), device, rows=rows, tokens=tokens, on_out_of_memory=lambda: None)
+        made = training_size(tiny.llama(), device, rows=rows, tokens=tokens, telemetry=Telemetry.none())
         return made.most_rows, made.most_tokens, made.most_padding
 
     assert size(CPU, None, None) == (48, 2048, None), "as always: the digests of runs on a CPU depend on it"

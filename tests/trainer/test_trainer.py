@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from pipeline.trainer.dealing.ranks import Ranks
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.best import EvaluationFollower
-from pipeline.trainer.state import RankProgress, after_step, digest_after
+from pipeline.trainer.state import Progress, RankProgress, after_step, digest_after
 from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
 from pipeline.trainer.trainer import Trainer
@@ -37,7 +38,7 @@ class CountingLearner:
     def tensors(self):
         return {}
 
-    def update(self, experiences):
+    def update(self, experiences, before_change):
         self.batches.append(list(experiences))
         with torch.no_grad():
             self.model.weight += 1
@@ -73,8 +74,7 @@ class Bench:
         agree=lambda ready: ready,
         leave=lambda: None,
         gather=lambda own: [own],
-        step_log=None,
-        recorder=None,
+        hooks=(),
         start=Start(),  # noqa: B008 - immutable
         device="cpu",
         probe=None,
@@ -84,7 +84,7 @@ class Bench:
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
         steps = config.trainer.gradient_accumulation_steps * config.trainer.publish_every
-        trainer = Trainer(
+        return Trainer(
             config,
             self.learner,
             self.house.connect(prefetch=steps + 1),
@@ -92,17 +92,14 @@ class Bench:
             TrainerMetrics(self.slab.writer("trainer", 0), rank=0, reward_source="function"),
             device=torch.device(device),
             ranks=Ranks(agree, leave, gather),
-            step_log=step_log,
+            hooks=hooks,
             probe=probe,
             sharding=sharding,
             start=start,
             save=lambda *progress, **more: self.save(*progress, **more),
         )
-        if recorder is not None:
-            trainer.record_to(recorder)
-        return trainer
 
-    def save(self, progress, version, *, complete, held, on_progress):
+    def save(self, progress, version, *, complete, held, telemetry):
         self.saved.append(progress.step)
         return self.house.weights_path
 
@@ -230,7 +227,7 @@ def test_equal_experience_gives_an_equal_digest(tmp_path):
 
 def test_the_digest_of_batches_on_a_card_is_of_the_rows_as_they_were_gathered(tmp_path, monkeypatch):
     """On the meta device, which has no bytes to copy back."""
-    monkeypatch.setattr(CountingLearner, "update", lambda self, experiences: _idle(experiences))
+    monkeypatch.setattr(CountingLearner, "update", lambda self, experiences, **_: _idle(experiences))
     digests = {}
     for device in ("cpu", "meta"):
         (tmp_path / device).mkdir()
@@ -306,6 +303,19 @@ def test_no_reader_sees_a_count_of_steps_below_those_before_a_resume(bench):
     assert reader.read().value("rlhfd_policy_version", role="trainer", worker="0") == 7
 
 
+def test_the_step_behind_the_weights_falls_at_a_rollback_and_counts_on_from_there(bench):
+    reader = MetricsReader(bench.slab)
+    bench.run(bench.trainer(max_steps=4))
+    assert reader.read().value("rlhfd_train_step") == 4
+
+    again = bench.trainer(max_steps=4, start=Start(Progress(2), 2, rollback=True))
+    assert reader.read().value("rlhfd_train_step") == 2
+    bench.run(again)
+
+    assert reader.read().value("rlhfd_train_step") == 4
+    assert reader.read().value("rlhfd_train_steps_total") == 6, "all that were taken"
+
+
 def test_updates_and_kl_of_a_step_are_exported(bench):
     bench.slab.begin("trainer", 0)
     metrics = TrainerMetrics(bench.slab.writer("trainer", 0), rank=0, reward_source="function")
@@ -314,7 +324,7 @@ def test_updates_and_kl_of_a_step_are_exported(bench):
 
     for kl_nats in (0.125, float("nan")):
         stats = dataclasses.replace(_idle([]), updates=3, kl_coef=0.5, policy_kl_nats=kl_nats)
-        metrics.stepped(stats, [], 0)
+        metrics.stepped(1, stats, [], 0)
 
     found = reader.read()
     names = ("rlhfd_step_updates", "rlhfd_kl_coef", "rlhfd_policy_kl_nats")
@@ -323,7 +333,7 @@ def test_updates_and_kl_of_a_step_are_exported(bench):
 
 def test_the_line_of_a_step_is_written_before_its_weights_are_published(bench, tmp_path):
     path = tmp_path / "metrics.jsonl"
-    trainer = bench.trainer(max_steps=2, step_log=StepLog(path, after_step=0))
+    trainer = bench.trainer(max_steps=2, hooks=[StepLog(path, after_step=0)])
     publish, lines_at_publish = trainer._connection.publish, []
     trainer._connection.publish = lambda **fields: lines_at_publish.append(steps_in(path)) or publish(**fields)
 
@@ -336,7 +346,7 @@ def test_the_line_of_a_step_is_written_before_its_weights_are_published(bench, t
 
 def test_lines_are_flushed_before_the_checkpoint_that_includes_their_steps(bench, tmp_path):
     step_log, order = StepLog(tmp_path / "metrics.jsonl", after_step=0), []
-    trainer = bench.trainer(max_steps=2, save_every=1, step_log=step_log)
+    trainer = bench.trainer(max_steps=2, save_every=1, hooks=[step_log])
     flush, save = step_log.flush, bench.save
     step_log.flush = lambda: order.append(("flushed", steps_in(tmp_path / "metrics.jsonl"))) or flush()
     bench.save = lambda progress, *rest, **more: order.append(("saved", progress.step)) or save(progress, *rest, **more)
@@ -350,19 +360,20 @@ def steps_in(path):
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-class Evaluations:
+class Evaluations(EvaluationFollower):
     """The evaluations of versions 0, 2, 4, ...; each is complete once `complete` has its version."""
 
     def __init__(self, *, best=()):
-        self.best, self.complete, self.taken, self.kept = best, set(), [], []
+        super().__init__(Path(), Path(), every=2)
+        self.best, self.complete, self.found, self.kept = best, set(), [], []
 
     def awaits(self, version):
         return version.version % 2 == 0 and version.version not in self.complete
 
     def take(self, version):
-        if version.version % 2 or version.version in self.taken:
+        if version.version % 2 or version.version in self.found:
             return None
-        self.taken.append(version.version)
+        self.found.append(version.version)
         return evaluation(version.version, 3)
 
     def is_best(self, found):
@@ -374,13 +385,13 @@ class Evaluations:
 
 def test_the_best_version_is_saved_before_the_next_step_and_then_kept(bench, tmp_path):
     step_log = StepLog(tmp_path / "metrics.jsonl", after_step=0)
-    trainer = bench.trainer(max_steps=5, step_log=step_log, save_every=4)
-    trainer.evaluations = follower = Evaluations(best=(0, 2, 4))
+    follower = Evaluations(best=(0, 2, 4))
+    trainer = bench.trainer(max_steps=5, hooks=[step_log, follower], save_every=4)
     follower.complete = {0, 2, 4}
 
     bench.run(trainer)
 
-    assert follower.taken == [0, 2, 4] and bench.saved == [2, 4, 5]
+    assert follower.found == [0, 2, 4] and bench.saved == [2, 4, 5]
     # The model as it was given has no checkpoint; that of step 4 was due anyway.
     assert follower.kept == ["step-000002", "step-000004"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -392,8 +403,8 @@ def test_the_best_version_is_saved_before_the_next_step_and_then_kept(bench, tmp
 
 def test_a_run_ends_after_the_evaluation_of_its_last_version_and_takes_no_further_step(bench, tmp_path):
     step_log = StepLog(tmp_path / "metrics.jsonl", after_step=0)
-    trainer = bench.trainer(max_steps=2, step_log=step_log)
-    trainer.evaluations = follower = Evaluations(best=(2,))
+    follower = Evaluations(best=(2,))
+    trainer = bench.trainer(max_steps=2, hooks=[step_log, follower])
     follower.complete = {0}
     bench.turns(trainer, 12)
     assert trainer.complete and not trainer.finished and trainer.step == 2
@@ -425,8 +436,7 @@ def test_the_best_version_is_found_by_its_checkpoint_even_if_that_is_still_being
         return save(tmp_path / "checkpoints", progress.step, version=version.version, fingerprint=fingerprint)
 
     follower.is_best = noted
-    trainer = bench.trainer(max_steps=3)
-    trainer.evaluations, bench.save = follower, slowly
+    trainer, bench.save = bench.trainer(max_steps=3, hooks=[follower]), slowly
     for step, right in ((1, 6), (2, 5), (3, 4)):
         while trainer.step < step:
             bench.turns(trainer, 1)
@@ -471,8 +481,7 @@ def test_a_version_without_a_probe_needs_no_meeting(bench):
 
 
 def test_a_run_that_drains_waits_for_no_evaluation(bench):
-    trainer = bench.trainer(max_steps=2)
-    trainer.evaluations = Evaluations()
+    trainer = bench.trainer(max_steps=2, hooks=[Evaluations()])
     bench.turns(trainer, 12)
     assert trainer.complete and not trainer.finished
 

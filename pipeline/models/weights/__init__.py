@@ -1,12 +1,12 @@
 """Published policy versions in shared memory.
 
-copies     a version outside shared memory, for another machine
-held       a published version read in place
-pinned     the ring of page-locked buffers
-places     where the tensors of a slot lie
-probe      one question that trainer and worker must answer alike
-shards     versions of a model that is sharded over ranks
-slot_copy  copy and fingerprint of tensors in a slot
-store      publisher and reader of the slots
-versions   versions with the training state before them
+copies        a version outside shared memory, for another machine
+held          a published version read in place
+pinned        the ring of page-locked buffers
+probe         one question that trainer and worker must answer alike
+shards        versions of a model that is sharded over ranks
+slot_copy     copy and fingerprint of tensors in a slot
+store         publisher and reader of the slots
+tensor_specs  the tensors of a slot: dtype, shape and offset of each
+versions      versions with the training state before them
 """

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from pipeline.errors import WeightsError
-from pipeline.models.weights.places import TensorPlace, tensor_views
 from pipeline.models.weights.slot_copy import Slot
+from pipeline.models.weights.tensor_specs import TensorSpec, tensor_views
 from pipeline.storage.weights_header import WeightsVersion
 
 
@@ -22,12 +22,12 @@ class WeightsCopy:
 
     Attributes:
         version: The version.
-        places: The places of its tensors in `data`.
+        specs: The version's tensors in `data`.
         data: ``(bytes of a slot,)`` uint8; may be read-only.
     """
 
     version: WeightsVersion
-    places: list[TensorPlace]
+    specs: list[TensorSpec]
     data: npt.NDArray[np.uint8]
 
     def fetch(self, into: Mapping[str, torch.Tensor]) -> WeightsVersion:
@@ -46,7 +46,7 @@ class WeightsCopy:
         with warnings.catch_warnings():
             # Torch warns about memory that is not writable; here it is only read.
             warnings.simplefilter("ignore", UserWarning)
-            slot = Slot(memory, tensor_views(memory, self.places))
+            slot = Slot(memory, tensor_views(memory, self.specs))
         if (found := slot.read(into)) != self.version.fingerprint:
             raise WeightsError(
                 f"weights of version {self.version.version} came damaged: fingerprint {found:016x}, "

@@ -16,7 +16,7 @@ class HeldSlot(NamedTuple):
     Attributes:
         publisher: The file's publisher.
         slot: Number of the slot.
-        tensors: Its tensors, by published name; not to be written to.
+        tensors: The version's tensors, by published name; not to be written to.
     """
 
     publisher: WeightsPublisher

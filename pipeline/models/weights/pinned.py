@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,34 +24,8 @@ _BUFFER_BYTES = 1 << 26
 log = logging.getLogger(__name__)
 
 
-class Event(Protocol):
-    """A point in a stream of copies."""
-
-    def synchronize(self) -> None:
-        """Wait until all copies before this point are complete."""
-
-
-class Driver(Protocol):
-    """The calls of a GPU's driver that the ring needs; copies of one device are executed in the order of the calls."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in the memory of a GPU."""
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """Return ``(nbytes,)`` uint8, page-locked if possible."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begin a copy between a GPU's memory and a buffer of `allocate`."""
-
-    def convert(self, target: Tensor, source: Tensor) -> None:
-        """Begin a copy within a GPU's memory, to another dtype or layout."""
-
-    def record(self, device: torch.device) -> Event:
-        """Return the point after all copies begun on a device."""
-
-
 class CudaDriver:
-    """CUDA, on the current stream of each device."""
+    """CUDA, on the current stream of each device; copies of one device are executed in the order of the calls."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in the memory of a GPU."""
@@ -74,9 +48,9 @@ class CudaDriver:
         """Begin a copy on the current stream."""
         target.copy_(source)
 
-    def record(self, device: torch.device) -> Event:
+    def record(self, device: torch.device) -> torch.cuda.Event:
         """Record an event on the current stream of a device."""
-        event: Event = torch.cuda.current_stream(device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
         return event
 
 
@@ -88,12 +62,12 @@ class RingBuffer:
         array: The same memory as a numpy array.
     """
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
+    def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         self.tensor = driver.allocate(nbytes)
         self.array: Any = self.tensor.numpy()
         self._driver = driver
         self._devices: set[torch.device] = set()
-        self._events: list[Event] = []
+        self._events: list[torch.cuda.Event] = []
 
     def copy_in(self, start: int, source: Tensor) -> None:
         """Begin a copy of a GPU's bytes, ``(n,)`` uint8, to ``[start, start + n)``."""
@@ -126,7 +100,7 @@ class PinnedRing:
     """
 
     def __init__(
-        self, driver: Driver | None = None, *, buffers: int = _BUFFERS, buffer_bytes: int = _BUFFER_BYTES
+        self, driver: CudaDriver | None = None, *, buffers: int = _BUFFERS, buffer_bytes: int = _BUFFER_BYTES
     ) -> None:
         """Allocate nothing yet.
 

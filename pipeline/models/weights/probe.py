@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import WeightsMismatchError
+from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.storage.weights_header import Probe, WeightsVersion
 
 # Each result has the rounding errors of its own kernels, which sum in another order on another device. A logit is the
@@ -23,6 +24,7 @@ from pipeline.storage.weights_header import Probe, WeightsVersion
 _TOLERANCE_NATS_A_TOKEN = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 
 
+@without_cudnn_attention()
 def answer(model: Callable[..., Any], tokens: Sequence[int], device: torch.device) -> Probe:
     """Return the summed log-prob of all tokens but the first, each given the tokens before it.
 

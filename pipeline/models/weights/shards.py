@@ -15,7 +15,7 @@ state (`trainer.keep_state_every`): the slot of the newest weights that have one
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -121,7 +121,7 @@ class ShardedVersions:
         *,
         trained_through: int,
         rollback: bool = False,
-        position: int = -1,
+        position: int | None = None,
         probe: Probe | None = None,
     ) -> WeightsVersion:
         """Publish a version; a collective. Rank 0's arguments count, but for `models` and `training`.
@@ -132,7 +132,7 @@ class ShardedVersions:
             training: Tensors of this rank's training state; None, on all ranks, if it is not published.
             trained_through: First lease that these weights do not include.
             rollback: Whether this version undoes the newest one.
-            position: For a rollback, the first prompt that may be missing from these weights; -1 if unknown.
+            position: For a rollback, the first prompt that may be missing from these weights; None if unknown.
             probe: The probe of a model with these weights.
 
         Returns:
@@ -162,9 +162,8 @@ class ShardedVersions:
         self._write(memory.views, shards)
         self._group.barrier()
         fingerprint = self._fingerprint_together(memory.blocks, memory.digests)
-        published = WeightsVersion(
-            version, fingerprint, trained_through, bool(rollback_word), history, probe, position if rollback else -1
-        )
+        first = position if rollback and position is not None else -1
+        published = WeightsVersion(version, fingerprint, trained_through, bool(rollback_word), history, probe, first)
         if self._publisher is not None:
             self._publisher.finish(slot, published)
             if self._states.wrote_training:
@@ -180,7 +179,7 @@ class ShardedVersions:
             The same version on every rank; None without one.
         """
         own = self._states.kept()
-        # Of a whole version every rank has the state: a rank without one had no room for any.
+        # Every rank has the state of a whole version: a rank without one had no room for any.
         ages = self._group.gather([0, 0, 0] if own is None else [1, *own.age])
         return own if ages == [ages[0]] * self._group.world_size else None
 
@@ -281,7 +280,7 @@ class ShardedVersions:
             # The cast is that of the copy; a tensor that every rank holds whole is written by each, the same bytes.
             view.reshape(-1)[shard.elements].copy_(shard.local.detach().reshape(-1))
 
-    def _fingerprint_together(self, blocks: int, digests: DigestsOf) -> int:
+    def _fingerprint_together(self, blocks: int, digests: Callable[[Sequence[int]], list[int]]) -> int:
         """Return the fingerprint of all blocks, each hashed by one rank."""
         world_size = self._group.world_size
         own = digests(range(self._group.rank, blocks, world_size))
@@ -316,10 +315,3 @@ class _Joined(Mapping[str, Tensor]):
 def _held(training: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that have elements on this rank: a vector shorter than the ranks are many has none on some."""
     return {name: tensor for name, tensor in training.items() if tensor.numel()}
-
-
-class DigestsOf(Protocol):
-    """`pipeline.models.weights.slot_copy.Slot.digests`."""
-
-    def __call__(self, indices: Sequence[int]) -> list[int]:
-        """Return the digests of these blocks."""

@@ -29,9 +29,10 @@ import torch
 
 from pipeline.errors import WeightsError
 from pipeline.models.weights.copies import WeightsCopy
-from pipeline.models.weights.places import TensorPlace, tensor_places, tensor_views
 from pipeline.models.weights.slot_copy import Slot
+from pipeline.models.weights.tensor_specs import TensorSpec, tensor_specs, tensor_views
 from pipeline.storage.files import allocate, refuse_larger_than_free, replacing, round_up
+from pipeline.storage.truncation import truncated
 from pipeline.storage.weights_header import (
     HEADER,
     MAGIC,
@@ -82,14 +83,18 @@ class WeightsMapping:
     def __init__(self, path: Path) -> None:
         self.path = path
         with open(path, "r+b") as file:
+            if (found := os.fstat(file.fileno()).st_size) < PAGE_BYTES:
+                raise WeightsError(truncated(path, found, PAGE_BYTES))
             self._map = mmap.mmap(file.fileno(), 0)
         self.memory = memoryview(self._map)
         self.slots: int
         magic, self.slots, self.slot_bytes, self.data_offset, manifest_bytes = HEADER.unpack_from(self.memory)
         if magic != MAGIC:
             raise WeightsError(f"{path} is not a weights file of this version")
+        if len(self._map) < (whole := self.data_offset + self.slots * self.slot_bytes):
+            raise WeightsError(truncated(path, len(self._map), whole))
         manifest = self.memory[PAGE_BYTES : PAGE_BYTES + manifest_bytes]
-        self.places = msgspec.msgpack.decode(manifest, type=list[TensorPlace])
+        self.specs = msgspec.msgpack.decode(manifest, type=list[TensorSpec])
         self.marks = self.memory[:PAGE_BYTES].cast("Q")
 
     def slot_memory(self, slot: int) -> memoryview:
@@ -100,7 +105,7 @@ class WeightsMapping:
     def slot(self, slot: int) -> Slot:
         """Return a slot with its tensors."""
         memory = self.slot_memory(slot)
-        return Slot(memory, tensor_views(memory, self.places))
+        return Slot(memory, tensor_views(memory, self.specs))
 
     def all_slots(self) -> list[Slot]:
         """Return all slots in order."""
@@ -163,7 +168,7 @@ class WeightsPublisher:
         if not 2 <= slots <= MOST_SLOTS:
             raise ValueError(f"slots must be 2 to {MOST_SLOTS}, got {slots}")
         if not self.matches(path, tensors):
-            _create(path, tensor_places(tensors), slots)
+            _create(path, tensor_specs(tensors), slots)
         self._mapping = WeightsMapping(path)
         self.release = self._mapping.release
         self._slots = self._mapping.all_slots()
@@ -181,7 +186,7 @@ class WeightsPublisher:
         *,
         trained_through: int = 0,
         rollback: bool = False,
-        position: int = -1,
+        position: int | None = None,
         history: int | None = None,
         probe: Probe | None = None,
     ) -> WeightsVersion:
@@ -192,7 +197,7 @@ class WeightsPublisher:
             tensors: Values, on any device, under the names given to the constructor.
             trained_through: First lease that these weights do not include, for the successor of a dead trainer.
             rollback: Whether this version undoes the newest one.
-            position: For a rollback, the first prompt that may be missing from these weights; -1 if unknown.
+            position: For a rollback, the first prompt that may be missing from these weights; None if unknown.
             history: Rollbacks up to this version; None for the number in this publisher's file.
             probe: The probe of a model with these weights.
 
@@ -206,8 +211,8 @@ class WeightsPublisher:
         fingerprint = self._slots[slot].write(tensors)
         if history is None:
             history = rollback + before
-        position = position if rollback else -1
-        published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe, position)
+        first = position if rollback and position is not None else -1
+        published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe, first)
         self.finish(slot, published)
         return published
 
@@ -235,8 +240,8 @@ class WeightsPublisher:
     def finish(self, slot: int, published: WeightsVersion) -> None:
         """Make the slot of `begin`, whose bytes are whole, the newest version."""
         mark, marks = slot_mark(slot), self._mapping.marks
-        for place, word in enumerate(pack_version(published), mark + 1):
-            marks[place] = word
+        for spec, word in enumerate(pack_version(published), mark + 1):
+            marks[spec] = word
         marks[mark] += 1
         # Last: a reader that finds this slot as the newest finds it complete.
         marks[NEWEST] = slot + 1
@@ -264,7 +269,7 @@ class WeightsPublisher:
 
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:
         """Return the tensors over a slot's bytes, by published name."""
-        return tensor_views(self._mapping.slot_memory(slot), self._mapping.places)
+        return tensor_views(self._mapping.slot_memory(slot), self._mapping.specs)
 
     def rewind(self, age: Age) -> bool:
         """Make a version that is still held the newest again, discarding later ones; return whether it is held.
@@ -289,7 +294,7 @@ class WeightsPublisher:
             return False
         mapping = WeightsMapping(path)
         try:
-            return bool(mapping.places == tensor_places(tensors))
+            return bool(mapping.specs == tensor_specs(tensors))
         finally:
             mapping.close()
 
@@ -371,7 +376,7 @@ class WeightsReader:
             data[:] = np.frombuffer(self._mapping.slot_memory(slot), np.uint8)
             return True
 
-        return WeightsCopy(self._whole(None, take), list(self._mapping.places), data)
+        return WeightsCopy(self._whole(None, take), list(self._mapping.specs), data)
 
     def _whole(self, age: Age | None, take: Callable[[int, WeightsVersion], bool]) -> WeightsVersion:
         """Call `take` on a slot until the slot was not written to during the call; return the version taken."""
@@ -399,15 +404,15 @@ class WeightsReader:
         self._mapping.close()
 
 
-def bytes_of_slot(places: list[TensorPlace]) -> int:
-    """Return the size of a slot with tensors in these places; a fingerprint is of all its bytes."""
-    return round_up(places[-1].offset + places[-1].nbytes, PAGE_BYTES) if places else PAGE_BYTES
+def bytes_of_slot(specs: list[TensorSpec]) -> int:
+    """Return the size of a slot with these tensors; a fingerprint is of all its bytes."""
+    return round_up(specs[-1].offset + specs[-1].nbytes, PAGE_BYTES) if specs else PAGE_BYTES
 
 
-def _create(path: Path, places: list[TensorPlace], slots: int) -> None:
-    manifest = msgspec.msgpack.encode(places)
+def _create(path: Path, specs: list[TensorSpec], slots: int) -> None:
+    manifest = msgspec.msgpack.encode(specs)
     data_offset = PAGE_BYTES + round_up(len(manifest), PAGE_BYTES)
-    slot_bytes = bytes_of_slot(places)
+    slot_bytes = bytes_of_slot(specs)
     total_bytes = data_offset + slots * slot_bytes
     what = f"weights in {slots} slots of {slot_bytes:,} B each, a file"
     refuse_larger_than_free(path.parent, total_bytes, what)

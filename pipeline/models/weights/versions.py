@@ -131,7 +131,7 @@ class PolicyVersions:
         *,
         trained_through: int,
         rollback: bool = False,
-        position: int = -1,
+        position: int | None = None,
         probe: Probe | None = None,
     ) -> WeightsVersion:
         """Publish a version: its training state first, if given and if shared memory has room for it, then its weights.
@@ -142,7 +142,7 @@ class PolicyVersions:
             training: Tensors of the training state; None if it is not published.
             trained_through: First lease that these weights do not include.
             rollback: Whether this version undoes the newest one.
-            position: For a rollback, the first prompt that may be missing from these weights; -1 if unknown.
+            position: For a rollback, the first prompt that may be missing from these weights; None if unknown.
             probe: The probe of a model with these weights.
 
         Returns:

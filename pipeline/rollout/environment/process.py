@@ -1,35 +1,37 @@
 """A process with the environments of some rows: each step in turn or, where they await something, at the same time.
 
-A step that does not return ends the process, which the pool replaces; see `pipeline.rollout.environment.pool`.
+A step that does not return ends the process, which the pool replaces; see `pipeline.rollout.environment.pool`. This
+module and its imports load no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
+import functools
 import inspect
 import json
 import numbers
-import os
-import signal
-import socket
+import selectors
 import sys
 import time
 from typing import Any
 
-import setproctitle
-
 from pipeline.config import user_modules
-from pipeline.errors import ConfigError, ExitCode
+from pipeline.errors import ConfigError, LinkEndedError
 from pipeline.rollout.environment.types import Environment, Turn
-from pipeline.rollout.environment.wire import Answer, Forget, Ready, Step, frame, to_process, unframe
-from pipeline.runtime.lifeline import die_with_parent, end_group_with_this
+from pipeline.rollout.environment.wire import Answer, Forget, Step, to_process
+from pipeline.runtime.link import Link
+from pipeline.runtime.pool_process import Load, Serve
 
 CONCURRENCY = 64
 """Steps at the same time in a process."""
 
 BLOCKED_GRACE_S = 1.0
-_READ_BYTES = 1 << 16
+
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32."""
 
 
 class Environments:
@@ -47,7 +49,7 @@ class Environments:
         # Rows with a step that was taken and is not answered, and those of them that were dropped since.
         self._in_hand: set[int] = set()
         self._dropped: set[int] = set()
-        # Of each step under way its task and the end of its time.
+        # Task and deadline of each step under way.
         self._running: dict[int, tuple[asyncio.Task[Any], float]] = {}
 
     def take(self, step: Step) -> None:
@@ -142,7 +144,7 @@ class Environments:
 def _message_of(error: BaseException) -> str:
     try:
         return str(error)
-    # Its message is code of the user too.
+    # The error's message is code of the user too.
     except Exception:  # noqa: BLE001
         return "without a message"
 
@@ -166,55 +168,57 @@ def _problem_of(turn: Any) -> str:
     # An int may be larger than any float.
     if not -sys.float_info.max <= reward <= sys.float_info.max:
         return "the reward is not a finite number"
+    if abs(reward) > _LARGEST:
+        return f"the reward {float(reward):g} is beyond float32, in which it is trained"
     return ""
 
 
-async def serve(link: socket.socket, environments: Environments) -> None:
+async def _serve(link: Link[Step | Forget], environments: Environments) -> None:
     """Answer the steps of a pool until it closes its end of the link."""
-    loop, room, read = asyncio.get_running_loop(), asyncio.Semaphore(CONCURRENCY), bytearray()
-    writing = asyncio.Lock()
+    loop, room, readable = asyncio.get_running_loop(), asyncio.Semaphore(CONCURRENCY), asyncio.Event()
     # The loop itself refers to a task weakly.
     tasks: set[asyncio.Task[None]] = set()
-    link.setblocking(False)
+
+    def write() -> None:
+        # The end of the link is found by the next read.
+        with contextlib.suppress(LinkEndedError):
+            link.flush()
+            if not link.events & selectors.EVENT_WRITE:
+                loop.remove_writer(link)
 
     async def one(step: Step) -> None:
         async with room:
             answer = await environments.answer(step)
-        async with writing:
-            await loop.sock_sendall(link, frame(answer))
+        with contextlib.suppress(LinkEndedError):
+            link.post(answer)
+            loop.add_writer(link, write)
 
-    while data := await loop.sock_recv(link, _READ_BYTES):
-        read += data
-        while (body := unframe(read)) is not None:
-            match to_process.decode(body):
-                case Forget(rows=rows):
-                    environments.forget(rows)
-                case Step() as step:
-                    environments.take(step)
-                    tasks.add(task := loop.create_task(one(step)))
-                    task.add_done_callback(tasks.discard)
+    loop.add_reader(link, readable.set)
+    while True:
+        await readable.wait()
+        readable.clear()
+        for message in link.receive():
+            if isinstance(message, Forget):
+                environments.forget(message.rows)
+                continue
+            environments.take(message)
+            tasks.add(task := loop.create_task(one(message)))
+            task.add_done_callback(tasks.discard)
 
 
-def main(descriptor: int, name: str, timeout_s: float) -> ExitCode:
-    """Import the environment and answer steps until the worker exits."""
-    # The worker ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setproctitle.setproctitle("rlhfd: environment")
-    link = socket.socket(fileno=descriptor)
-    # No program that an environment starts, and no fork, may hold the link when this process has ended.
-    link.set_inheritable(False)
-    os.register_at_fork(after_in_child=link.close)
-    # As in the worker.
-    user_modules.extend_path()
-    try:
-        factory = user_modules.load_function("rollout.environment", name)
-        _check(factory, name)
-    except ConfigError as error:
-        link.sendall(frame(Ready(str(error))))
-        return ExitCode.BAD_CONFIG
-    link.sendall(frame(Ready()))
-    asyncio.run(serve(link, Environments(factory, timeout_s)))
-    return ExitCode.OK
+def prepare(name: str, timeout_s: float) -> Load:
+    """Return the import of an environment; see `EnvironmentPool` for the arguments."""
+    return functools.partial(_load, name, timeout_s)
+
+
+def _load(name: str, timeout_s: float) -> tuple[Serve, dict[str, Any]]:
+    runner = asyncio.Runner()
+    # Before the import: clients that the module makes belong to this loop.
+    runner.get_loop()
+    factory = user_modules.load_function("rollout.environment", name)
+    _check(factory, name)
+    environments = Environments(factory, timeout_s)
+    return lambda end: runner.run(_serve(Link(end, to_process), environments)), {}
 
 
 def _check(factory: Any, name: str) -> None:
@@ -228,9 +232,3 @@ def _check(factory: Any, name: str) -> None:
         if not callable(getattr(environment, method, None)):
             kind = type(environment).__name__
             raise ConfigError(f"rollout.environment: the {kind} of {name} has no method {method}")
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    end_group_with_this()
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3])))

@@ -19,7 +19,7 @@ class TurnsResponse(Response):
 
     Attributes:
         observed: ``(n,)`` bool, True for the tokens of the environment.
-        rewards: ``(n,)`` float32, the reward of each turn at its last token; NaN in a row without an answer.
+        rewards: ``(n,)`` float64, the reward of each turn at its last token; NaN in a row without an answer.
         turns: Number of responses.
     """
 
@@ -34,7 +34,7 @@ def turn_columns(responses: Sequence[Response], room: int) -> TurnColumns | None
     if not rows:
         return None
     observed = torch.zeros((len(rows), room), dtype=torch.bool)
-    rewards = torch.zeros((len(rows), room))
+    rewards = torch.zeros((len(rows), room), dtype=torch.float64)
     for place, row in enumerate(rows):
         observed[place, : len(row.observed)] = row.observed
         rewards[place, : len(row.rewards)] = row.rewards

@@ -22,6 +22,7 @@ from pipeline.rollout.environment.pool import EnvironmentPool, row_json
 from pipeline.rollout.environment.turn_rows import TurnsResponse
 from pipeline.rollout.environment.wire import Answer
 from pipeline.rollout.generation.interface import Completed, Engine, Request, Response, Span
+from pipeline.rollout.response_text import ResponseText
 
 if TYPE_CHECKING:
     from pipeline.rollout.prompt_batch import PromptBatch
@@ -34,18 +35,18 @@ class _Row:
     """A row in its turns.
 
     Attributes:
-        place: Its number in the ticket.
-        number: Its number in the pool.
+        place: Number of the row in the ticket.
+        number: Number of the row in the pool.
         row_json: Prompt, answer and columns.
         prompt_ids: ``(P,)``.
         room: Tokens that are left for responses and observations.
         parts: Tokens of each response and observation, in order.
         observed: Whether each part is an observation.
-        log_probs: Of each part; None where the engine has none.
+        log_probs: Log-probs of each part; None where the engine has none.
         texts: The responses.
-        rewards: Of each turn; NaN for one without an answer.
+        rewards: Reward of each turn; NaN for a turn without an answer.
         ends: The tokens up to the end of each turn.
-        spans: Of the responses.
+        spans: Spans of the responses.
     """
 
     place: int
@@ -84,8 +85,8 @@ class _Row:
         self.room -= len(ids)
 
     def joined(self) -> TurnsResponse:
-        rewards = torch.zeros(self.tokens)
-        rewards[torch.tensor(self.ends) - 1] = torch.tensor(self.rewards, dtype=torch.float32)
+        rewards = torch.zeros(self.tokens, dtype=torch.float64)
+        rewards[torch.tensor(self.ends) - 1] = torch.tensor(self.rewards, dtype=torch.float64)
         observed = [torch.full((len(ids),), flag) for ids, flag in zip(self.parts, self.observed, strict=True)]
         log_probs = [values for values in self.log_probs if values is not None]
         return TurnsResponse(
@@ -126,6 +127,7 @@ class Turns:
         self._pool = settings.pool
         self._batch = batch
         self._tokenizer = tokenizer
+        self._text = settings.text or ResponseText.of(tokenizer)
         self._new_key = new_key
         self._turn = 0
         self._unanswered = 0
@@ -179,7 +181,7 @@ class Turns:
         """Take the responses of a request; after the last one of the turn the environments are asked."""
         rows = self._sampling.pop(done.key)
         for row, response in zip(rows, done.responses, strict=True):
-            row.respond(response, self._tokenizer.decode(response.token_ids.tolist(), skip_special_tokens=True))
+            row.respond(response, self._text(response.token_ids.tolist()))
         if self._sampling:
             return
         self._since_s = time.monotonic()
@@ -252,11 +254,13 @@ class TurnSettings:
         pool: The environments.
         max_turns: Most responses of a row.
         turn_tokens: Most tokens of a response; None: the room that is left.
+        text: Decodes responses; None: with the tokenizer's special tokens, but pad and eos.
     """
 
     pool: EnvironmentPool
     max_turns: int
     turn_tokens: int | None = None
+    text: ResponseText | None = None
 
 
 def turn_seed(ticket_seed: int, turn: int) -> int:

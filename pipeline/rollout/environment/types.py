@@ -36,7 +36,7 @@ class Environment(Protocol):
 
         Args:
             prompt: The prompt as the file has it, a text or chat messages.
-            answer: Its right answer; None if the file has none.
+            answer: The prompt's right answer; None if the file has none.
             columns: Further columns of its line.
         """
         ...
@@ -45,7 +45,8 @@ class Environment(Protocol):
         """Answer a response.
 
         Args:
-            response: The text that the model wrote since the last observation, without special tokens.
+            response: The text that the model wrote since the last observation, special tokens included, but ends and
+                padding.
 
         Returns:
             Observation, reward, and whether the row has ended.

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from pipeline.config.model_files import end_token_ids
 from pipeline.errors import ConfigError
 from pipeline.rollout.environment.types import Environment, Turn
 
@@ -283,6 +286,9 @@ def _template_of(name: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer of {name} has no chat template: give verifiers_environment a render function")
 
+    listed = itertools.chain.from_iterable(end_token_ids(Path(name)).values())
+    ends = [end for end in (tokenizer.eos_token, *tokenizer.convert_ids_to_tokens(list(listed))) if end]
+
     def render(messages: Sequence[Mapping[str, Any]]) -> str:
         turn = [{"role": "user", "content": "."}, {"role": "assistant", "content": _RESPONSE}]
         text = tokenizer.apply_chat_template([*turn, *messages], tokenize=False, add_generation_prompt=True)
@@ -290,6 +296,6 @@ def _template_of(name: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
         if not found:
             raise RuntimeError(f"the chat template of {name} leaves the assistant's message out")
         # The model has written the end of its turn itself.
-        return str(rest.removeprefix(tokenizer.eos_token or ""))
+        return str(rest.removeprefix(next((end for end in ends if rest.startswith(end)), "")))
 
     return render

@@ -1,16 +1,15 @@
-"""Messages between an environment pool and its processes, and their bytes. It loads no torch."""
+"""Messages between an environment pool and its processes. It loads no torch."""
 
 from __future__ import annotations
 
-import struct
 from typing import Literal
 
 import msgspec
 
-Problem = Literal["", "timeout", "exception", "invalid"]
-"""Why a row has no answer: a step took too long, raised or killed its process, or returned no valid `Turn`."""
+from pipeline.runtime.pool_process import Ready
 
-_LENGTH = struct.Struct("<I")
+Problem = Literal["", "timeout", "exception", "invalid"]
+"""The reason why a row has no answer: a step was late, raised or killed its process, or returned no `Turn`."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -35,12 +34,6 @@ class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: list[int]
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A process has imported the environment, or failed with an error."""
-
-    error: str = ""
-
-
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The `Turn` of a step; or a problem, its text, and a text without user data."""
 
@@ -56,18 +49,3 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 to_process = msgspec.msgpack.Decoder(Step | Forget)
 to_pool = msgspec.msgpack.Decoder(Ready | Answer)
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    """Return a message's bytes, preceded by their length."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-def unframe(data: bytearray) -> bytes | None:
-    """Remove the first complete message from the bytes read, and return it; None if there is none yet."""
-    if len(data) < _LENGTH.size or len(data) < (end := _LENGTH.size + _LENGTH.unpack_from(data)[0]):
-        return None
-    body = bytes(data[_LENGTH.size : end])
-    del data[:end]
-    return body

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.config.evaluation import held_out
@@ -14,51 +13,31 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, FieldError, RewardError, ShapeError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_actor, load_tokenizer, refuse_large_tokenizer, sees_images
+from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import first_tokens, rendering_of
 from pipeline.prompts.source import PromptSource
-from pipeline.rollout.evaluation.roller import EvaluationRoller
-from pipeline.rollout.generation.engine_probe import Verdict
+from pipeline.rollout.evaluation.roller import evaluation_rollers
+from pipeline.rollout.first_rollouts import note_first_prompts
 from pipeline.rollout.generation.engines import as_stream, load_engine
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import (
     load_environment,
     load_reward,
+    prompt_readers,
     refuse_environment_for_images,
     reward_functions,
-    watch,
     with_float32_logits,
 )
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.roller import LocalRoller
+from pipeline.rollout.sampling import sampling_of
 from pipeline.rollout.vision_prompts import VisionPrompts
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.telemetry.evaluations import Evaluation, PromptResult
 
 log = logging.getLogger(__name__)
-
-
-class _Unwatched:
-    """The progress callbacks of a roller that no supervisor watches."""
-
-    def activity(self, name: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def beat(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
-        pass
-
-    def sampled(self, tokens: int) -> None:
-        pass
-
-    def out_of_memory(self, during: str) -> None:
-        pass
-
-    def reward_errored(self, reason: str) -> None:
-        pass
-
-    def engine_judged(self, verdict: Verdict, gaps: Sequence[float]) -> None:
-        pass
 
 
 def evaluate(
@@ -111,15 +90,16 @@ def _problem_of(roller: LocalRoller, functions: FunctionReward | RewardPool | No
 
 def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, FunctionReward | RewardPool | None]:
     """Return a roller with those of the held-out files, and the reward functions; `stack` closes them."""
-    telemetry, rollout = _Unwatched(), config.rollout
+    telemetry, rollout = Telemetry(log_texts=config.daemon.log_texts), config.rollout
     takes_images = sees_images(config.model.actor)
     refuse_environment_for_images(config, takes_images=takes_images)
     tokenizer = load_tokenizer(config.model.actor)
+    note_first_prompts(config, tokenizer)
     functions = reward_functions(config, tokenizer, telemetry) if rollout.reward_functions else None
     if isinstance(functions, RewardPool):
         stack.callback(functions.close)
     device = process_device()
-    reward = load_reward(config, device, functions)
+    reward = load_reward(config, tokenizer, device, functions)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     with_float32_logits(config, actor, first_tokens(config.prompts, config.daemon.seed, tokenizer), device)
     refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
@@ -128,10 +108,10 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, F
         actor,
         directory=Path(config.model.actor),
         device=device,
-        on_progress=telemetry.beat,
+        telemetry=telemetry,
         config=config,
     )
-    engine = as_stream(loaded, most_rows=rollout.inference_batch_size, on_out_of_memory=lambda: None)
+    engine = as_stream(loaded, most_rows=rollout.inference_batch_size, telemetry=telemetry)
     # GRPO needs no critic; `EvaluationRoller` sets the number of responses.
     maker = NaiveExperienceMaker(
         actor,
@@ -154,12 +134,13 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, F
         lengths=config.lengths,
         vocabulary=actor.config.get_text_config().vocab_size,
         template=rendering_of(config.prompts),
-        generate_kwargs={},
+        sampling=sampling_of(config, tokenizer, actor.config.get_text_config().vocab_size),
         vision=VisionPrompts(config.model.actor, tokenizer) if takes_images else None,
-        log_texts=True,
+        turns=load_environment(config, tokenizer, telemetry),
+        readers=prompt_readers(functions, reward),
+        group_size=config.group_size,
+        new_evaluations=evaluation_rollers(maker, config),
+        telemetry=telemetry,
     )
-    roller.turns = load_environment(config, telemetry.beat)
-    roller.evaluations = [EvaluationRoller(roller, maker, config, file) for file in range(len(config.evaluation.files))]
     stack.callback(roller.close)
-    watch(roller, config, telemetry, functions)
     return roller, functions

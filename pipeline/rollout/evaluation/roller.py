@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import xxhash
@@ -16,15 +19,47 @@ from pipeline.prompts.source import PromptSource
 from pipeline.rollout.environment.turn_rows import actions_of
 from pipeline.rollout.generation.interface import Completed, Responses
 from pipeline.rollout.prompt_batch import PromptBatch
-from pipeline.rollout.roller import Begun, LocalRoller, Rolled, SplitMaker
+from pipeline.rollout.roller import Begun, LocalRoller, Maker, Rolled
+from pipeline.rollout.sampling import held_out_sampling
 from pipeline.telemetry.evaluations import PromptResult
 
+_ROWS_BELOW = 8
 
-class ScoringMaker(SplitMaker, Protocol):
+log = logging.getLogger(__name__)
+
+
+class ScoringMaker(Maker, Protocol):
     """A maker that can score responses alone."""
 
-    def scores(self, batch: PromptBatch, responses: Responses) -> Tensor:
-        """Return the raw rewards, ``(rows,)`` float32, NaN for a row without one."""
+    def scores(
+        self, batch: PromptBatch, responses: Responses, *, on_parts: Callable[[Tensor], None] = lambda parts: None
+    ) -> Tensor:
+        """Return the raw rewards, ``(rows,)``, NaN for a row without one; see `ModelPasses.scores`."""
+
+
+@dataclasses.dataclass
+class _Below:
+    """Says once that all rewards so far lie below the bound: it may be the bound that makes pass@1 0."""
+
+    file: str
+    bound: float
+    function: str | None
+    rows: int = 0
+    largest: float = -math.inf
+    has_said: bool = False
+
+    def count(self, values: Tensor) -> None:
+        if not len(values):
+            return
+        self.rows += len(values)
+        self.largest = max(self.largest, float(values.float().max()))
+        if not self.has_said and self.rows >= _ROWS_BELOW and self.largest < self.bound:
+            self.has_said = True
+            log.warning(
+                "no response is right, all rewards are below evaluation.pass_reward: file=%s rows=%d largest=%g "
+                "pass_reward=%g of=%s; evaluation.pass_function names the part that counts, beside penalties",
+                self.file, self.rows, self.largest, self.bound, self.function or "the whole reward",
+            )  # fmt: skip
 
 
 class EvaluationRoller(LocalRoller):
@@ -39,7 +74,7 @@ class EvaluationRoller(LocalRoller):
 
         Args:
             base: The worker's own roller.
-            maker: Its maker.
+            maker: The other roller's maker.
             config: The instance's.
             file: Number of the file in `evaluation.files`.
         """
@@ -53,14 +88,23 @@ class EvaluationRoller(LocalRoller):
             lengths=base.lengths,
             vocabulary=base.vocabulary,
             template=rendering_of(config.prompts),
-            generate_kwargs=_sampling(config),
+            sampling=held_out_sampling(config, base.sampling, base.tokenizer),
             vision=base.vision,
-            log_texts=config.daemon.log_texts,
+            turns=base.turns,
+            readers=base.readers,
+            group_size=evaluation.num_generations,
+            telemetry=base.telemetry,
         )
-        self.turns = base.turns
         self._scoring = maker
-        self._group_size = evaluation.num_generations
-        self._pass_reward = evaluation.pass_reward
+        # As float32 on both sides: 0.7 of a reward model is 0.7.
+        self._pass_reward = torch.tensor(evaluation.pass_reward, dtype=torch.float32)
+        # The first of those with this name.
+        self._pass_part = (
+            None
+            if evaluation.pass_function is None
+            else config.rollout.reward_functions.index(evaluation.pass_function)
+        )
+        self._below = _Below(str(evaluation.files[file]), float(self._pass_reward), evaluation.pass_function)
         self._response_tokens = evaluation.max_new_tokens
 
     def begin(self, position: int, prompts: int, *, response_tokens: int | None = None) -> Begun:
@@ -78,9 +122,13 @@ class EvaluationRoller(LocalRoller):
             RewardError: If a reward function of this package raised, or no row has a reward.
         """
         self._announce(begun)
-        scores = self._scoring.scores(batch, batch.joined(completed)).double().reshape(-1, self._group_size)
+        parts: list[Tensor] = []
+        found = self._scoring.scores(batch, batch.joined(completed), on_parts=parts.append).double()
+        scores = found.reshape(-1, self._group_size)
+        counted = scores if self._pass_part is None else torch.cat(parts)[:, self._pass_part].reshape(scores.shape)
+        self._below.count(counted[scores.isfinite()])
         results = []
-        for (prompt, _), rewards, request in zip(begun.kept, scores, completed, strict=True):
+        for (prompt, _), rewards, passing, request in zip(begun.kept, scores, counted, completed, strict=True):
             if not bool(torch.isfinite(rewards).all()):
                 continue
             lengths = [actions_of(response) for response in request.responses]
@@ -88,7 +136,7 @@ class EvaluationRoller(LocalRoller):
                 PromptResult(
                     prompt.position,
                     self._group_size,
-                    int((rewards >= self._pass_reward).sum()),
+                    int((passing.float() >= self._pass_reward).sum()),
                     float(rewards.mean()),
                     sum(lengths) / len(lengths),
                     sum(response.finish_reason == "length" for response in request.responses),
@@ -103,12 +151,6 @@ class EvaluationRoller(LocalRoller):
         self._source.close()
 
 
-def _sampling(config: Config) -> Mapping[str, Any]:
-    evaluation, rollout = config.evaluation, config.rollout
-    temperature = rollout.temperature if evaluation.temperature is None else evaluation.temperature
-    return {
-        **({"temperature": temperature} if temperature else {"do_sample": False}),
-        "top_p": rollout.top_p if evaluation.top_p is None else evaluation.top_p,
-        "top_k": rollout.top_k if evaluation.top_k is None else evaluation.top_k,
-        "stop_token_ids": rollout.stop_token_ids,
-    }
+def evaluation_rollers(maker: ScoringMaker, config: Config) -> Callable[[LocalRoller], list[LocalRoller]]:
+    """Return a function that returns the rollers of all held-out files beside a worker's own roller."""
+    return lambda base: [EvaluationRoller(base, maker, config, file) for file in range(len(config.evaluation.files))]

@@ -8,6 +8,7 @@ graph_capture  capture of steps, tried once an engine
 hf_generate    adapter for a `generate` method
 interface      the interface of an engine
 kv_cache       a key-value cache in preallocated buffers
+stop_strings   the end of a response by its text
 stops          stop sequences and the end of a response
 transformers   the engine over a transformers model: sampling with a key-value cache
 vllm           the vLLM engine

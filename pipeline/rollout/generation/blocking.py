@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline.errors import FieldError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.pass_size import RowBound
+from pipeline.progress import Telemetry
 from pipeline.rollout.generation.interface import (
     Completed,
     EngineLoad,
@@ -43,7 +44,7 @@ class BlockingEngine:
     Args:
         generator: Any blocking engine.
         most_rows: Most rows that run at a time; None for all. Halved if the device runs out of memory.
-        on_out_of_memory: Called each time that the bound is halved.
+        telemetry: Counts each time that the bound is halved.
 
     Attributes:
         deterministic: True: a ticket gets the same tokens alone and beside others. Its requests are never split.
@@ -56,11 +57,11 @@ class BlockingEngine:
         generator: ResponseGenerator,
         *,
         most_rows: int | None = None,
-        on_out_of_memory: Callable[[], None] = lambda: None,
+        telemetry: Telemetry = Telemetry.none(),
     ) -> None:
         self._generator = generator
         self._most_rows = most_rows
-        self._bound = RowBound("rollout.inference_batch_size", on_out_of_memory)
+        self._bound = RowBound("rollout.inference_batch_size", telemetry)
         self._tickets: dict[_Ticket, list[Request]] = {}
         self._keys: dict[int, _Ticket] = {}
         self._version = -1
@@ -173,6 +174,9 @@ class BlockingEngine:
             raise FieldError(f"row {row}: the generator returned a token after the {length} of its response")
         # A ticket whose requests have different room runs with the largest one.
         ids = tokens[: min(length, request.max_new_tokens)]
+        if sampling.stop_strings is not None:
+            # A generator of the user's need not know of them: its tokens up to there are the same.
+            ids = ids[: sampling.stop_strings.end_of(ids.tolist())]
         log_probs = None if responses.log_probs is None else responses.log_probs[row, : len(ids)]
         return Response(ids, _finish_reason(ids, request), (Span(self._version, 0, len(ids)),), log_probs)
 
@@ -182,4 +186,7 @@ def _finish_reason(ids: Tensor, request: Request) -> FinishReason:
     if len(ids) < request.max_new_tokens or int(ids[-1]) in sampling.eos_token_ids:
         return "stop"
     tail = tuple(ids[-max(map(len, sampling.stop_sequences), default=0) :].tolist()) if sampling.stop_sequences else ()
-    return "stop" if any(tail[-len(stop) :] == stop for stop in sampling.stop_sequences) else "length"
+    if any(tail[-len(stop) :] == stop for stop in sampling.stop_sequences):
+        return "stop"
+    strings = sampling.stop_strings
+    return "stop" if strings is not None and strings.completed_by(ids.tolist()) is not None else "length"

@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from pipeline.models.pass_size import released_when_full
 from pipeline.models.varlen_attention import uses_varlen_attention
-from pipeline.rollout.generation.graph_capture import Graph, GraphCapture
+from pipeline.rollout.generation.graph_capture import GraphCapture
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 
 Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -104,10 +104,11 @@ class _Bucket:
         room: Columns of the buffers.
         column: ``(1,)`` int64, the column of these tokens.
         tokens: ``(rows, 1)`` int64, those of the next step.
-        positions: Of these tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
-        mask: ``(rows, 1, 1, room)`` bool, true where the token is real.
+        positions: Positions of these tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
+        mask: ``(rows, 1, 1, room)`` in the dtype of the keys, 0 where the token is real, else -inf: added to the scores
+            as it is, where one of bools would be made such a mask anew in each layer.
         logits: ``(rows, V)``, of the last step.
-        cache: Its layers are `FixedShapeLayer`.
+        cache: The key-value cache, with layers of `FixedShapeLayer`.
         graph: None before the capture.
         steps: Steps over these tensors.
     """
@@ -119,7 +120,7 @@ class _Bucket:
     mask: Tensor
     logits: Tensor
     cache: DynamicCache
-    graph: Graph | None = None
+    graph: torch.cuda.CUDAGraph | None = None
     steps: int = 0
 
     @property
@@ -159,7 +160,12 @@ class CudaGraphDecoder:
         return self._current is None or self.filled == self._current.room
 
     def release(self) -> None:
-        """Give all memory back, and with it the graphs."""
+        """Give all memory back, and with it the graphs and their pool."""
+        self._drop_buckets()
+        self._capture.release()
+
+    def _drop_buckets(self) -> None:
+        """Release buffers and graphs; the memory of the pool stays for the next graphs."""
         self._buckets.clear()
         self._memory.clear()
         self._current = None
@@ -172,7 +178,7 @@ class CudaGraphDecoder:
             weights: The addresses.
         """
         if weights != self._weights:
-            self.release()
+            self._drop_buckets()
             self._weights = weights
 
     def begin(self, cache: DynamicCache, chosen: Tensor, mask: Tensor, positions: Tensor, logits: Tensor) -> None:
@@ -213,7 +219,7 @@ class CudaGraphDecoder:
         return bucket.logits[: len(tokens)]
 
     def _run(self, forward: Forward, bucket: _Bucket) -> None:
-        bucket.mask.index_fill_(3, bucket.column, True)
+        bucket.mask.index_fill_(3, bucket.column, 0.0)
         bucket.logits.copy_(forward(bucket.tokens, bucket.mask, bucket.positions, bucket.cache))
         # Until here a step that raised has changed nothing that a second call does not write again.
         bucket.column += 1
@@ -227,13 +233,13 @@ class CudaGraphDecoder:
         if grows:
             # Graphs hold addresses. The layers of the source are still needed, and leave one after the other.
             most = max(size[0], self._most_rows), max(size[0] * size[1], self._most_area)
-            self.release()
+            self._drop_buckets()
             self._most_rows, self._most_area = most
+        layers: list[Any] = source.layers
         bucket = self._buckets.get(size)
         is_new = bucket is None
         if bucket is None:
             bucket = self._new_bucket(size, copy.copy(source), positions, logits)
-        layers: list[Any] = source.layers
         for number in range(len(layers)):
             # Copies: the buffers may be those that the rows move to.
             held = tuple(tensor[chosen, :, :filled] for tensor in (layers[number].keys, layers[number].values))
@@ -245,8 +251,8 @@ class CudaGraphDecoder:
             bucket.layers[number].load(held)
             del held
         bucket.column.fill_(filled)
-        bucket.mask.zero_()
-        bucket.mask[:rows, 0, 0, :filled] = mask[:, :filled] != 0
+        bucket.mask.fill_(-torch.inf)
+        bucket.mask[:rows, 0, 0, :filled].masked_fill_(mask[:, :filled] != 0, 0.0)
         bucket.positions.zero_()
         bucket.positions[..., :rows, :] = positions
         self._buckets[size] = bucket
@@ -257,6 +263,8 @@ class CudaGraphDecoder:
 
     def _new_bucket(self, size: tuple[int, int], cache: DynamicCache, positions: Tensor, logits: Tensor) -> _Bucket:
         rows, room = size
+        layers: list[Any] = cache.layers
+        like: Tensor = layers[0].keys
         cache.layers = []
         before = positions.shape[:-2]
         return _Bucket(
@@ -264,7 +272,7 @@ class CudaGraphDecoder:
             column=self._view("column", (1,), positions, 1),
             tokens=self._view("tokens", (rows, 1), positions, self._most_rows).zero_(),
             positions=self._view("positions", (*before, rows, 1), positions, math.prod(before) * self._most_rows),
-            mask=self._view("mask", (rows, 1, 1, room), positions, self._most_area, dtype=torch.bool),
+            mask=self._view("mask", (rows, 1, 1, room), like, self._most_area),
             logits=self._view("logits", (rows, logits.shape[1]), logits, logits.shape[1] * self._most_rows),
             cache=cache,
         )
@@ -284,17 +292,15 @@ class CudaGraphDecoder:
         )
         return FixedShapeLayer(keys, values, column)
 
-    def _view(
-        self, name: str, shape: tuple[int, ...], like: Tensor, elements: int, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def _view(self, name: str, shape: tuple[int, ...], like: Tensor, elements: int) -> Tensor:
         """Return the first elements of a tensor of the memory in a shape; it is made if it does not exist."""
         if name not in self._memory:
-            self._memory[name] = torch.empty(elements, dtype=dtype or like.dtype, device=like.device)
+            self._memory[name] = torch.empty(elements, dtype=like.dtype, device=like.device)
         return self._memory[name][: math.prod(shape)].view(shape)
 
 
 def can_run_fixed_shapes(model: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Return whether a model attends through a mask of bools, and every layer attends to all earlier tokens."""
+    """Return whether a model attends by sdpa, and every layer attends to all earlier tokens."""
     return (model.config._attn_implementation == "sdpa" or uses_varlen_attention(model)) and all(
         isinstance(layer, PreallocatedLayer) and layer.is_initialized for layer in cache.layers
     )

@@ -26,8 +26,10 @@ from torch import Tensor
 from pipeline.config.losses import GapAction
 from pipeline.errors import FieldError, ShapeError, WeightsMismatchError
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.inputs import accepted_keywords, model_inputs
 from pipeline.models.vision_inputs import plain_tokens, vision_backbone
+from pipeline.progress import Telemetry
 from pipeline.rollout.generation.interface import Request, Response, Sampling
 from pipeline.storage.weights_header import WeightsVersion
 
@@ -62,18 +64,18 @@ class _Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Judging:
-    """How a probe is judged.
+    """The rule by which a probe is judged.
 
     Attributes:
         limit_nats: Largest mean difference of the log-probs of a token.
-        action: Of a version whose probe fails: a warning, the weights once more and then the end of the worker, or the
+        action: Consequence of a failed probe: a warning, the weights once more and then the end of the worker, or the
             end of the worker.
-        on_judged: Called with each verdict and the differences, in nats a token.
+        telemetry: Told of each verdict and the differences.
     """
 
     limit_nats: float
     action: GapAction = "resync"
-    on_judged: Callable[[Verdict, Sequence[float]], None] = lambda verdict, gaps: None
+    telemetry: Telemetry = Telemetry.none()
 
 
 class EngineProbe(abc.ABC):
@@ -97,7 +99,7 @@ class EngineProbe(abc.ABC):
         """Judge the engine by its response; return whether it must be given the version once more, and asked again.
 
         Args:
-            response: Of the engine.
+            response: The engine's response.
             version: That the engine should compute with.
 
         Raises:
@@ -105,7 +107,7 @@ class EngineProbe(abc.ABC):
         """
         answer = self._answer(response, version)
         problem, verdict = self._problem(answer)
-        self._judging.on_judged(verdict, answer.gaps)
+        self._judging.telemetry.engine_judged(verdict, answer.gaps)
         if not problem:
             self._failed_version = None
             # Small steps add up until they can be told from rounding. NaN is replaced by the next.
@@ -170,7 +172,7 @@ class ModelProbe(EngineProbe):
                 images are token 0.
             device: The model's.
             row_tokens: Maximum tokens of a row, at least 2.
-            judging: Limit, action and callback.
+            judging: Limit, action and telemetry.
         """
         super().__init__(judging)
         room = min(PROBE_TOKENS, row_tokens - 1)
@@ -185,6 +187,7 @@ class ModelProbe(EngineProbe):
         """Return the request: one greedy response, which ends by its length."""
         return _greedy(key, self._prompt, self._room)
 
+    @without_cudnn_attention()
     def _answer(self, response: Response, version: int) -> _Answer:
         tokens = response.token_ids.to(torch.int64)
         ids = torch.cat([self._prompt, tokens])[None].to(self._device)
@@ -213,10 +216,10 @@ class PublishedProbe(EngineProbe):
         """Take over the prompt.
 
         Args:
-            tokens: Those of the trainer's probe, at least two. In 16 bits a few tokens of the engine can be the same by
+            tokens: The trainer's probe, at least two tokens. In 16 bits a few tokens of the engine can be the same by
                 chance: no verdict "stale" comes of fewer than `PROBE_TOKENS`.
-            dtype: Of the models.
-            judging: Limit, action and callback.
+            dtype: Dtype of the models.
+            judging: Limit, action and telemetry.
         """
         super().__init__(judging)
         if dtype != torch.float32 and len(tokens) <= PROBE_TOKENS:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 from pipeline.config import user_modules
 from pipeline.errors import ConfigError
+from pipeline.progress import Telemetry
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.interface import Engine, ResponseGenerator
 
@@ -26,7 +27,7 @@ class EngineFactory(Protocol):
     """A function that makes the engine of one worker.
 
     `rollout.engine` names it as ``module:function``. A function that names `config` gets the instance's configuration
-    as well.
+    as well, and one that names `telemetry` gets that in place of `on_progress`.
     """
 
     def __call__(
@@ -54,8 +55,9 @@ def load_engine(
     *,
     directory: Path,
     device: Any,
-    on_progress: Callable[[], None],
+    telemetry: Telemetry,
     config: Config | None = None,
+    begun: object = None,
 ) -> ResponseGenerator | Engine:
     """Make the engine of a name for a worker.
 
@@ -64,8 +66,9 @@ def load_engine(
         actor: As in `EngineFactory`, like the arguments below.
         directory: The actor's.
         device: The worker's.
-        on_progress: The heartbeat.
+        telemetry: Told of the engine's progress.
         config: The instance's, for a factory that names it.
+        begun: A process of the engine that has begun before the models were loaded, for such a factory.
 
     Returns:
         The engine.
@@ -76,11 +79,13 @@ def load_engine(
     """
     function_name = name if ":" in name else f"{__package__}.{name}:{_FACTORY}"
     factory = user_modules.load_function("rollout.engine", function_name)
-    # By name alone: a factory that takes any keyword may pass them on to one that does not know this one.
-    extra = {"config": config} if "config" in inspect.signature(factory).parameters else {}
-    engine: ResponseGenerator | Engine = factory(
-        actor, directory=directory, device=device, on_progress=on_progress, **extra
-    )
+    # By name alone: a factory that takes any keyword may pass them on to one that does not know these.
+    named = inspect.signature(factory).parameters
+    extra: dict[str, Any] = {"config": config} if "config" in named else {}
+    extra |= {"telemetry": telemetry} if "telemetry" in named else {"on_progress": telemetry.progress}
+    if begun is not None:
+        extra["begun"] = begun
+    engine: ResponseGenerator | Engine = factory(actor, directory=directory, device=device, **extra)
     for method in _STREAM_METHODS if is_stream(engine) else ("generate", "update_weights", "pause", "resume"):
         if not callable(getattr(engine, method, None)):
             raise ConfigError(f"rollout.engine: the {type(engine).__name__} of {name} has no method {method}")
@@ -96,11 +101,9 @@ def is_stream(engine: ResponseGenerator | Engine) -> TypeGuard[Engine]:
     return callable(getattr(engine, "submit", None))
 
 
-def as_stream(
-    engine: ResponseGenerator | Engine, *, most_rows: int | None, on_out_of_memory: Callable[[], None]
-) -> Engine:
+def as_stream(engine: ResponseGenerator | Engine, *, most_rows: int | None, telemetry: Telemetry) -> Engine:
     """Return an engine with the interface of a stream; a blocking one behind `BlockingEngine`, with these arguments."""
     if is_stream(engine):
         return engine
     blocking = cast("ResponseGenerator", engine)
-    return BlockingEngine(blocking, most_rows=most_rows, on_out_of_memory=on_out_of_memory)
+    return BlockingEngine(blocking, most_rows=most_rows, telemetry=telemetry)

@@ -3,40 +3,32 @@
 A step that reads a value back from the GPU cannot be captured, and a capture that fails leaves torch's allocator
 and CUDA's stream in a state in which later work fails. So a step is first run with such reads refused; if it passes,
 steps are captured. Either answer holds for the life of the engine, whose model does not change.
+
+All graphs of an engine share one pool of memory, and torch refuses a capture into a pool whose graphs have all been
+released, which happens at each change of the buffers. So a pool's first graph is a trivial one, which is never replayed
+and is kept for as long as the pool is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 log = logging.getLogger(__name__)
 
 
-class Graph(Protocol):
-    """A captured step."""
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A pool, and the graph that keeps it."""
 
-    def replay(self) -> None:
-        """Run the step again, over the same tensors."""
-
-
-class GraphDevice(Protocol):
-    """The calls of a device that a capture needs: `CudaDevice`, or a fake in tests."""
-
-    def refuse_synchronization(self) -> AbstractContextManager[None]:
-        """Return a context in which a call that waits for the device raises RuntimeError."""
-
-    def capture(self, step: Callable[[], None]) -> Graph:
-        """Capture a step without running it.
-
-        Raises:
-            RuntimeError: If the step cannot be captured; the device is as before.
-        """
+    name: Any
+    keeper: torch.cuda.CUDAGraph
 
 
 class GraphCapture:
@@ -46,16 +38,17 @@ class GraphCapture:
         device: Captures; None for a device without graphs, such as a CPU.
     """
 
-    def __init__(self, device: GraphDevice | None) -> None:
+    def __init__(self, device: CudaDevice | None) -> None:
         self._device = device
         self._is_tried = False
+        self._pool: _Pool | None = None
 
     @property
     def is_possible(self) -> bool:
         """Whether steps are captured, as far as is known."""
         return self._device is not None
 
-    def run_or_capture(self, step: Callable[[], None]) -> Graph | None:
+    def run_or_capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Run one step, and capture it if its model allows.
 
         The first call for an engine runs the step as the trial, and captures nothing.
@@ -79,65 +72,101 @@ class GraphCapture:
                     step()
                 self._is_tried = True
                 return None
-            graph = self._device.capture(step)
+            graph = self._captured(self._device, step)
         except torch.OutOfMemoryError:
+            self._pool = None
             raise
         except RuntimeError as error:
             log.warning("no CUDA graph of this model, its tokens take longer: %s", str(error).partition("\n")[0])
-            self._device = None
+            self._device = self._pool = None
             step()
             return None
         # A capture computes nothing.
         graph.replay()
         return graph
 
+    def release(self) -> None:
+        """Give the pool back, of which no other graph exists any more; the next capture makes another one."""
+        self._pool = None
+
+    def _captured(self, device: CudaDevice, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        if self._pool is None:
+            name, number = device.new_pool(), torch.zeros(1, device=device.name)
+            self._pool = _Pool(name, device.capture(number.zero_, name))
+        return device.capture(step, self._pool.name)
+
 
 class CudaDevice:
-    """The current GPU: one side stream and one pool of memory for all graphs of an engine."""
+    """The current GPU; captures are on a stream of their own.
+
+    Attributes:
+        name: "cuda".
+    """
+
+    name = "cuda"
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
 
     @contextlib.contextmanager
     def refuse_synchronization(self) -> Iterator[None]:
         """Return a context in which a call that waits for the GPU raises RuntimeError."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        _set_sync_debug_mode("error")
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            _set_sync_debug_mode(before)
 
-    def capture(self, step: Callable[[], None]) -> Graph:
-        """Capture a step; see `GraphDevice.capture`.
+    def new_pool(self) -> Any:
+        """Return the name of a new pool of memory; it has memory for as long as one of its graphs exists."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+        """Capture a step without running it.
 
         ``torch.cuda.graph`` would empty the allocator's cache at each capture, and leave its stream current after a
         failed one.
+
+        Args:
+            step: The step.
+            pool: The memory of its intermediate results.
+
+        Raises:
+            RuntimeError: If the step cannot be captured, or the pool had graphs and all of them were released; the
+                device is as before, but the pool takes no further capture.
         """
         if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     step()
                 finally:
                     graph.capture_end()
         except RuntimeError:
-            self._leave_pool()
+            self._stream = None
+            _end_allocation_in(pool)
             _renew_random_state()
             raise
         return graph
 
-    def _leave_pool(self) -> None:
-        """End the allocator's use of the pool, which a capture whose end failed leaves on; the next pool is another."""
-        with contextlib.suppress(RuntimeError):
-            # Private, and without a public counterpart; it raises if the end of the capture did it already.
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-        self._stream = self._pool = None
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    """Set the mode without torch's warning that it is a prototype, which tells the reader of a log nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _end_allocation_in(pool: Any) -> None:
+    """End the allocator's use of a pool, which a capture whose end failed leaves on."""
+    with contextlib.suppress(RuntimeError):
+        # Private, and without a public counterpart; it raises if the end of the capture did it already.
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 def _renew_random_state() -> None:

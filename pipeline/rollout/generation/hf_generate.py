@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from torch.nn import functional
 
 from pipeline.errors import ShapeError
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.models.inputs import accepted_keywords
+from pipeline.models.attention_kernels import without_cudnn_attention
+from pipeline.models.inputs import accepted_keywords, is_transformers_model
+from pipeline.models.position_limits import check_generation
 from pipeline.models.vision_inputs import token_kinds, vision_backbone
-from pipeline.rollout.generation.interface import Responses, Sampling
-from pipeline.rollout.generation.stops import response_lengths
+from pipeline.progress import Telemetry
+from pipeline.rollout.generation.interface import Responses, Sampling, row_seed
+from pipeline.rollout.generation.stops import ends_with_stop, response_lengths
 
 
 class ActorGenerator:
@@ -25,22 +29,23 @@ class ActorGenerator:
 
     Args:
         actor: ``generate(input_ids=, attention_mask=, max_length=, do_sample=, temperature=, top_k=, top_p=,
-            pad_token_id=, eos_token_id=, ...)``; keywords that its signature lacks are left out. Stop sequences are
-            passed as `stopping_criteria`, pixels and grids under transformers' names.
+            pad_token_id=, eos_token_id=, ...)``; keywords that its signature lacks are left out. Stop sequences and
+            strings are passed as `stopping_criteria`, pixels and grids under transformers' names.
         extra_keywords: Passed on unchanged.
-        on_progress: Called once a mini-batch.
+        telemetry: Told of each mini-batch.
     """
 
     def __init__(
         self,
         actor: Any,
         extra_keywords: dict[str, Any] | None = None,
-        on_progress: Callable[[], None] = lambda: None,
+        telemetry: Telemetry = Telemetry.none(),
     ) -> None:
         self._actor = actor
-        self._on_progress = on_progress
+        self._telemetry = telemetry
         self._extra_keywords = extra_keywords or {}
 
+    @without_cudnn_attention()
     @torch.no_grad()
     def generate(
         self,
@@ -53,6 +58,7 @@ class ActorGenerator:
         vision: VisionRows | None = None,
     ) -> Responses:
         """Sample responses; see `pipeline.rollout.generation.interface.ResponseGenerator`."""
+        check_generation(self._actor, (attention_mask != 0).sum(dim=1), sampling.max_length)
         device = getattr(self._actor, "device", input_ids.device)
         rows = input_ids.repeat_interleave(group_size, dim=0)
         masks = attention_mask.repeat_interleave(group_size, dim=0)
@@ -60,17 +66,20 @@ class ActorGenerator:
         size = batch_rows or len(rows)
         sequences = []
         with torch.random.fork_rng(devices=_cuda_devices(device)):
-            torch.manual_seed(sampling.seed)
+            torch.manual_seed(row_seed(sampling.seed, 0))
             for first in range(0, len(rows), size):
                 part = slice(first, first + size)
                 ids, mask = rows[part].to(device), masks[part].to(device)
                 pixels = {} if row_vision is None else self._pixels(ids, mask, row_vision.rows(part))
                 generated = self._call(ids, mask, sampling, pixels).to(input_ids.device)
                 sequences.append(_checked(generated, rows[part], sampling))
-                self._on_progress()
+                self._telemetry.progress()
         joined = torch.cat(sequences)
         responses = joined[:, input_ids.shape[1] :]
         lengths = response_lengths(responses, sampling.stop_sequences, sampling.eos_token_ids, sampling.pad_token_id)
+        if sampling.stop_strings is not None:
+            for row, length in enumerate(lengths.tolist()):
+                lengths[row] = sampling.stop_strings.end_of(responses[row, :length].tolist()) or length
         beyond = torch.arange(responses.shape[1], device=joined.device) >= lengths.unsqueeze(1)
         responses.masked_fill_(beyond, sampling.pad_token_id)
         return Responses(sequences=joined, lengths=lengths)
@@ -108,21 +117,35 @@ class ActorGenerator:
         if not sampling.do_sample:
             for name in ("temperature", "top_k", "top_p"):
                 del keywords[name]
-        if sampling.stop_sequences:
-            keywords["stopping_criteria"] = [_stopping_criterion(ids.shape[1], sampling.stop_sequences)]
+        if sampling.stop_sequences or sampling.stop_strings is not None:
+            keywords["stopping_criteria"] = [_stopping_criterion(ids.shape[1], sampling)]
         generate = self._actor.generate
-        result: Tensor = generate(input_ids=ids, attention_mask=mask, **accepted_keywords(generate, keywords))
+        with _without_processors(self._actor):
+            result: Tensor = generate(input_ids=ids, attention_mask=mask, **accepted_keywords(generate, keywords))
         return result
 
 
-def _stopping_criterion(width: int, stops: tuple[tuple[int, ...], ...]) -> Callable[..., Tensor]:
+@contextlib.contextmanager
+def _without_processors(actor: Any) -> Iterator[None]:
+    """Leave out a transformers model's generation settings: its `generate` merges them into those that it is given.
+
+    Penalties, biases and suppressed tokens would be in the samples and not in their log-probs.
+    """
+    given = getattr(actor, "generation_config", None)
+    if given is None or not is_transformers_model(actor):
+        yield
+        return
+    kept = ("bos_token_id", "decoder_start_token_id", "use_cache", "cache_implementation")
+    actor.generation_config = type(given)(**{name: getattr(given, name, None) for name in kept})
+    try:
+        yield
+    finally:
+        actor.generation_config = given
+
+
+def _stopping_criterion(width: int, sampling: Sampling) -> Callable[..., Tensor]:
     def stopped(input_ids: Tensor, scores: Any, **_ignored: Any) -> Tensor:
-        responses = input_ids[:, width:]
-        done = torch.zeros(len(responses), dtype=torch.bool, device=responses.device)
-        for stop in stops:
-            if responses.shape[1] >= len(stop):
-                done |= (responses[:, -len(stop) :] == torch.tensor(stop, device=responses.device)).all(dim=1)
-        return done
+        return ends_with_stop(input_ids[:, width:], sampling.stop_sequences, (), sampling.stop_strings)
 
     return stopped
 

@@ -12,7 +12,7 @@ Weights change in place: `pause`, the new values are copied into the actor's ten
 
 `transformers` is the default engine of `NaiveExperienceMaker`, over `kv_cache` and, on a GPU, `cuda_graphs`.
 `hf_generate` is the adapter for any object with the Hugging Face convention of ``generate``. `stops` finds the end of a
-response.
+response by its tokens, `stop_strings` by its text.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pipeline.errors import FieldError
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.rollout.generation.stop_strings import StopStrings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Sampling:
         pad_token_id: The token after the end of a response.
         eos_token_ids: Each of these tokens ends a response and belongs to it.
         stop_sequences: Each of these token sequences, inside the response, ends it and belongs to it.
+        stop_strings: The token that completes one of these texts ends the response and belongs to it; None for none.
         temperature: Divisor of the logits, above 0.
         top_p: Sample from the smallest set of tokens whose probabilities reach it; 1.0 for all.
         top_k: Sample from this many most probable tokens; 0 for all.
@@ -50,6 +52,7 @@ class Sampling:
     pad_token_id: int
     eos_token_ids: tuple[int, ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
+    stop_strings: StopStrings | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -67,7 +70,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class TurnColumns:
-    """What rows of several turns have beside their tokens.
+    """The columns that rows of several turns have beside their tokens.
 
     Attributes:
         observed: ``(B, A)`` bool, True for the tokens of the environment, which the actor did not sample.
@@ -95,7 +98,7 @@ class Responses:
         lengths: ``(B,)`` int64, tokens of each response, its stop included.
         log_probs: ``(B, max_length - P)`` float32, of the sampled tokens at the temperature, before top_k and top_p;
             zero after the end. None if the engine does not compute them.
-        turns: Those of rows of several turns, whose lengths count the observations; no engine sets them.
+        turns: Columns of rows of several turns, whose lengths count the observations; no engine sets them.
     """
 
     sequences: Tensor
@@ -151,7 +154,7 @@ class ResponseGenerator(Protocol):
 
 
 FinishReason = Literal["stop", "length"]
-"""Why a response ended: by a stop token or sequence, or because its room was used up."""
+"""The reason for a response's end: a stop token, sequence or string, or the end of its room."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +225,7 @@ class Completed:
 
     Attributes:
         key: The request's.
-        responses: Its `group_size` responses, in order.
+        responses: The request's `group_size` responses, in order.
     """
 
     key: int
@@ -238,7 +241,7 @@ class EngineCounts:
         tokens_out: Tokens sampled, also those of responses that have not ended.
         preemptions: Responses that lost their place in the key-value cache to others, and were computed again.
         prefix_tokens: Prompt tokens that were looked up in the prefix cache.
-        prefix_hits: Of these, the tokens that it held.
+        prefix_hits: The part of these tokens that the cache held.
     """
 
     tokens_in: int = 0
@@ -301,7 +304,7 @@ class Engine(Protocol):
         """Take a request over; it begins with one of the next steps.
 
         Args:
-            request: Its key is not in hand.
+            request: A request whose key is not in hand.
 
         Raises:
             FieldError: If the engine lacks an option of the request, or the request can never fit into its cache.
@@ -323,7 +326,7 @@ class Engine(Protocol):
 
         Args:
             actor: The actor's state dict under Hugging Face's names.
-            version: Of these weights.
+            version: Version of these weights.
 
         Raises:
             WeightsMismatchError: If a parameter of the engine was not given, or does not fit.
@@ -346,10 +349,29 @@ class Engine(Protocol):
 def row_seed(ticket_seed: int, row: int) -> int:
     """Return the seed of one response: SplitMix64 of the ticket's seed and the row (Steele et al., OOPSLA 2014).
 
-    Rows of a ticket never share a seed, and rows of two tickets do so with a probability of 2**-63.
+    Rows of a ticket never share a seed nor its lowest 32 bits, the ones that torch's generator of a CPU reads: they are
+    a permutation of the row. Rows of two tickets share a seed with a probability of 2**-63, and these bits with 2**-32.
     """
+    whole = _splitmix64(ticket_seed, row + 1) >> 32
+    keys = _splitmix64(ticket_seed, -1)
+    lowest = _permuted32(_permuted32(row ^ (keys >> 32)) ^ (keys & _LOWEST_32))
+    return (whole >> 1) << 32 | lowest
+
+
+_LOWEST_32 = (1 << 32) - 1
+
+
+def _splitmix64(seed: int, step: int) -> int:
     mask = (1 << 64) - 1
-    z = (ticket_seed + 0x9E3779B97F4A7C15 * (row + 1)) & mask
+    z = (seed + 0x9E3779B97F4A7C15 * step) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) >> 1
+    return z ^ (z >> 31)
+
+
+def _permuted32(value: int) -> int:
+    """Return the finalizer of MurmurHash3 (Appleby, 2011), which maps 32 bits one to one."""
+    z = value & _LOWEST_32
+    z = ((z ^ (z >> 16)) * 0x85EBCA6B) & _LOWEST_32
+    z = ((z ^ (z >> 13)) * 0xC2B2AE35) & _LOWEST_32
+    return z ^ (z >> 16)

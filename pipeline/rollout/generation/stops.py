@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import FieldError, ShapeError
+from pipeline.rollout.generation.stop_strings import StopStrings
 
 
 def parse_stop_token_ids(
@@ -54,7 +55,8 @@ def response_lengths(
     """Return the length of each response, found from its ids alone.
 
     The first stop sequence ends a response; without one the first eos; without either the padding at its end is
-    stripped, and a response cut off at the length limit keeps all its tokens. The stop belongs to the response.
+    stripped, and a response cut off at the length limit keeps all its tokens. The stop belongs to the response. Of pad
+    tokens alone the first one was sampled: it is the response.
 
     Args:
         responses: ``(B, A)`` int64, without the prompts.
@@ -66,21 +68,20 @@ def response_lengths(
         ``(B,)`` int64, from 1 to A.
 
     Raises:
-        ShapeError: If a response has no tokens.
+        ShapeError: If there are no columns.
     """
     num_actions = responses.shape[1]
+    if not num_actions:
+        raise ShapeError("no response token in 0 columns")
     columns = torch.arange(1, num_actions + 1, device=responses.device)
-    ends = torch.where(responses != pad_token_id, columns, 0).amax(dim=1)
+    ends = torch.where(responses != pad_token_id, columns, 0).amax(dim=1).clamp(min=1)
     eos = torch.isin(responses, torch.tensor(list(eos_token_ids), dtype=responses.dtype, device=responses.device))
     ends = _first_end(eos, columns, ends)
     stop_ends = torch.full_like(ends, num_actions + 1)
     for stop in stop_sequences:
         found = _ends_of(responses, stop)
         stop_ends = torch.minimum(stop_ends, _first_end(found, columns, stop_ends))
-    ends = torch.where(stop_ends <= num_actions, stop_ends, ends)
-    if bool((ends == 0).any()):
-        raise ShapeError(f"row {int((ends == 0).nonzero()[0])}: no response token in {num_actions} columns")
-    return ends
+    return torch.where(stop_ends <= num_actions, stop_ends, ends)
 
 
 def _ends_of(responses: Tensor, stop: Sequence[int]) -> Tensor:
@@ -98,13 +99,19 @@ def _first_end(found: Tensor, columns: Tensor, otherwise: Tensor) -> Tensor:
     return torch.where(first == beyond, otherwise, first)
 
 
-def ends_with_stop(responses: Tensor, stop_sequences: Sequence[Sequence[int]], eos_token_ids: Sequence[int]) -> Tensor:
-    """Return which responses without padding end with a stop sequence or an eos token.
+def ends_with_stop(
+    responses: Tensor,
+    stop_sequences: Sequence[Sequence[int]],
+    eos_token_ids: Sequence[int],
+    stop_strings: StopStrings | None = None,
+) -> Tensor:
+    """Return which responses without padding end with a stop sequence, an eos token, or a stop string.
 
     Args:
         responses: ``(B, A)`` int64, without the prompts.
         stop_sequences: The stop sequences.
         eos_token_ids: Tokens that end a response on their own.
+        stop_strings: The stop strings.
 
     Returns:
         ``(B,)`` bool.
@@ -113,4 +120,4 @@ def ends_with_stop(responses: Tensor, stop_sequences: Sequence[Sequence[int]], e
     ended = torch.isin(responses[:, -1], eos)
     for stop in stop_sequences:
         ended |= _ends_of(responses, stop)[:, -1]
-    return ended
+    return ended if stop_strings is None else ended | stop_strings.end_rows(responses, ~ended)

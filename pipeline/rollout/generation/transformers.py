@@ -9,22 +9,27 @@ measured about 50 times faster than coati's loop, and twice as fast as ``generat
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.inputs import accepted_keywords, model_inputs
 from pipeline.models.pass_size import width_multiple
+from pipeline.models.position_limits import check_generation
+from pipeline.models.varlen_attention import use_varlen_attention
 from pipeline.models.vision_inputs import plain_tokens, vision_backbone
+from pipeline.progress import Telemetry
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Responses, Sampling
-from pipeline.rollout.progress import with_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +43,12 @@ _DROP_SHARE = 8
 
 _FIXED_DROP_SHARE = 2
 """The same for steps of fixed shapes: each change of the batch is a copy of the cache too, and another graph."""
+
+_NO_TOKEN = -1
+"""In the place of a token that a response does not have."""
+
+_MOST_NOISE = 1 - 2.0**-52
+"""The product of any float64 with it is rounded to a smaller number."""
 
 _SAMPLE_ELEMENTS = 2**24
 """Most probabilities in float64 at a time while a token is sampled: 128 MiB."""
@@ -70,15 +81,15 @@ def can_replace_generate(actor: object) -> bool:
 
 
 def new_engine(
-    actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None], config: Config | None = None
+    actor: Any, *, directory: Path, device: Any, telemetry: Telemetry, config: Config | None = None
 ) -> TransformersGenerator | ActorGenerator:
     """Return the engine for an actor; see `pipeline.rollout.generation.engines.EngineFactory`."""
     return (
         TransformersGenerator(
-            actor, on_progress, width_multiple=None if config is None else config.trainer.width_multiple
+            actor, telemetry, width_multiple=None if config is None else config.trainer.width_multiple
         )
         if can_replace_generate(actor)
-        else ActorGenerator(actor, None, on_progress)
+        else ActorGenerator(actor, None, telemetry)
     )
 
 
@@ -87,8 +98,7 @@ class TransformersGenerator:
 
     Args:
         model: Called with `input_ids`, `attention_mask`, `position_ids` and a cache; its current weights are used.
-        on_progress: Called once a token, with those of the keywords of `pipeline.rollout.progress.ReportsProgress` that
-            its signature has.
+        telemetry: Told of each token.
         fixed_shapes: Whether steps run over tensors of fixed shapes (`pipeline.rollout.generation.cuda_graphs`), if the
             model allows it. None: on a GPU only, where the steps are CUDA graphs. Their buffers and graphs are kept
             from call to call: replaced weights are used, but a change of the model's modules, such as a new hook, is
@@ -104,7 +114,7 @@ class TransformersGenerator:
     def __init__(
         self,
         model: PreTrainedModel,
-        on_progress: Callable[..., None] = lambda: None,
+        telemetry: Telemetry = Telemetry.none(),
         *,
         fixed_shapes: bool | None = None,
         width_multiple: int | None = None,
@@ -112,12 +122,13 @@ class TransformersGenerator:
         self._fixed_shapes = fixed_shapes
         self._width_multiple = width_multiple
         self._model = model
-        self._report = with_numbers(on_progress)
+        self._telemetry = telemetry
         self._takes = accepted_keywords(model, {"position_ids": None, "logits_to_keep": None}).keys()
         self._vision_backbone = vision_backbone(model)
         self._capture: GraphCapture | None = None
         self._decoder: CudaGraphDecoder | None = None
 
+    @without_cudnn_attention()
     @torch.no_grad()
     def generate(
         self,
@@ -136,15 +147,15 @@ class TransformersGenerator:
         With `row_seeds` each row draws by its own seed, whatever the other rows and the room are. With `row_limits`
         each row ends after its own number of tokens.
         """
+        check_generation(self._model, (attention_mask != 0).sum(dim=1), sampling.max_length)
         prompts, width = input_ids.shape
         num_actions = sampling.max_length - width
         shape = (prompts * group_size, num_actions)
         noise = _noise(shape, sampling.seed, row_seeds)
         device = self._model.device
         state = _State(
-            tokens=torch.full(shape, sampling.pad_token_id, device=device),
+            tokens=torch.full(shape, _NO_TOKEN, device=device),
             log_probs=torch.zeros(shape, device=device),
-            lengths=torch.zeros(shape[0], dtype=torch.int64, device=device),
             noise=noise.to(device),
             limits=None if row_limits is None else torch.tensor(row_limits, device=device),
         )
@@ -162,11 +173,12 @@ class TransformersGenerator:
                 sampling,
                 state,
             )
-        repeated = input_ids.repeat_interleave(group_size, dim=0)
+        repeated, is_token = input_ids.repeat_interleave(group_size, dim=0), state.tokens != _NO_TOKEN
+        tokens = state.tokens.masked_fill_(~is_token, sampling.pad_token_id)
         return Responses(
-            sequences=torch.cat([repeated, state.tokens.to(input_ids.device)], dim=1),
-            lengths=state.lengths.to(input_ids.device),
-            log_probs=state.log_probs.to(input_ids.device),
+            sequences=torch.cat([repeated, tokens.to(input_ids.device)], dim=1),
+            lengths=is_token.sum(dim=1).to(input_ids.device),
+            log_probs=state.log_probs.masked_fill_(~is_token, 0.0).to(input_ids.device),
         )
 
     def update_weights(self, actor: Mapping[str, Tensor]) -> None:
@@ -205,8 +217,7 @@ class TransformersGenerator:
         cache = preallocated_cache(self._model.config.get_text_config(decoder=True))
         logits = self._forward(inputs["input_ids"][:, :-1], mask, positions[..., :-1], cache, **pixels)
         logits = logits.repeat_interleave(repeats, dim=0)
-        fixed = logits.is_cuda if self._fixed_shapes is None else self._fixed_shapes
-        fixed = fixed and can_run_fixed_shapes(self._model, cache)
+        fixed = self._wants_fixed_shapes(logits.device) and can_run_fixed_shapes(self._model, cache)
         if repeats > 1 and not fixed:
             cache.batch_repeat_interleave(repeats)
         # (rows, 1), or (3, rows, 1) if positions have three axes.
@@ -216,43 +227,57 @@ class TransformersGenerator:
         drop_share = _FIXED_DROP_SHARE if fixed else _DROP_SHARE
         decoder = self._decoder_on(mask.device) if fixed else None
         # The row of each of these rows in the decoder, or before its first step in the cache; None if they are equal.
-        places: Tensor | None = torch.arange(len(input_ids), device=mask.device).repeat_interleave(repeats)
+        sources: Tensor | None = torch.arange(len(input_ids), device=mask.device).repeat_interleave(repeats)
         started = living = len(rows)
+        least_limit = state.least_limit(rows)
         for step in range(state.tokens.shape[1]):
-            self._report(rows_done=state.rows_done + started - living, rows=len(state.tokens), tokens=state.tokens_made)
+            rows_done = state.rows_done + started - living
+            self._telemetry.progress(rows_done=rows_done, rows=len(state.tokens), tokens=state.tokens_made)
             state.tokens_made += living
             tokens = state.sample(logits, rows, alive, step, sampling)
-            alive = alive & ~state.ended(rows, step, sampling)
+            # A row that is full leaves the batch: a model may have no position for its next token.
+            are_full = step + 1 >= least_limit
+            alive = state.go_on(rows, alive, tokens, step, sampling)
+            if are_full:
+                alive = alive & state.have_room(rows, step)
             living = int(alive.sum())
             if living == 0 or step + 1 == state.tokens.shape[1]:
                 state.rows_done += started
                 return
-            if (len(rows) - living) * drop_share >= len(rows) or state.have_full(rows, step):
+            if (len(rows) - living) * drop_share >= len(rows) or are_full:
                 kept = alive.nonzero().squeeze(1)
                 if decoder is None:
                     cache.batch_select_indices(kept)
                 rows, tokens, mask, next_position = rows[kept], tokens[kept], mask[kept], next_position[..., kept, :]
                 alive = alive[kept]
-                places = kept if places is None else places[kept]
+                least_limit = state.least_limit(rows)
+                sources = kept if sources is None else sources[kept]
             if self._vision_backbone is not None:
                 tokens = plain_tokens(self._vision_backbone, tokens)
             if decoder is None:
                 logits = self._forward(tokens.unsqueeze(1), mask[:, : width + step + 1], next_position + step, cache)
                 continue
             if step == 0:
-                assert places is not None
-                decoder.begin(cache, places, mask, next_position, logits)
-            elif places is not None or decoder.is_full:
-                chosen = torch.arange(len(rows), device=mask.device) if places is None else places
+                assert sources is not None
+                decoder.begin(cache, sources, mask, next_position, logits)
+            elif sources is not None or decoder.is_full:
+                chosen = torch.arange(len(rows), device=mask.device) if sources is None else sources
                 decoder.go_on(chosen, mask, next_position + step)
-            places = None
+            sources = None
             logits = decoder.step(self._forward, tokens)
+
+    def _wants_fixed_shapes(self, device: torch.device) -> bool:
+        if self._fixed_shapes is not None:
+            return self._fixed_shapes
+        # Without graphs, attention to unused room is for nothing.
+        return device.type == "cuda" and (self._capture is None or self._capture.is_possible)
 
     def _decoder_on(self, device: torch.device) -> CudaGraphDecoder:
         from pipeline.rollout.generation.cuda_graphs import CudaGraphDecoder
         from pipeline.rollout.generation.graph_capture import CudaDevice, GraphCapture
 
         if self._decoder is None:
+            use_varlen_attention(self._model)
             self._capture = self._capture or GraphCapture(CudaDevice() if device.type == "cuda" else None)
             self._decoder = CudaGraphDecoder(self._capture, width_multiple(device, self._width_multiple))
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
@@ -275,52 +300,61 @@ class TransformersGenerator:
 
 
 class _State:
-    """The growing responses of one call, ``(B, A)``, and their random numbers.
+    """The growing responses of one call, and their random numbers.
+
+    Args:
+        tokens: ``(B, A)`` int64, all `_NO_TOKEN`.
+        log_probs: ``(B, A)`` float32.
+        noise: ``(B, A)`` float64 in [0, 1).
+        limits: ``(B,)``, the most tokens of each row, if they have a limit.
 
     Attributes:
+        tokens: The sampled ones; `_NO_TOKEN` after the end of a row.
+        log_probs: Log-probs of the tokens, and anything after the end of a row.
         rows_done: Rows of the mini-batches that have ended.
         tokens_made: Tokens sampled so far.
     """
 
-    def __init__(
-        self, tokens: Tensor, log_probs: Tensor, lengths: Tensor, noise: Tensor, limits: Tensor | None = None
-    ) -> None:
+    def __init__(self, tokens: Tensor, log_probs: Tensor, noise: Tensor, limits: Tensor | None = None) -> None:
         self.tokens = tokens
         self._limits = limits
         self.log_probs = log_probs
-        self.lengths = lengths
         self._noise = noise
+        self._no_token = tokens.new_tensor(_NO_TOKEN)
         self.rows_done = 0
         self.tokens_made = 0
 
     def sample(self, logits: Tensor, rows: Tensor, alive: Tensor, step: int, sampling: Sampling) -> Tensor:
-        """Sample the next token of these rows, ``(rows,)``; finished rows keep their padding."""
-        scaled = logits / sampling.temperature
+        """Return a next token of each of these rows, ``(rows,)``; those of finished rows are not kept."""
+        scaled = logits if sampling.temperature == 1 else logits / sampling.temperature
         if sampling.do_sample:
             tokens = sample_tokens(scaled, self._noise[rows, step], top_k=sampling.top_k, top_p=sampling.top_p)
         else:
             tokens = scaled.argmax(dim=-1)
-        chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
-        self.tokens[rows, step] = torch.where(alive, tokens, self.tokens[rows, step])
-        self.log_probs[rows, step] = torch.where(alive, chosen, 0.0)
-        self.lengths[rows] += alive
+        self.log_probs[rows, step] = scaled.log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        self.tokens[rows, step] = torch.where(alive, tokens, self._no_token)
         return tokens
 
-    def ended(self, rows: Tensor, step: int, sampling: Sampling) -> Tensor:
-        """Return ``(rows,)`` bool: the response ends with the token of this step."""
-        token = self.tokens[rows, step]
-        ended = torch.zeros_like(rows, dtype=torch.bool)
+    def go_on(self, rows: Tensor, alive: Tensor, tokens: Tensor, step: int, sampling: Sampling) -> Tensor:
+        """Return ``(rows,)`` bool: the row was alive, and no stop ends it with its token of this step."""
         for eos in sampling.eos_token_ids:
-            ended |= token == eos
+            alive = alive & (tokens != eos)
         for stop in sampling.stop_sequences:
             if step + 1 >= len(stop):
                 recent = self.tokens[rows, step + 1 - len(stop) : step + 1]
-                ended |= (recent == torch.tensor(stop, device=rows.device)).all(dim=1)
-        return ended if self._limits is None else ended | (self._limits[rows] <= step + 1)
+                alive = alive & (recent != torch.tensor(stop, device=rows.device)).any(dim=1)
+        if sampling.stop_strings is not None:
+            alive = alive & ~sampling.stop_strings.end_rows(self.tokens[rows, : step + 1], alive)
+        return alive
 
-    def have_full(self, rows: Tensor, step: int) -> bool:
-        """Return whether a row has no room for a token after this step: a model may have no position for it."""
-        return self._limits is not None and bool((self._limits[rows] <= step + 1).any())
+    def least_limit(self, rows: Tensor) -> float:
+        """Return the least limit of these rows; infinity if they have none."""
+        return math.inf if self._limits is None or not len(rows) else int(self._limits[rows].min())
+
+    def have_room(self, rows: Tensor, step: int) -> Tensor:
+        """Return ``(rows,)`` bool: the row has room for a token after this step; rows have limits."""
+        assert self._limits is not None
+        return self._limits[rows] > step + 1
 
 
 def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
@@ -352,9 +386,8 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
         # No token is before the most probable one, which therefore always stays.
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(before >= top_p, 0.0))
     cumulative = probs.cumsum(dim=-1)
-    total = cumulative[:, -1]
     # Below the total even after rounding: the token found beyond it would have probability zero.
-    target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = noise.clamp(max=_MOST_NOISE) * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
     # Only NaN logits give an id beyond the vocabulary; on a GPU it would fail later, and hide the cause.
     return tokens.clamp_(max=probs.shape[1] - 1)
@@ -363,15 +396,17 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
 def _noise(shape: tuple[int, int], seed: int, row_seeds: Sequence[int] | None) -> Tensor:
     """Return ``(B, A)`` float64 in [0, 1).
 
-    All draws at once and on the CPU: a row's draws are the same in any mini-batch and on any device.
+    All draws at once and on the CPU: a row's draws are the same in any mini-batch and on any device. Philox (Salmon et
+    al., SC 2011) takes all 64 bits of a seed; torch's generator of a CPU reads 32 of them.
     """
-    draws = torch.Generator()
+    rows, columns = shape
     if row_seeds is None:
-        return torch.rand(shape, generator=draws.manual_seed(seed), dtype=torch.float64)
-    columns = shape[1]
-    return torch.stack(
-        [torch.rand(columns, generator=draws.manual_seed(one), dtype=torch.float64) for one in row_seeds]
-    )
+        return torch.from_numpy(_philox(seed).random((rows, columns)))
+    return torch.from_numpy(np.stack([_philox(one).random(columns) for one in row_seeds]))
+
+
+def _philox(seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=seed % (1 << 64)))
 
 
 def _mini_batches(prompts: int, group_size: int, batch_rows: int | None) -> list[tuple[slice, int, int]]:

@@ -31,11 +31,11 @@ class WorkerWeights(abc.ABC):
     """The weights of a worker, replaced by each version.
 
     Attributes:
-        engine: Samples the prompts; None: the maker does.
+        engine: Samples the prompts.
         probe: Asks the engine about each version; None: it is not asked.
     """
 
-    engine: Engine | None
+    engine: Engine
     probe: EngineProbe | None
 
     @abc.abstractmethod
@@ -70,7 +70,7 @@ class WorkerWeights(abc.ABC):
         Raises:
             WeightsMismatchError: If the engine does not compute with it (`EngineProbe.judge`).
         """
-        if self.engine is None or self.probe is None:
+        if self.probe is None:
             return 0
         tokens = 0
         while True:
@@ -97,24 +97,21 @@ class ModelWeights(WorkerWeights):
     """
 
     targets: Mapping[str, Tensor]
-    engine: Engine | None = None
+    engine: Engine
     check: Callable[[WeightsVersion], None] = lambda fetched: None
     probe: EngineProbe | None = None
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version; see `WorkerWeights.fetch`."""
-        if self.engine is not None:
-            self.engine.pause()
+        self.engine.pause()
         fetched = source.fetch(self.targets)
-        if self.engine is not None:
-            hand_over(self.engine, source, fetched, self.targets)
-            self.engine.resume()
+        hand_over(self.engine, source, fetched, self.targets)
+        self.engine.resume()
         self.check(fetched)
         return fetched
 
     def hand_over_again(self, version: int) -> None:
         """Have the engine take the version that the targets hold once more, from the targets."""
-        assert self.engine is not None
         actor = {name.removeprefix(_ACTOR): tensor for name, tensor in self.targets.items() if name.startswith(_ACTOR)}
         self.engine.pause()
         self.engine.update_weights(actor, version)

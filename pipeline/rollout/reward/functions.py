@@ -11,7 +11,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from pipeline.config import user_modules
 from pipeline.config.rewards import REWARD_NAMES, RewardConfig
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
+from pipeline.progress import Telemetry
+from pipeline.rollout.response_text import ResponseText
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.signatures import Signature, awaited
-from pipeline.rollout.reward.wire import Problem, RowScore, row_score
+from pipeline.rollout.reward.wire import RowScore, applied, none_applies, row_score
 
 RewardFunction = Callable[..., Any]
 """``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number.
@@ -33,6 +35,9 @@ other one, the column of the prompt's row with this name (`pipeline.rollout.rewa
 
 NAMED = "reward"
 """The module that functions of this package show in errors: ``reward:exact``."""
+
+LARGEST: Final = float(torch.finfo(torch.float32).max)
+"""The largest reward."""
 
 _VISION_PARAMETERS = (*MODEL_KEYWORDS.values(), "raw_images")
 
@@ -45,21 +50,22 @@ class FunctionReward:
             (`response_end` exclusive, the stop included), and returns a number or a tensor with one element. One that
             is `batched` is called once for all rows; calls of an async one run at the same time.
         tokenizer: Passed to every function.
-        on_progress: Called after each row: a function that never returns ends these calls.
-        on_row: Called with the weighted results of the functions for a row, before `on_progress`; None for a row
-            without a score.
+        telemetry: Told of each row's weighted results, of each row without a score, and of progress after each row: a
+            function that never returns makes none.
         weights: One a function; None: 1 each.
         timeout_s: Limit of the calls of an async function, for all rows together; 0: none.
         labels: A name of each function, of its column in an experience's `info`; without them there is no column.
+        text: Decodes the responses; None: with the special tokens of `tokenizer`, but pad and eos.
         problems: Logs the rows without a score, which then are NaN; None: the first of them ends the call.
-        on_problem: Called with the reason of each row without a score.
 
     Attributes:
         labels: As given.
         parts: ``(B, functions)`` float32, the results of the last call before their weights, NaN in a row without a
             score.
+        exact: ``(B,)`` float64, the scores of the last call before they are rounded to float32: groups compare these.
         problem: The first row without a score of the last call; None if all had one.
         problems: As given.
+        may_be_absent: Whether a row to which no function applies scores 0, as beside a reward model.
 
     Raises:
         ConfigError: If there are no functions, or not one weight a function.
@@ -69,14 +75,13 @@ class FunctionReward:
         self,
         functions: Sequence[RewardFunction],
         tokenizer: Any,
-        on_progress: Callable[[], None] = lambda: None,
-        on_row: Callable[[Sequence[float] | None], None] = lambda parts: None,
+        telemetry: Telemetry = Telemetry.none(),
         *,
         weights: Sequence[float] | None = None,
         timeout_s: float = 0.0,
         labels: Sequence[str] = (),
+        text: ResponseText | None = None,
         problems: RewardProblems | None = None,
-        on_problem: Callable[[Problem], None] = lambda problem: None,
     ) -> None:
         if not functions:
             raise ConfigError("no reward functions: give at least one")
@@ -84,15 +89,16 @@ class FunctionReward:
             raise ConfigError(f"{len(weights)} weights for {len(functions)} reward functions")
         self._functions = [(function, Signature(function, _VISION_PARAMETERS)) for function in functions]
         self._tokenizer = tokenizer
-        self._on_progress = on_progress
-        self._on_row = on_row
+        self._text = ResponseText.of(tokenizer) if text is None else text
+        self._telemetry = telemetry
         self._weights = list(weights or [1.0] * len(functions))
         self._timeout_s = timeout_s
         self.labels = list(labels)
         self.problems = problems
-        self._on_problem = on_problem
         self.problem: RowScore | None = None
+        self.may_be_absent = False
         self.parts = torch.empty(0, len(functions))
+        self.exact = torch.empty(0, dtype=torch.float64)
 
     @property
     def sees_images(self) -> bool:
@@ -143,23 +149,33 @@ class FunctionReward:
         for row, found in enumerate(rows):
             values = [part for part in found if not isinstance(part, RewardError)]
             weighted: list[float] | None = None
+            if len(values) == len(found) and all(map(math.isnan, values)) and not self.may_be_absent:
+                found = [*found[:-1], none_applies([_name_of(function) for function, _ in self._functions], row)]
             if isinstance(error := found[-1], RewardError):
                 if self.problems is None:
                     raise error
                 missing.append((row, row_score(found, is_joint=len(values) in self.together)))
-                self._on_problem(missing[-1][1].problem)
+                self._telemetry.reward_errored(missing[-1][1].problem)
                 values = [math.nan] * len(which)
             else:
+                values = applied(values)
                 weighted = [weight * part for weight, part in zip(self._weights, values, strict=True)]
+                if not is_reward(sum(weighted)):
+                    missing.append((row, too_large(weighted)))
+                    if self.problems is None:
+                        raise RewardError(missing[-1][1].text)
+                    self._telemetry.reward_errored(missing[-1][1].problem)
+                    values, weighted = [math.nan] * len(which), None
             parts.append(values)
             scores.append(math.nan if weighted is None else sum(weighted))
-            self._on_row(weighted)
-            self._on_progress()
+            self._telemetry.scored(weighted)
+            self._telemetry.progress()
         self.problem = missing[0][1] if missing else None
         if self.problems is not None:
             self.problems.report(len(scores), missing)
         self.parts = torch.tensor(parts, dtype=torch.float32).reshape(len(scores), len(which))
-        return torch.tensor(scores, dtype=torch.float32)
+        self.exact = torch.tensor(scores, dtype=torch.float64)
+        return self.exact.float()
 
     def results(
         self,
@@ -173,6 +189,8 @@ class FunctionReward:
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Iterator[list[float | RewardError]]:
         """Yield the results of some functions for each row: numbers, or numbers up to an error, which is the last.
+
+        NaN is the result of a function that does not apply to the row.
 
         Args:
             which: Numbers of the functions.
@@ -192,7 +210,7 @@ class FunctionReward:
         def keywords(signature: Signature, row: int) -> dict[str, Any]:
             seen = _seen(None if vision is None else vision.rows([row])) if signature.vision else {}
             start, end = given[row]["response_start"], given[row]["response_end"]
-            text = functools.partial(self._tokenizer_decode, input_ids[row, start:end])
+            text = functools.partial(self._text, input_ids[row, start:end].tolist())
             return signature.keywords(given[row], seen, {} if columns is None else columns[row], text)
 
         joint = {at: self._joint(at, input_ids, attention_mask, keywords) for at in self.together if at in which}
@@ -208,9 +226,6 @@ class FunctionReward:
                 if isinstance(found[-1], RewardError):
                     break
             yield found
-
-    def _tokenizer_decode(self, ids: Tensor) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     @staticmethod
     def _call(
@@ -262,11 +277,11 @@ def vision_keywords(
     """Return the keywords about images that a reward model's signature names.
 
     Args:
-        reward_model: Its ``__call__``, or ``forward``, may name `pixel_values`, `image_grid_thw`,
+        reward_model: A model whose ``__call__``, or ``forward``, may name `pixel_values`, `image_grid_thw`,
             `pixel_values_videos`, `video_grid_thw` (of all rows end to end; None where there is none), `image_num`,
             `video_num` (``(B,)`` float32), `raw_images` (one element a row) or `vision` (`VisionRows`).
         vision: Images and videos of the rows; None where there are none.
-        device: Of the tensors.
+        device: Device of the tensors.
 
     Returns:
         The keywords, None for each that the rows lack.
@@ -334,16 +349,16 @@ def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: b
         keep_errored: Return NaN for a score that is not a finite number, in place of refusing it.
 
     Returns:
-        ``(B,)`` float32.
+        ``(B,)`` float64 if the scores are, else float32.
 
     Raises:
-        RewardError: If the shape differs, or a score is not finite; the message names the first such row.
+        RewardError: If the shape differs, or a score is not finite in float32; the message names the first such row.
     """
     tensor = torch.as_tensor(scores)
     if tensor.shape != (batch_size,):
         raise RewardError(f"{source} returned scores of shape {tuple(tensor.shape)}, not ({batch_size},)")
-    tensor = tensor.float()
-    finite = torch.isfinite(tensor)
+    tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
+    finite = tensor.abs() <= LARGEST
     if keep_errored:
         return tensor.masked_fill(~finite, math.nan)
     if not bool(finite.all()):
@@ -384,7 +399,7 @@ def _name_of(function: RewardFunction) -> str:
 
 
 def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> float | RewardError:
-    """Return the number that a call gives, or its error, with the exception behind it as the cause."""
+    """Return the number that a call gives, NaN for None, or its error, with the exception behind it as the cause."""
     name = _name_of(function)
     try:
         result = call()
@@ -392,30 +407,51 @@ def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> floa
     except Exception as error:  # noqa: BLE001
         if isinstance(error, RewardError) and getattr(function, "__module__", "") == NAMED:
             return _told(name, row, error)
-        place = _place_of(function, error)
+        location = _location_of(function, error)
         cause = f"{name} raised {type(error).__name__}"
-        message, bare = f"{name} raised {error!r} for row {row}{place}", f"{cause} for row {row}{place}"
-        found = RewardError(message, bare=bare, raised=True, cause=f"{cause}{place}")
+        message, bare = f"{name} raised {error!r} for row {row}{location}", f"{cause} for row {row}{location}"
+        found = RewardError(message, bare=bare, raised=True, cause=f"{cause}{location}")
         found.__cause__ = error
         return found
+    if result is None:
+        return math.nan
     try:
+        # A text is none, though it may read as one: a function that returns it is not the one that its author means.
+        if isinstance(result, str | bytes | bytearray):
+            raise TypeError("a text is no number")
         score = float(result)
     # The result may be of any type.
     except Exception as error:  # noqa: BLE001
         returned = "{} returned {} for row {}; a reward is a finite number{}".format
-        kind, place = f"a {type(result).__name__}", _place_of(function)
-        message, bare = returned(name, _shown(result), row, place), returned(name, kind, row, place)
-        found = RewardError(message, bare=bare, cause=f"{name} returned {kind}{place}")
+        kind, location = f"a {type(result).__name__}", _location_of(function)
+        message, bare = returned(name, _shown(result), row, location), returned(name, kind, row, location)
+        found = RewardError(message, bare=bare, cause=f"{name} returned {kind}{location}")
         found.__cause__ = error
         return found
-    if not math.isfinite(score):
-        place = _place_of(function)
-        message = f"{name} returned {score} for row {row}; a reward is a finite number{place}"
-        return RewardError(message, cause=f"{name} returned {score}{place}")
+    if not is_reward(score):
+        location = _location_of(function)
+        kind = "a reward is a finite number"
+        if math.isfinite(score):
+            kind = f"float32, in which a reward is trained, holds numbers up to {LARGEST:.4g}"
+        message = f"{name} returned {score} for row {row}; {kind}{location}"
+        large = "a number beyond float32" if math.isfinite(score) else score
+        return RewardError(message, cause=f"{name} returned {large}{location}")
     return score
 
 
-def _place_of(function: RewardFunction, error: BaseException | None = None) -> str:
+def is_reward(value: float) -> bool:
+    """Return whether a number can be a reward: it is finite in float32 too, in which an experience holds it."""
+    return abs(value) <= LARGEST
+
+
+def too_large(weighted: Sequence[float]) -> RowScore:
+    """Return the result of a row whose weighted scores have a sum that is no reward."""
+    parts = " + ".join(f"{part:g}" for part in weighted)
+    text = f"the sum of the weighted scores is beyond float32: {parts}"
+    return RowScore(problem="invalid", text=text, cause="the sum of the weighted scores is beyond float32")
+
+
+def _location_of(function: RewardFunction, error: BaseException | None = None) -> str:
     """Return `` (file:line)``: the line of a function's file that raised, or of its definition; empty if not known."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     raised = [] if error is None else traceback.extract_tb(error.__traceback__)[1:]

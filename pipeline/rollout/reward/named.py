@@ -2,9 +2,9 @@
 
 exact        1 if response and answer are equal, white space around them aside
 format       1 if the response is the tags of `reward.format_tags`, in order, with text in each and none outside
-json_schema  1 if the response is a JSON value that the schema admits
+json_schema  1 if the response's last JSON block, or its answer, is a JSON value that the schema admits
 length       0 down to -1 as the response approaches the limit (DAPO, arXiv:2503.14476 eq. 13)
-math         1 if the response's mathematical result equals the answer (the library math-verify)
+math         1 if the response's result equals the answer (`pipeline.rollout.reward.mathematics`)
 regex        1 if the pattern is found; with a group, if the group of the last match equals the answer
 code         1 if the tests pass after the response's code (`pipeline.rollout.reward.code`)
 remote       a service's score, judge a model's (`pipeline.rollout.reward.remote`)
@@ -16,18 +16,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from pipeline.config.rewards import RewardConfig, needs_package
+from pipeline.config.rewards import RewardConfig, missing_package, needs_package
 from pipeline.errors import ConfigError, RewardError
+from pipeline.prompts.lines import json_of_file
+from pipeline.rollout.reward.answers import block_of, opened_by
 from pipeline.rollout.reward.code import code_reward
 from pipeline.rollout.reward.functions import NAMED
+from pipeline.rollout.reward.mathematics import math_reward
 
-_MARKED: Final = re.compile(r"\$|\\boxed|\\\(|\\\[")
-_JSON_BLOCK: Final = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_PROMPT_TOKENS: Final = 64
+"""Tokens at the end of a prompt in which a tag of the chat template is looked for."""
 
 
 def named_reward(name: str, settings: RewardConfig) -> Callable[..., Any]:
@@ -35,7 +38,7 @@ def named_reward(name: str, settings: RewardConfig) -> Callable[..., Any]:
 
     Args:
         name: One of `pipeline.config.rewards.REWARD_NAMES`.
-        settings: Its options, `reward_settings` of the configuration.
+        settings: Options of the function, `reward_settings` of the configuration.
 
     Raises:
         ConfigError: If an option is wrong, or a package is not installed.
@@ -80,9 +83,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _format(settings: RewardConfig) -> Callable[..., float]:
     tags = settings.format_tags
 
-    def form(input_ids: Any, attention_mask: Any, *, response: str, **_: Any) -> float:
-        rest = response.strip()
-        for tag in tags:
+    def form(input_ids: Any, attention_mask: Any, *, response: str, **named: Any) -> float:
+        begun, done = opened_by(prompt_end(input_ids, **named), tags)
+        rest = (begun + response).strip()
+        for tag in [tag for tag in tags if tag not in done]:
             before, opened, rest = rest.partition(f"<{tag}>")
             inner, closed, rest = rest.partition(f"</{tag}>")
             nested = any(f"<{one}>" in inner or f"</{one}>" in inner for one in tags)
@@ -91,6 +95,41 @@ def _format(settings: RewardConfig) -> Callable[..., float]:
         return float(not rest.strip())
 
     return form
+
+
+class UnreadableJson(ValueError):
+    """A text that is no JSON."""
+
+
+def strict_json(text: str) -> Any:
+    """Return the value of JSON by RFC 8259, which all readers understand alike.
+
+    Raises:
+        UnreadableJson: For other text: also for NaN and Infinity, for an object with a name twice (RFC 7493), for a
+            number beyond float64, and for text that UTF-8 cannot encode.
+    """
+    try:
+        text.encode()
+        return json.loads(text, parse_constant=_no_constant, parse_float=_number, object_pairs_hook=_object)
+    except ValueError as error:
+        raise UnreadableJson(str(error)) from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _number(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits:.40} is no number that float64 holds")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return found
 
 
 def _json_schema(settings: RewardConfig) -> Callable[..., float]:
@@ -105,24 +144,29 @@ def _json_schema(settings: RewardConfig) -> Callable[..., float]:
 
     fixed: Any = None
     if settings.schema_file is not None:
+        schema_file = settings.schema_file
         try:
-            fixed = validator(json.loads(settings.schema_file.read_bytes()))
-        except (OSError, ValueError, jsonschema.SchemaError) as error:
-            reason = getattr(error, "message", None) or getattr(error, "strerror", None) or error
-            raise ConfigError(f"reward.schema_file: {settings.schema_file} is no JSON schema: {reason}") from error
+            fixed = validator(json_of_file(schema_file, "reward.schema_file", strict_json))
+        except jsonschema.SchemaError as error:
+            raise ConfigError(f"reward.schema_file: {schema_file} is no JSON schema: {error.message}") from error
 
     def json_schema(input_ids: Any, attention_mask: Any, *, response: str, schema: Any = None, **_: Any) -> float:
-        checked = fixed if schema is None else validator(json.loads(schema) if isinstance(schema, str) else schema)
+        checked = fixed if schema is None else validator(strict_json(schema) if isinstance(schema, str) else schema)
         if checked is None:
             raise RewardError("json_schema needs reward.schema_file, or a column named schema")
-        blocks = _JSON_BLOCK.findall(response)
         try:
-            value = json.loads(blocks[-1] if blocks else response)
-        except (ValueError, RecursionError):
+            value = strict_json(block_of(response, settings.format_tags, lambda language: language == "json"))
+            return float(checked.is_valid(value))
+        except (UnreadableJson, RecursionError):
             return 0.0
-        return float(checked.is_valid(value))
 
     return json_schema
+
+
+def prompt_end(input_ids: Any, *, response_start: int, tokenizer: Any, **_: Any) -> str:
+    """Return the text of the last tokens of a prompt, special tokens included."""
+    ids = input_ids[max(0, response_start - _PROMPT_TOKENS) : response_start].tolist()
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def _length(settings: RewardConfig) -> Callable[..., float]:
@@ -140,21 +184,16 @@ def _length(settings: RewardConfig) -> Callable[..., float]:
 
 
 def _math(settings: RewardConfig) -> Callable[..., float]:
-    library: Any = _package("math_verify", "math")
-    # It warns at each call that its limits of time are off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # It is loaded by a process of its own.
+    if problem := missing_package("math"):
+        raise ConfigError(f"rollout.reward_functions: {problem}")
+    judge = math_reward(settings)
 
-    def math(input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, **_: Any) -> float:
-        answer = _answer("math", gt_answer)
-        # Without the library's limits of time, after which it takes a right answer for a wrong one.
-        marked = answer if _MARKED.search(answer) else f"${answer}$"
-        gold = library.parse(marked, parsing_timeout=None) or library.parse(answer, parsing_timeout=None)
-        if not gold:
-            raise RewardError(f"math cannot read the answer {answer[:80]!r}", bare="math cannot read the answer")
-        found = library.parse(response, parsing_timeout=None)
-        return float(bool(found) and library.verify(gold, found, timeout_seconds=None))
+    def math_of(input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, **named: Any) -> float:
+        opened, _ = opened_by(prompt_end(input_ids, **named), settings.format_tags)
+        return judge(opened + response, _answer("math", gt_answer))
 
-    return math
+    return math_of
 
 
 def _of_service(name: str, settings: RewardConfig) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What the rows of a rollout give their rewards, and the column of each reward function for `info`."""
+"""The columns of a rollout's rows for their rewards, and the column of each reward function for `info`."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 
+from pipeline.progress import Telemetry
 from pipeline.rollout.reward.wire import RowScore
 
 log = logging.getLogger(__name__)
@@ -16,26 +17,26 @@ class RewardProblems:
     """Counts and logs the rows without a reward.
 
     Args:
-        log_texts: Whether the log quotes the exception or the result of a function.
+        telemetry: Says whether the log may quote the exception or the result of a function.
 
     Attributes:
-        last_place: File and line of the prompt of the last row reported; empty if not known.
+        last_location: File and line of the prompt of the last row reported; empty if not known.
     """
 
-    def __init__(self, *, log_texts: bool = False) -> None:
-        self.last_place = ""
-        self._log_texts = log_texts
+    def __init__(self, telemetry: Telemetry = Telemetry.none()) -> None:
+        self.last_location = ""
+        self._telemetry = telemetry
         self._counts = collections.Counter[str]()
-        self._places: list[str] = []
+        self._locations: list[str] = []
 
-    def begin(self, places: Sequence[str], group_size: int) -> None:
+    def begin(self, locations: Sequence[str], group_size: int) -> None:
         """Set the prompts of the rows that are scored next.
 
         Args:
-            places: File and line of each prompt.
+            locations: File and line of each prompt.
             group_size: Rows of each prompt (G).
         """
-        self._places = [place for place in places for _ in range(group_size)]
+        self._locations = [location for location in locations for _ in range(group_size)]
 
     def report(self, rows: int, problems: Sequence[tuple[int, RowScore]]) -> None:
         """Log problems of the next rows.
@@ -45,14 +46,14 @@ class RewardProblems:
             problems: Number among these rows and result of each row without a reward.
         """
         for row, score in problems:
-            self.last_place = self._places[row] if row < len(self._places) else ""
+            self.last_location = self._locations[row] if row < len(self._locations) else ""
             cause = score.cause or score.problem
             self._counts[cause] += 1
             count = self._counts[cause]
             if count == 1:
-                text = score.text if self._log_texts or not score.bare else score.bare
-                place = f" prompt={self.last_place}" if self.last_place else ""
-                log.warning("reward errored: row=%d reason=%s: %s%s", row, score.problem, text, place)
+                text = score.text if self._telemetry.log_texts or not score.bare else score.bare
+                location = f" prompt={self.last_location}" if self.last_location else ""
+                log.warning("reward errored: row=%d reason=%s: %s%s", row, score.problem, text, location)
             elif math.log10(count).is_integer():
                 log.warning("reward errored again: cause=%s times=%d", cause, count)
-        del self._places[:rows]
+        del self._locations[:rows]

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pipeline.config.rewards import RewardConfig
 from pipeline.errors import ConfigError, RewardError
+from pipeline.prompts.lines import text_of_file
 from pipeline.rollout.reward.service import Service
 from pipeline.rollout.reward.signatures import batched
 
@@ -133,12 +134,9 @@ def _template(settings: RewardConfig) -> str:
     path = settings.judge_template_file
     if path is None:
         return _TEMPLATE
-    try:
-        template = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"reward.judge_template_file: cannot read {path}: {error}") from error
+    template = text_of_file(path, "reward.judge_template_file")
     if "{response}" not in template:
-        raise ConfigError(f"reward.judge_template_file: {path} has no {{response}}")
+        raise ConfigError(f"reward.judge_template_file: {path} has no {{response}}, the place of the response")
     return template
 
 

@@ -10,15 +10,18 @@ when the circuit opened do not lengthen it, and one that was never sent is no fa
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import random
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import httpx
 
+from pipeline.config.advice import without_password
 from pipeline.config.rewards import RewardConfig
 from pipeline.errors import ConfigError, RewardError
 
@@ -73,11 +76,30 @@ class Breaker:
             self._open_s = min(_MOST_OPEN_S, 2 * self._open_s)
 
 
+def _is_local(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _proxy_of(url: httpx.URL) -> str:
+    """Return the proxy of the environment through which a URL is asked, for messages; empty if there is none."""
+    proxies = urllib.request.getproxies()
+    for scheme in (url.scheme, "all"):
+        if scheme in proxies and not urllib.request.proxy_bypass(url.host):
+            proxy = without_password(proxies[scheme])
+            return f", through the proxy {proxy} of {scheme}_proxy: NO_PROXY={url.host} passes it by"
+    return ""
+
+
 class Service:
     """An HTTP service that is sent JSON and answers with JSON.
 
     Args:
-        url: Where each request is posted to.
+        url: Address to which each request is posted.
         settings: Limits of the requests, and the variable with the key.
     """
 
@@ -86,6 +108,10 @@ class Service:
         self._settings = settings
         self._breaker = Breaker()
         self._headers = {"accept-encoding": "identity"}
+        # No proxy reaches a service of this machine.
+        host = httpx.URL(url).host
+        self._mounts = {f"all://[{host}]" if ":" in host else f"all://{host}": None} if _is_local(host) else {}
+        self._way = "" if self._mounts else _proxy_of(httpx.URL(url))
         if (variable := settings.api_key_variable) is not None:
             if not (key := os.environ.get(variable)):
                 raise ConfigError(f"reward.api_key_variable: {variable} is not set in the environment")
@@ -105,7 +131,9 @@ class Service:
         settings = self._settings
         deadline_s = time.monotonic() + settings.requests_deadline_s
         room = asyncio.Semaphore(settings.request_concurrency)
-        async with httpx.AsyncClient(headers=self._headers, timeout=settings.request_timeout_s) as client:
+        async with httpx.AsyncClient(
+            headers=self._headers, timeout=settings.request_timeout_s, mounts=self._mounts
+        ) as client:
 
             async def one(number: int) -> T | RewardError:
                 was_sent = False
@@ -144,13 +172,15 @@ class Service:
                     return json.loads(content)
                 if status not in _REPEATED:
                     self._breaker.answered()
-                    raise RewardError(f"the service answered with HTTP {status}")
+                    raise RewardError(f"the service answered with HTTP {status}{self._way}")
                 problem = f"HTTP {status}"
             if attempt < self._settings.request_attempts:
                 await asyncio.sleep(random.uniform(0, delay_s))
                 delay_s *= 2
         self._breaker.failed()
-        raise RewardError(f"the service failed {self._settings.request_attempts} times, the last time with {problem}")
+        raise RewardError(
+            f"the service failed {self._settings.request_attempts} times, the last time with {problem}{self._way}"
+        )
 
     async def _post(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[int, bytes]:
         read = bytearray()

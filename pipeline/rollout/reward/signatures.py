@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -19,6 +21,7 @@ from pipeline.config.user_modules import REWARD_KEYWORDS
 F = TypeVar("F", bound=Callable[..., Any])
 RESPONSE: Final = "response"
 CONCURRENCY: Final = 64
+_loops: Final = threading.local()
 
 
 def batched(function: F) -> F:
@@ -92,7 +95,7 @@ class Signature:
         """Return the keywords of one row's call.
 
         Args:
-            row: Those of `REWARD_KEYWORDS`.
+            row: The row's values of `REWARD_KEYWORDS`.
             seen: The image keywords.
             columns: The further columns of the prompt's row.
             response: Returns the text of the response.
@@ -124,6 +127,8 @@ class Signature:
 def awaited(calls: Sequence[Callable[[], Coroutine[Any, Any, Any]]], timeout_s: float) -> list[Any]:
     """Run coroutines at the same time, 64 at most; return the result or the exception of each, in order.
 
+    All calls of a process run in one event loop (`event_loop`).
+
     Args:
         calls: Each makes a coroutine.
         timeout_s: Limit of all together; a TimeoutError is the result of those that are not done then. 0: none.
@@ -139,4 +144,26 @@ def awaited(calls: Sequence[Callable[[], Coroutine[Any, Any, Any]]], timeout_s: 
 
         return await asyncio.gather(*map(one, calls), return_exceptions=True)
 
-    return asyncio.run(run())
+    return event_loop().run(run())
+
+
+def event_loop() -> asyncio.Runner:
+    """Return the runner of this thread's event loop, the same for the life of the process.
+
+    Semaphores, clients and connections that a module keeps belong to the loop in which they were first used; tasks that
+    a function leaves go on during its next call.
+    """
+    if getattr(_loops, "process", 0) != os.getpid():
+        # A fork has no use for the loop of its parent.
+        _loops.runner, _loops.process = asyncio.Runner(), os.getpid()
+        # The loop is the current one of this thread from now on.
+        _loops.runner.get_loop()
+    runner: asyncio.Runner = _loops.runner
+    return runner
+
+
+def close_event_loop() -> None:
+    """Cancel what is left in the event loop of this thread, and close it; the next call makes another one."""
+    if getattr(_loops, "process", 0) == os.getpid():
+        _loops.process = 0
+        _loops.runner.close()

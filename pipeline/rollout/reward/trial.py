@@ -1,6 +1,7 @@
 """A trial of the configured reward on given rows, in this process: `rlhfd try-reward`.
 
-A row has the tokens that a run would have: the rendered prompt, the response, the stop token unless it was cut.
+A row has the tokens that a run would have: the rendered prompt, the response up to a stop string, or without one the
+stop token unless it was cut.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from pipeline.config.rewards import reward_settings, weights_of
 from pipeline.config.schema import Config
 from pipeline.errors import PromptError, RewardError
 from pipeline.models.device import process_device
-from pipeline.models.loading import load_reward_model, load_tokenizer
+from pipeline.models.loading import load_tokenizer
 from pipeline.prompts.rendering import render, rendering_of
 from pipeline.prompts.types import Prompt
+from pipeline.rollout.generation.stop_strings import StopStrings
+from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, load_reward_function
+from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
+from pipeline.rollout.reward.wire import none_applies
 
 MODEL = "model.reward"
 
@@ -50,14 +55,17 @@ class RewardTrial:
         """
         self._config = config
         self._tokenizer: Any = load_tokenizer(config.model.actor)
+        self._text = ResponseText(self._tokenizer, hidden_ids(config, self._tokenizer))
         self._rendering = rendering_of(config.prompts)
+        stop = config.rollout.stop
+        self._strings = StopStrings(stop, self._tokenizer) if stop else None
         self._device = process_device()
         settings = reward_settings(config)
         named = zip(config.rollout.reward_functions, weights_of(config), strict=True)
         self._functions = [(name, load_reward_function(name, settings), weight) for name, weight in named]
         self._model: Callable[..., Tensor] | None = None
         if config.model.reward is not None:
-            self._model = load_reward_model(config.model.reward, dtype=config.model.dtype, device=self._device)
+            self._model = reward_model_of(config, self._tokenizer, self._device)
 
     def score(self, prompt: Prompt, response: str, *, is_cut: bool = False) -> Trial:
         """Return the parts of a response's reward.
@@ -87,20 +95,27 @@ class RewardTrial:
         functions_row = {**row, "columns": [prompt.columns]}
         parts: dict[str, float] = {}
         for name, function, weight in self._functions:
-            results: list[Sequence[float] | None] = []
             try:
-                FunctionReward(
+                reward = FunctionReward(
                     [function],
                     self._tokenizer,
-                    on_row=results.append,
                     weights=[weight],
+                    text=self._text,
                     timeout_s=self._config.rollout.reward_timeout_s,
-                )(**functions_row)
-                # A row without a reward has raised.
-                parts[name] = (results[0] or [])[0]
+                )
+                # A row without a reward raises.
+                reward(**functions_row)
+                parts[name] = float(reward.exact[0])
             except RewardError as error:
+                if error.is_absent and (len(self._functions) > 1 or self._model is not None):
+                    continue
                 return Trial(parts, len(response_ids), is_cut, str(error).replace(" for row 0", "", 1))
+        if not parts and self._functions and self._model is None:
+            problem = str(none_applies([name for name, _, _ in self._functions], 0)).replace(" for row 0", "", 1)
+            return Trial(parts, len(response_ids), is_cut, problem)
         if self._model is not None:
+            if isinstance(self._model, OwnTokenizerReward):
+                self._model.begin([prompt], 1)
             on_device = {key: value.to(self._device) if isinstance(value, Tensor) else value
                          for key, value in row.items()}  # fmt: skip
             try:
@@ -112,7 +127,9 @@ class RewardTrial:
     def _response_ids(self, response: str, prompt_tokens: int, *, is_cut: bool) -> tuple[Sequence[int], bool]:
         """Return the tokens of a response, and whether it is cut: it gets the stop token only if it is not."""
         ids = list(self._tokenizer(response, add_special_tokens=False)["input_ids"])
-        if not is_cut and self._tokenizer.eos_token_id is not None:
+        if (end := None if self._strings is None else self._strings.end_of(ids)) is not None:
+            ids = ids[:end]
+        elif not is_cut and self._tokenizer.eos_token_id is not None:
             ids.append(self._tokenizer.eos_token_id)
         lengths = self._config.lengths
         room = 0

@@ -1,8 +1,9 @@
-"""Messages between a reward pool and its processes, and their bytes."""
+"""Messages between a reward pool and its processes."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,9 +12,10 @@ import torch
 
 from pipeline.errors import RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
+from pipeline.runtime.pool_process import Ready
 
 Problem = Literal["", "timeout", "exception", "invalid"]
-"""Why a row has no score: its function took too long, raised or died, or did not return a finite number."""
+"""The reason why a row has no score: its function was late, raised or died, or returned no finite number."""
 
 
 class Pixels(msgspec.Struct, frozen=True, array_like=True):
@@ -44,24 +46,11 @@ class RowsToScore(msgspec.Struct, frozen=True, array_like=True):
     rows: list[RowToScore]
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A scorer has loaded the functions, or failed with an error.
-
-    Attributes:
-        sees_images: Whether a function takes images.
-        wants_columns: Whether a function takes further columns of the prompt's row.
-        together: Numbers of the functions that score all rows in one call.
-    """
-
-    pid: int
-    error: str = ""
-    sees_images: bool = False
-    wants_columns: bool = False
-    together: list[int] = []
-
-
 class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The parts of a row's reward by function; or a problem, its text, and text and cause without user data."""
+    """The parts of a row's reward by function; or a problem, its text, and text and cause without user data.
+
+    A part is NaN where its function does not apply to the row.
+    """
 
     problem: Problem = ""
     text: str = ""
@@ -76,13 +65,19 @@ class RowsScored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: list[RowScore]
 
 
-class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A scorer has ended, with an exit code or minus the signal; another one is being forked."""
-
-    code: int
+messages = msgspec.msgpack.Decoder(Ready | RowsScored)
 
 
-decoder = msgspec.msgpack.Decoder(Loaded | RowsScored | Died)
+def none_applies(names: Sequence[str], row: int) -> RewardError:
+    """Return the error of a row to which no reward function applies; `names` are those of the functions."""
+    every = names[0] if len(names) == 1 else "every reward function"
+    said = f"{every} returned None"
+    return RewardError(f"{said} for row {row}: no reward applies to it", cause=said, is_absent=True)
+
+
+def applied(parts: Sequence[float]) -> list[float]:
+    """Return the numbers of a row's functions, 0 for one that does not apply to it, which is NaN."""
+    return [0.0 if math.isnan(part) else part for part in parts]
 
 
 def row_score(found: Sequence[float | RewardError], *, is_joint: bool) -> RowScore:

@@ -1,6 +1,7 @@
 """The fit of a run on a machine, before anything is loaded.
 
+budgets   each memory of a run: what it has and needs, and the keys that lower the need
+disk      the disk of the state directory
 machine   the GPUs and the memory of a machine
-places    each place of a run: what it needs there, and the keys that lower it
 sharding  `trainer.sharding = "auto"`, decided by the fit
 """

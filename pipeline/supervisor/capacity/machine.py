@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from pipeline.errors import ConfigError
-from pipeline.supervisor import gpus as nvidia
+from pipeline.supervisor.gpus import read_once
 from pipeline.supervisor.placement import visible_gpus
 
 SHM = "/dev/shm"
@@ -78,7 +76,7 @@ def gpus_here(environ: Mapping[str, str]) -> list[int]:
     Entries of CUDA_VISIBLE_DEVICES are numbers, or the beginnings of UUIDs; one that the driver does not know is left
     out, as a part of a GPU (MIG) is.
     """
-    found = _read()
+    found = read_once()
     if environ.get(_LISTED) is None:
         return [gpu.capacity_bytes for gpu in found]
     named = (
@@ -86,13 +84,3 @@ def gpus_here(environ: Mapping[str, str]) -> list[int]:
         for entry in visible_gpus(environ)
     )
     return [gpus[0].capacity_bytes for gpus in named if len(gpus) == 1]
-
-
-def _read() -> list[nvidia.Gpu]:
-    with contextlib.suppress(OSError, AttributeError, nvidia.NvmlError):
-        nvml = nvidia.Nvml(ctypes.CDLL(nvidia.LIBRARY))
-        try:
-            return nvml.read()
-        finally:
-            nvml.close()
-    return []

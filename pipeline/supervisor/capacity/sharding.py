@@ -16,8 +16,8 @@ from pipeline.config.plan import Models, models_of
 from pipeline.config.schema import Config
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
+from pipeline.supervisor.capacity.budgets import Budget, budgets_of, remedies, size
 from pipeline.supervisor.capacity.machine import Machine, of_processes
-from pipeline.supervisor.capacity.places import Place, places_of, remedies, size
 
 
 class Choice(NamedTuple):
@@ -51,15 +51,15 @@ def choice(config: Config, models: Models, machine: Machine) -> Choice:
     if (reason := _settled(config)) is not None:
         return Choice(_with(config, "none") if config.trainer.sharding == "auto" else config, reason)
     whole, sharded = _with(config, "none"), _with(config, "full")
-    place = max(_of_ranks(whole, models, machine), key=lambda place: place.total_bytes - place.capacity_bytes)
-    needed = f"with whole ranks {place.name} takes {size(place.total_bytes)} of {size(place.capacity_bytes)}"
-    if not place.lacks_bytes:
+    budget = max(_of_ranks(whole, models, machine), key=lambda budget: budget.total_bytes - budget.capacity_bytes)
+    needed = f"with whole ranks {budget.name} takes {size(budget.total_bytes)} of {size(budget.capacity_bytes)}"
+    if not budget.lacks_bytes:
         return Choice(whole, needed)
     if has_images(Path(config.model.actor)):
         return Choice(whole, f"{needed}, and vision-language models are not sharded")
     if found := conflicts(sharded):
         return Choice(whole, f"{needed}, and {found[0].keys[0]} {found[0].message}")
-    before, after = (sum(place.lacks_bytes for place in places_of(one, models, machine)) for one in (whole, sharded))
+    before, after = (sum(budget.lacks_bytes for budget in budgets_of(one, models, machine)) for one in (whole, sharded))
     return Choice(sharded, needed) if after < before else Choice(whole, f"{needed}, and shards need no less")
 
 
@@ -71,10 +71,10 @@ def misfits(config: Config, environ: Mapping[str, str]) -> list[str]:
             return []
         models = models_of(config)
         config = choice(config, models, machine).config
-        lacking = [place for place in places_of(config, models, machine) if place.lacks_bytes]
+        lacking = [budget for budget in budgets_of(config, models, machine) if budget.lacks_bytes]
     except ConfigError as error:
         return [f"no plan: {error}"]
-    lines = [f"{place.name} takes {size(place.total_bytes)} of {size(place.capacity_bytes)}" for place in lacking]
+    lines = [f"{budget.name} takes {size(budget.total_bytes)} of {size(budget.capacity_bytes)}" for budget in lacking]
     return [*lines, *(f"to fit: {line}" for line in remedies(config, models, machine))] if lacking else []
 
 
@@ -91,8 +91,8 @@ def _settled(config: Config) -> str | None:
     return None
 
 
-def _of_ranks(config: Config, models: Models, machine: Machine) -> list[Place]:
-    return [place for place in places_of(config, models, machine) if place.holds_ranks]
+def _of_ranks(config: Config, models: Models, machine: Machine) -> list[Budget]:
+    return [budget for budget in budgets_of(config, models, machine) if budget.holds_ranks]
 
 
 def _with(config: Config, sharding: str) -> Config:

@@ -51,7 +51,7 @@ class Access:
         return cls(context, token)
 
     def admits(self, scope: Scope) -> bool:
-        """Whether a request may be answered."""
+        """Return whether a request may be answered."""
         if not self.token or scope["path"] in _OPEN_PATHS:
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]

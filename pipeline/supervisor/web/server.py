@@ -1,9 +1,9 @@
 """The HTTP server of an instance: metrics for Prometheus, health and readiness for monitors, a page for people.
 
 It runs inside the supervisor's event loop, and a request costs that loop no more than its handler: no client, however
-slow, holds up another one. Connections are bounded: the oldest is aborted when the bound is exceeded, and so is one
-that has not completed its handshake or its request in time. Bytes that are not HTTP are answered with 400 and not
-logged, because each such request would be a line.
+slow, holds up another one. uvicorn bounds the connections and answers 503 beyond the bound; one that has not sent its
+whole request in time is aborted. A proxy in front does all further hardening. Bytes that are not HTTP are answered with
+400 and not logged, because each such request would be a line.
 
 The page consists of the files in `pipeline/supervisor/web/static` and two JSON answers that it polls. Its content
 security policy forbids it to load anything from other hosts, to run a script that is not such a file, and to insert
@@ -21,9 +21,10 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import uvicorn
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -32,8 +33,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
+from pipeline.supervisor.page import PageData
 from pipeline.supervisor.web.access import Access, AccessCheck, load_certificate
-from pipeline.supervisor.web.connections import ConnectionLimiter
 from pipeline.supervisor.web.port_holder import port_holder
 
 TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,16 +71,6 @@ Health = Callable[[], tuple[bool, dict[str, Any]]]
 Ready = Callable[[], tuple[bool, dict[str, Any]]]
 
 
-class Page(Protocol):
-    """The page's data as JSON (`pipeline.supervisor.page`)."""
-
-    def live(self, after_s: float) -> bytes:
-        """Return the present state of the run, and its history after a Unix time."""
-
-    def samples(self, cursor: str) -> bytes:
-        """Return the rollouts recorded after a cursor."""
-
-
 class HttpServer:
     """Listens from `bind` on and answers from `start` on; requests between the two wait."""
 
@@ -88,7 +79,6 @@ class HttpServer:
         self._access = access
         self._access_check: AccessCheck | None = None
         self._server: _Server | None = None
-        self._limiter: ConnectionLimiter | None = None
         self._task: asyncio.Task[None] | None = None
         self.host: str
         self.port: int
@@ -144,7 +134,7 @@ class HttpServer:
         if self._access_check is not None:
             self._access_check.access = self._access
 
-    async def start(self, metrics: Metrics, health: Health, ready: Ready, page: Page | None = None) -> None:
+    async def start(self, metrics: Metrics, health: Health, ready: Ready, page: PageData | None = None) -> None:
         """Answer requests from now on.
 
         Args:
@@ -167,31 +157,25 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            limit_concurrency=MOST_CONNECTIONS,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=2,
         )
         config.load()
-        self._server = server = _Server(config)
-        self._task = asyncio.create_task(server.serve(sockets=[]))
+        config.ssl = self._access.tls
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         self._task.add_done_callback(_report)
-        self._limiter = ConnectionLimiter(
-            self._listener,
-            lambda: _Connection(config, server.server_state, {}),
-            tls=self._access.tls,
-            most_connections=MOST_CONNECTIONS,
-            handshake_timeout_s=_REQUEST_TIMEOUT_S,
-        )
 
     async def stop(self) -> None:
         """Stop within about a second; no connection is left open."""
-        if self._server is None or self._task is None or self._limiter is None:
+        if self._server is None or self._task is None:
             self.close()
             return
-        self._limiter.close()
         self._server.leave()
         await asyncio.wait({self._task}, timeout=_GRACE_S)
         # A client that has not read its answer by now does not get it.
-        self._limiter.cut_all()
+        self._server.cut_all()
         await asyncio.wait({self._task}, timeout=_STOP_TIMEOUT_S)
         self._task.cancel()
 
@@ -214,6 +198,11 @@ class _Server(uvicorn.Server):
         """End the main loop."""
         self.should_exit = True
         self._leaving.set()
+
+    def cut_all(self) -> None:
+        """Abort every connection."""
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()
 
     async def main_loop(self) -> None:
         """Set the date of the answers once a second, until `leave` is called."""
@@ -277,7 +266,7 @@ def _routes(metrics: Metrics, health: Health, ready: Ready) -> list[Route]:
     ]
 
 
-def _page_routes(page: Page) -> list[Route]:
+def _page_routes(page: PageData) -> list[Route]:
     files = {
         "/" if path.name == "index.html" else f"/{path.name}": path for path in _WEB.iterdir() if path.suffix in _TYPES
     }
@@ -309,11 +298,5 @@ def _json(text: bytes) -> Response:
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Whether an Accept header accepts OpenMetrics 1.0.0 or later; parsed as prometheus_client parses it."""
-    for entry in accept.split(","):
-        media, *parameters = (part.strip() for part in entry.split(";"))
-        if media == "application/openmetrics-text":
-            versions = [value for value in parameters if value.startswith("version=")]
-            if not versions or versions[0].removeprefix("version=").split(".")[0].lstrip("0"):
-                return True
-    return False
+    """Return whether an Accept header accepts OpenMetrics 1.0.0 or later."""
+    return choose_encoder(accept)[1].startswith("application/openmetrics-text")

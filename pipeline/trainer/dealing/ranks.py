@@ -157,7 +157,7 @@ def _fields(experience: Experience) -> list[str]:
 
 
 def _joined(places: Sequence[tuple[ExtentRows, int]]) -> list[ExtentRows]:
-    """Return the extents of rows, rows that follow each other in one extent together."""
+    """Return one entry per run of consecutive rows of an extent."""
     parts: list[ExtentRows] = []
     for part, row in places:
         if parts and parts[-1].offset == part.offset:

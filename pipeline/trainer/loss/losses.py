@@ -101,7 +101,7 @@ def value_loss(
     From OpenAI's baselines; written down in arXiv:2005.12729, section 3.
 
     Args:
-        values: ``(B, A)`` float32, of the critic that is trained.
+        values: ``(B, A)`` float32, of the critic that is trained; elements outside the mask may be NaN, here and below.
         old_values: ``(B, A)`` float32, of the critic at the rollout.
         returns: ``(B, A)`` float32, R.
         mask: ``(B, A)`` bool.
@@ -116,7 +116,7 @@ def value_loss(
         RuntimeError: If the inputs do not broadcast.
     """
     # Filled before the arithmetic: NaN times the zero gradient of a masked element is NaN.
-    old_values, returns = old_values.masked_fill(~mask, 0.0), returns.masked_fill(~mask, 0.0)
+    values, old_values, returns = (each.masked_fill(~mask, 0.0) for each in (values, old_values, returns))
     clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
     errors = torch.maximum((values - returns).square(), (clipped - returns).square())
     return masked_mean(errors, mask, denominator) / 2

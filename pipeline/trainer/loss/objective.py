@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from pipeline.config.losses import ImportanceCorrection, LossAggregation
+from pipeline.config.losses import ImportanceCorrection, LossAggregation, LossRows
 from pipeline.config.losses import KlEstimator as KlName
 from pipeline.experience.advantages import KL_ESTIMATORS, KlEstimator
 from pipeline.trainer.batch import TrainingBatch
@@ -30,6 +30,7 @@ class LossSettings(Protocol):
     kl_estimator: KlName
     entropy_coef: float
     mask_cut_responses: bool
+    loss_rows: LossRows
     importance_correction: ImportanceCorrection
     importance_cap: float
     importance_floor: float
@@ -54,6 +55,7 @@ class Objective:
         dual_clip: Most by which a negative advantage is multiplied; None for no bound.
         entropy_coef: Weight of the entropy bonus.
         skip_cut: Whether rows whose response was cut are left out.
+        equal_groups: Whether rows of groups with equal scores are not left out.
         correction: Kind of the importance weights.
         cap: Largest importance weight.
         floor: Smallest importance weight that is not masked.
@@ -69,6 +71,7 @@ class Objective:
     dual_clip: float | None
     entropy_coef: float
     skip_cut: bool
+    equal_groups: bool
     correction: str
     cap: float
     floor: float
@@ -100,6 +103,7 @@ class Objective:
             dual_clip=trainer.dual_clip,
             entropy_coef=trainer.entropy_coef,
             skip_cut=trainer.mask_cut_responses,
+            equal_groups=trainer.loss_rows == "all",
             correction=trainer.importance_correction,
             cap=trainer.importance_cap,
             floor=trainer.importance_floor,

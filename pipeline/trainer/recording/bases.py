@@ -50,7 +50,7 @@ class Bases:
 
         Args:
             run: Folder of the run.
-            recording: Its recording.
+            recording: Recording of the run.
         """
         self._recording = recording
         self._settings: dict[int, dict[str, Any]] = {}
@@ -89,7 +89,7 @@ class Bases:
         start = self._recording.start_of(step)
         if start is None:
             return None
-        # Few starts for many steps.
+        # A run has few starts, so a linear search is enough.
         if id(start) not in self._settings:
             self._settings[id(start)] = effective(config_of(self._recording, start))
         return self._settings[id(start)]
@@ -129,5 +129,4 @@ def effective(config: Config) -> dict[str, Any]:
         "trainer": config.trainer.model_dump(exclude=set(_WITHOUT_EFFECT)),
         "kl_coef": config.trainer_kl_coef,
         "rollout": (rollout.algorithm, rollout.temperature, log_probs_by(config), config.advantages, config.lengths),
-        "cudnn_attention": config.daemon.cudnn_attention,
     }

@@ -9,14 +9,13 @@ wait.
 from __future__ import annotations
 
 import collections
-import errno
 import itertools
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,7 @@ from pipeline.runtime.lock import installed_version
 from pipeline.runtime.messages import ExtentRows
 from pipeline.storage import extent_file
 from pipeline.storage.extent_file import SavedExtent
-from pipeline.storage.files import flush_folder
+from pipeline.storage.files import FULL_DISK, flush_folder
 from pipeline.storage.recording import (
     LINES,
     ROWS,
@@ -47,9 +46,12 @@ from pipeline.storage.step_lines import StepLines
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.checkpoints import libraries
 from pipeline.trainer.connection import Batch
+from pipeline.trainer.hooks import TakenStep, TrainerHook
 from pipeline.trainer.state import Progress
 
-FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
+if TYPE_CHECKING:
+    from pipeline.trainer.trainer import Trainer
+
 _LEAST_ROOM_BYTES = 1 << 20
 _HEADER_BYTES = 8192
 """Room for the header of a file, beside the numbers of its rows."""
@@ -57,7 +59,7 @@ _HEADER_BYTES = 8192
 log = logging.getLogger(__name__)
 
 
-class StepRecorder:
+class StepRecorder(TrainerHook):
     """Records the steps of one run, of a trainer with one rank."""
 
     def __init__(
@@ -108,12 +110,21 @@ class StepRecorder:
         self._hold(self._nbytes)
         self._write(RecordLine(after_step, start=start))
 
+    def began(self, trainer: Trainer) -> Self:
+        """Record the present weights; a predecessor may have been killed between their publish and their record."""
+        self.published(trainer.step, trainer.version)
+        return self
+
+    def taken(self, taken: TakenStep) -> None:
+        """Record a step."""
+        self.record(taken.step, taken.batches, taken.progress)
+
     def record(self, step: int, batches: Sequence[Batch], progress: Progress) -> None:
         """Record a step: its rows first, then its line; called before its weights are published.
 
         Args:
             step: The step that was taken.
-            batches: Its batches, in order.
+            batches: Batches of the step, in order.
             progress: The progress after it.
         """
         nbytes, digests = self._keep_rows(step, batches) if self._most_bytes else (0, [])
@@ -122,9 +133,9 @@ class StepRecorder:
                 batch.lease,
                 len(batch.experience.sequences),
                 [_origin(part) for part in batch.parts],
-                digests[place] if digests else "",
+                digests[index] if digests else "",
             )
-            for place, batch in enumerate(batches)
+            for index, batch in enumerate(batches)
         ]
         unix_s, experiences = round(self._clock_s(), 3), f"{progress.digest:016x}"
         taken = Taken(unix_s, batches[-1].for_version, experiences, recorded, nbytes)
@@ -185,11 +196,11 @@ class StepRecorder:
     def _keep_rows(self, step: int, batches: Sequence[Batch]) -> tuple[int, list[str]]:
         """Write the rows of a step; return the size of the file, 0 if there is none, and a digest for each batch."""
         path, extents = rows_path(self._folder, step), []
-        for place, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             rows = len(batch.experience.sequences)
             # The "ticket" of a recorded batch is its lease.
             extent = SavedExtent(batch.lease, batch.position, 0, rows, list(range(rows)), batch.for_version, 0, 0, 0)
-            extents.append((extent, self._encoded(place, batch.host_experience)))
+            extents.append((extent, self._encoded(index, batch.host_experience)))
         try:
             if not self._make_room(step, sum(len(data) + _HEADER_BYTES + 8 * extent.rows for extent, data in extents)):
                 return 0, []
@@ -218,19 +229,19 @@ class StepRecorder:
         self._count("kept")
         return nbytes, [f"{extent.digest:016x}" for extent in saved]
 
-    def _encoded(self, place: int, experience: Experience) -> memoryview:
-        """Return the bytes of the batch in a place of the step, in memory that is kept: fresh pages cost more.
+    def _encoded(self, index: int, experience: Experience) -> memoryview:
+        """Return the bytes of the batch at an index of the step, in memory that is kept: fresh pages cost more.
 
         It is zero before: the codec leaves bytes unwritten, and equal batches are to have equal bytes.
         """
         while True:
-            if place == len(self._memories):
+            if index == len(self._memories):
                 self._memories.append(np.zeros(_LEAST_ROOM_BYTES, np.uint8))
-            memory = self._memories[place]
+            memory = self._memories[index]
             try:
                 return memory.data[: codec.encode(experience, memory.data, checksum=False).nbytes]
             except ArenaFullError:
-                self._memories[place] = np.zeros(2 * len(memory), np.uint8)
+                self._memories[index] = np.zeros(2 * len(memory), np.uint8)
 
     def _make_room(self, step: int, nbytes: int) -> bool:
         """Remove the oldest rows until `nbytes` more are within the limit; return False if they never are."""

@@ -7,7 +7,6 @@ the recorded digests bit for bit; the first difference ends the replay, unless t
 from __future__ import annotations
 
 import logging
-import os
 import pdb
 import time
 from collections.abc import Callable, Iterator
@@ -24,15 +23,14 @@ from pipeline.experience.types import Experience
 from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.lora import published
-from pipeline.models.weights.places import tensor_places, tensor_views
 from pipeline.models.weights.slot_copy import Slot
 from pipeline.models.weights.store import bytes_of_slot, flatten
+from pipeline.models.weights.tensor_specs import tensor_specs, tensor_views
 from pipeline.prompts.rendering import first_tokens
-from pipeline.runtime.child_process import attention_variables
+from pipeline.runtime.checkpoint_note import read_note as read_checkpoint
+from pipeline.runtime.checkpoint_note import verify
 from pipeline.runtime.run_folder import read_note
 from pipeline.storage.recording import Recording, TrainerStart, recording_of
-from pipeline.trainer.checkpoints import read_note as read_checkpoint
-from pipeline.trainer.checkpoints import verify
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import new_learner, whole_models
 from pipeline.trainer.recording.bases import Base, Bases, config_of
@@ -166,7 +164,7 @@ class Replay:
             fingerprint_of(models),
             experiences,
             "" if weights is None else weights.weights,
-            # Of the step before the first one there is no line.
+            # The step before the first one has no line.
             experiences if taken is None else taken.experiences,
         )
 
@@ -201,7 +199,7 @@ class Replay:
             if bases.settings_of(step) != wanted:
                 raise ConfigError(
                     f"step {self._step} cannot be replayed from {self.begin}: step {step} was taken with other "
-                    "settings of [model], [rollout], [trainer] or daemon.cudnn_attention, and there is no checkpoint "
+                    "settings of [model], [rollout] or [trainer], and there is no checkpoint "
                     "after it; trainer.keep_checkpoints keeps more of them"
                 )
 
@@ -224,9 +222,9 @@ def report(run: Path, step: int, device: str, *, debug: bool, write: Callable[[s
         DecodeError: If recorded rows are damaged.
     """
     replay = Replay(run, step, device)
-    os.environ.update(attention_variables(cudnn_attention=replay.config.daemon.cudnn_attention))
     write(f"step {step} from {replay.begin}, on {device_name(replay.device)}")
-    reached, is_equal = -1, True
+    reached: int | None = None
+    is_equal = True
     for found in replay.steps(debug=debug):
         reached = found.step
         digests = f"step {found.step}: weights={found.weights} experiences={found.experiences}"
@@ -271,7 +269,6 @@ def train(config: Config, run: Path, device: str, *, write: Callable[[str], obje
     if kept != list(range(1, len(kept) + 1)):
         log.warning("the models train from their start on, without the rows of all steps: first=%d last=%d kept=%d",
                     kept[0], kept[-1], len(kept))  # fmt: skip
-    os.environ.update(attention_variables(cudnn_attention=config.daemon.cudnn_attention))
     _, learner = _new(config, own)
     for step in kept:
         stats = learner.update(_moved(batches_of(recording, step), own))
@@ -302,9 +299,9 @@ def fingerprint_of(models: dict[str, torch.nn.Module]) -> str:
     """Return the fingerprint under which the weights of these models would be published, in hexadecimal."""
     critic = models.get("critic")
     tensors = flatten(actor=published(models["actor"]), critic=None if critic is None else critic.state_dict())
-    places = tensor_places(tensors)
-    memory = memoryview(bytearray(bytes_of_slot(places)))
-    return f"{Slot(memory, tensor_views(memory, places)).write(tensors):016x}"
+    specs = tensor_specs(tensors)
+    memory = memoryview(bytearray(bytes_of_slot(specs)))
+    return f"{Slot(memory, tensor_views(memory, specs)).write(tensors):016x}"
 
 
 def _device(name: str) -> torch.device:

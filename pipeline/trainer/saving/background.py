@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pipeline.errors import CheckpointError
 from pipeline.models.weights.held import HeldVersion
+from pipeline.progress import Telemetry
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.state import Progress
 
@@ -36,7 +36,7 @@ class CheckpointWriter(Protocol):
         *,
         complete: bool,
         held: HeldVersion | None,
-        on_progress: Callable[[], None],
+        telemetry: Telemetry,
     ) -> Path | None:
         """Write the checkpoint and return its folder; None on another rank than the first.
 
@@ -45,7 +45,7 @@ class CheckpointWriter(Protocol):
             version: Their version.
             complete: Whether all steps of the run were taken.
             held: The version in shared memory, read by nothing but this call; None to save the live tensors.
-            on_progress: Called repeatedly while bytes move; may raise to end the write.
+            telemetry: Told of progress while bytes move; may raise to end the write.
 
         Raises:
             CheckpointError: If the checkpoint cannot be written.
@@ -73,14 +73,15 @@ class _AbandonedError(Exception):
     """Ends a write whose trainer has failed."""
 
 
-class BackgroundCheckpoint:
-    """Writes one checkpoint at a time; used by one thread.
+class BackgroundCheckpoint(Telemetry):
+    """Writes one checkpoint at a time; used by one thread. The write tells it of progress.
 
     Args:
         write: Writes a checkpoint.
     """
 
     def __init__(self, write: CheckpointWriter) -> None:
+        super().__init__()
         self._write = write
         self._thread: threading.Thread | None = None
         self._held: HeldVersion | None = None
@@ -108,7 +109,7 @@ class BackgroundCheckpoint:
 
         def write() -> None:
             try:
-                self._outcome = self._written(progress, version, complete, held, self._moved)
+                self._outcome = self._written(progress, version, complete, held, self)
             except _AbandonedError:
                 log.warning("a checkpoint is given up, its trainer has failed: step=%d", progress.step)
             except BaseException as fault:  # noqa: BLE001
@@ -120,7 +121,7 @@ class BackgroundCheckpoint:
         self._thread.start()
 
     def write_at_once(
-        self, progress: Progress, version: WeightsVersion, *, complete: bool, on_progress: Callable[[], None]
+        self, progress: Progress, version: WeightsVersion, *, complete: bool, telemetry: Telemetry
     ) -> Outcome:
         """Write a checkpoint of the live tensors in the calling thread.
 
@@ -128,10 +129,10 @@ class BackgroundCheckpoint:
             progress: The progress of training with these weights.
             version: Their version.
             complete: Whether all steps of the run were taken.
-            on_progress: Called repeatedly while bytes move.
+            telemetry: Told of progress while bytes move.
         """
         assert self._thread is None
-        return self._written(progress, version, complete, None, on_progress)
+        return self._written(progress, version, complete, None, telemetry)
 
     def collect(self) -> Outcome | None:
         """Return the end of the write, once; None if no write has ended since.
@@ -148,18 +149,18 @@ class BackgroundCheckpoint:
             raise fault
         return outcome
 
-    def wait(self, on_progress: Callable[[], None]) -> None:
+    def wait(self, telemetry: Telemetry) -> None:
         """Wait for the end of the write.
 
         Args:
-            on_progress: Called whenever the write has made progress; not while no byte moves.
+            telemetry: Told of progress whenever the write has made some; not while no byte moves.
         """
         before = self._moves
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_LOOK_S)
             if self._moves != before:
                 before = self._moves
-                on_progress()
+                telemetry.progress()
 
     def abandon(self) -> None:
         """End the write at its next progress; nothing of the checkpoint is left then."""
@@ -171,16 +172,17 @@ class BackgroundCheckpoint:
         version: WeightsVersion,
         complete: bool,
         held: HeldVersion | None,
-        on_progress: Callable[[], None],
+        telemetry: Telemetry,
     ) -> Outcome:
         started_s = time.monotonic()
         try:
-            path = self._write(progress, version, complete=complete, held=held, on_progress=on_progress)
+            path = self._write(progress, version, complete=complete, held=held, telemetry=telemetry)
         except CheckpointError as error:
             return Outcome(progress.step, time.monotonic() - started_s, None, str(error))
         return Outcome(progress.step, time.monotonic() - started_s, path)
 
-    def _moved(self) -> None:
+    def progress(self, **numbers: Any) -> None:
+        """Count progress of the thread, whose write ends here once it is abandoned."""
         self._moves += 1
         if self._is_abandoned and threading.current_thread() is self._thread:
             raise _AbandonedError

@@ -11,17 +11,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.errors import CheckpointError
+from pipeline.runtime.checkpoint_note import read_note
 from pipeline.runtime.latest_checkpoint import best_checkpoint, mark_best
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import Evaluation, find, read_evaluations
-from pipeline.trainer.checkpoints import read_note
+from pipeline.trainer.hooks import TrainerHook
+
+if TYPE_CHECKING:
+    from pipeline.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
-class EvaluationFollower:
+class EvaluationFollower(TrainerHook):
     """Finds the evaluation of the newest version, and decides whether it is the best one.
 
     Args:
@@ -30,6 +35,7 @@ class EvaluationFollower:
         every: Versions per evaluation.
         keep_best: Whether any is the best one.
         agree: Returns True if all ranks that write checkpoints together passed True.
+        leads: Whether this rank marks the best checkpoint.
     """
 
     def __init__(
@@ -39,14 +45,43 @@ class EvaluationFollower:
         *,
         every: int,
         keep_best: bool = True,
-        agree: Callable[[bool], bool] = lambda ready: ready,
+        agree: Callable[[bool], bool] = bool,
+        leads: bool = True,
     ) -> None:
         self._path = path
         self._checkpoints = checkpoints
         self._every = every
         self._keep_best = keep_best
         self._agree = agree
-        self._taken = -1
+        self._leads = leads
+        self._best_step = -1
+        self._taken: int | None = None
+
+    def stepping(self, trainer: Trainer) -> None:
+        """Tell the evaluation of the present weights to all hooks, and keep the weights if they are the best so far.
+
+        The best one is known by its checkpoint: one that is being written is waited for.
+        """
+        if not trainer.has_published(due=self.is_due) or (evaluation := self.take(trainer.version)) is None:
+            return
+        trainer.tell_evaluated(evaluation)
+        if not trainer.step:
+            # The weights of step 0 are the model as it was given.
+            return
+        if self._best_step > trainer.saved_step:
+            trainer.wait_for_checkpoint(is_slow=True)
+        if not self.is_best(evaluation):
+            return
+        self._best_step = trainer.step
+        if trainer.saved_step == trainer.step:
+            self.saved(trainer.step)
+        elif trainer.tried_step != trainer.step:
+            trainer.checkpoint()
+
+    def saved(self, step: int) -> None:
+        """Make the checkpoint of the best step the best one."""
+        if step == self._best_step and self._leads:
+            self.keep(Path(f"step-{step:06d}"))
 
     def is_due(self, version: int) -> bool:
         """Return whether the version of a number is evaluated."""

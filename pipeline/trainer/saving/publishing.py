@@ -92,7 +92,6 @@ class Publishing:
         self._side_stream: torch.cuda.Stream | None = None
         self._pending: _Pending | None = None
         self._waited_s = 0.0
-        learner.before_change = self.finish
 
     @property
     def is_pending(self) -> bool:
@@ -110,7 +109,7 @@ class Publishing:
         *,
         version: int | None = None,
         rollback: bool = False,
-        position: int = -1,
+        position: int | None = None,
         keeps_state: bool = False,
         then: Callable[[], None] = lambda: None,
     ) -> None:

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.critic import VALUE_HEAD_FILE
-from pipeline.models.lora import ADAPTER_FILE, PEFT_PREFIX, LoraSettings, adapted_layers, adapter_of, described
+from pipeline.models.lora import (
+    ADAPTER_FILE,
+    PEFT_PREFIX,
+    LoraSettings,
+    adapted_layers,
+    adapter_of,
+    described,
+    twin_of_adapted_head,
+    untied_where_adapted,
+)
 from pipeline.models.weights.held import HeldVersion
 from pipeline.models.weights.shards import Shard
 from pipeline.trainer.sharding.models import architecture_of, fill, fill_critic, shards_of
@@ -111,7 +120,8 @@ class _Saved:
             _write(folder / file.path, file, self._source)
         pretrained = getattr(self._model, "backbone", self._model)
         pretrained.config.architectures = [architecture_of(pretrained)]
-        pretrained.config.save_pretrained(folder)
+        with untied_where_adapted(self._model):
+            pretrained.config.save_pretrained(folder)
         if pretrained is self._model and pretrained.can_generate():
             pretrained.generation_config.save_pretrained(folder)
         if self._lora is not None:
@@ -186,7 +196,7 @@ class HeldCheckpoint:
 
     def __init__(self, models: Mapping[str, nn.Module], state: Mapping[str, Tensor], held: HeldVersion) -> None:
         self._models = dict(models)
-        # Of the shards the names and shapes alone are used: a pass of the models may gather them meanwhile.
+        # Only names and shapes of the shards are used: a pass of the models may gather them meanwhile.
         self._files = _files_of(models, state)
         self._source = _Held(held)
 
@@ -258,7 +268,8 @@ def _actor_files(actor: nn.Module) -> list[_File]:
     shards, adapters = shards_of(actor), adapter_of(actor)
     scales = {name: layer.lora_scale for name, layer in adapted_layers(actor)}
     merged = []
-    for name, shard in shards.items():
+    twin = twin_of_adapted_head(actor)
+    for name, shard in [*shards.items(), *_head_shard(actor, shards, twin)]:
         layer = name.removesuffix(".weight")
         if name in adapters:
             continue
@@ -273,6 +284,14 @@ def _actor_files(actor: nn.Module) -> list[_File]:
     if adapters:
         files.append(_File(ADAPTER_FILE, [_plain(PEFT_PREFIX + name, shards[name]) for name in adapters]))
     return files
+
+
+def _head_shard(actor: Any, shards: Mapping[str, Shard], twin: Any) -> list[tuple[str, Shard]]:
+    """Return the shard of an adapted head under its own name, if `shards` has it as the embedding's alone."""
+    if twin is None:
+        return []
+    names = [name for name, tensor in actor.state_dict(keep_vars=True).items() if tensor is twin]
+    return [(name, shards[names[0]]) for name in names[1:]]
 
 
 def _merged(weight: Tensor | None, down: Tensor | None, up: Tensor | None, *, scale: float) -> Tensor | None:

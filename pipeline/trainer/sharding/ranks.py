@@ -16,7 +16,7 @@ from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.sharding.models import is_sharded
 
 TIMEOUT = datetime.timedelta(days=7)
-"""Of a collective: a rank may wait for data without limit; hang detection is the supervisor's."""
+"""Timeout of a collective: a rank may wait for data without limit; the supervisor detects hangs."""
 _SIGN = 1 << 63
 
 

@@ -129,7 +129,7 @@ class Sharding:
         *,
         version: int | None = None,
         rollback: bool = False,
-        position: int = -1,
+        position: int | None = None,
         probe: Probe | None = None,
     ) -> WeightsVersion:
         """Publish this rank's shards; a collective. Arguments and errors: `Connection.publish`."""

@@ -41,7 +41,7 @@ class TensorFiles:
 
     Args:
         files: The files.
-        where: Where they lie, for error messages.
+        where: Folder of the files, for error messages.
     """
 
     def __init__(self, files: Iterable[Path], where: str) -> None:

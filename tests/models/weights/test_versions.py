@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipeline.models.weights import places, store, versions
+from pipeline.models.weights import store, tensor_specs, versions
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage import weights_header
 from tests.storage.test_ledger import DyingMemory, Killed
@@ -57,7 +57,7 @@ class DyingMapping(store.WeightsMapping):
 
     def all_slots(self):
         memories = [self.slot_memory(slot) for slot in range(self.slots)]
-        return [DyingSlot(memory, places.tensor_views(memory, self.places)) for memory in memories]
+        return [DyingSlot(memory, tensor_specs.tensor_views(memory, self.specs)) for memory in memories]
 
     def close(self):
         self.marks = self.real_marks

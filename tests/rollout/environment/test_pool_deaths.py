@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,76 +12,73 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ExitCode, RlhfdError
+from pipeline.errors import DeadlineError, ExitCode, RlhfdError
 from pipeline.rollout.environment import pool
 from tests.rollout.environment import test_pool
+from tests.support.daemon import is_alive, wait_until
 
-Rows, new_pool = test_pool.Rows, test_pool.new_pool
+Rows, folder, new_pool = test_pool.Rows, test_pool.folder, test_pool.new_pool
 
 
 def test_a_stopped_process_is_killed_and_its_rows_are_repeated(new_pool) -> None:
     rows = Rows(new_pool(timeout_s=1.0), 2)
     rows.say("a", "b")
-    os.kill(rows.pool._processes[0]._process.pid, signal.SIGSTOP)
+    os.kill(rows.pid, signal.SIGSTOP)
 
     answers = rows.say("c", "d")
 
     assert [answer.observation for answer in answers] == ["['p', 0, {}] 2 c of 1", "['p', 1, {}] 2 d of 2"]
 
 
-def test_a_process_killed_between_two_turns_costs_nothing(new_pool) -> None:
-    rows = Rows(new_pool(), 2)
-    rows.say("a", "b")
-    killed = rows.pool._processes[0]._process
-    killed.kill()
-    killed.wait()
-
-    assert [answer.reward for answer in rows.say("c", "d")] == [2.0, 2.0]
-
-
-def test_a_process_killed_with_one_step_in_hand_costs_nothing(new_pool) -> None:
+def test_a_process_that_is_killed_costs_nothing(new_pool) -> None:
     rows = Rows(new_pool(), 1)
     rows.say("a")
+    rows.kill()
+    rows.say("b")
     rows.submit("sleep 1")
     rows.pool.step(0.0)
-    rows.pool._processes[0]._process.kill()
+    rows.kill()
     while rows.pool.is_busy:
         rows.pool.step(1.0)
+    for _ in range(2):
+        # The second one before it is ready.
+        rows.kill()
+        rows.pool.step(1.0)
+    rows.say("c")
 
-    assert [(answer.problem, answer.reward) for answer in rows.answers[0]] == [("", 1.0), ("", 2.0)]
-
-
-def test_a_process_whose_child_holds_its_link_is_found_dead(new_pool) -> None:
-    rows = Rows(new_pool(), 1)
-
-    (answer,) = rows.say("fork", deadline_s=10.0)
-
-    assert (answer.problem, answer.text) == ("exception", "the process of the row ended with exit code 3")
+    assert [(answer.problem, answer.reward) for answer in rows.answers[0]] == [("", 1.0 + step) for step in range(4)]
 
 
-def test_no_child_of_an_environment_holds_its_link(new_pool) -> None:
-    (answer,) = Rows(new_pool(), 1).say("link", deadline_s=10.0)
+def test_the_last_answers_of_a_process_count_and_its_successor_has_the_time_of_a_start(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=1.0), 2)
+    rows.say("a", "b")
+    pool_ = rows.pool._pool
+    rows.submit("c", "die")
+    wait_until(lambda: select.select([pool_._control], [], [], 0.0)[0], 20.0, "its end is told")
 
-    assert answer.observation == "False False", "a program, and a fork"
+    rows.pool.step(0.0)
+
+    assert [answers[-1].reward for answers in rows.answers] == [2.0, 1.0]
+    assert not pool_.processes[0].is_ready
+    assert pool_.processes[0]._deadline_s - time.monotonic() > pool.STARTUP_TIMEOUT_S / 2
 
 
 def test_a_process_that_does_not_read_keeps_nobody_waiting_and_gets_its_messages_whole(new_pool) -> None:
     rows = Rows(new_pool(), 2)
     rows.say("a", "b")
-    process = rows.pool._processes[0]._process
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(pid := rows.pid, signal.SIGSTOP)
     began_s = time.monotonic()
     rows.submit("x" * 3_000_000, "y")
     rows.pool.step(0.0)
     waited_s = time.monotonic() - began_s
 
-    os.kill(process.pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     while rows.pool.is_busy:
         rows.pool.step(1.0)
 
     assert waited_s < 1.0
     assert [answers[-1].reward for answers in rows.answers] == [2.0, 2.0]
-    assert rows.pool._processes[0]._process is process
+    assert rows.pid == pid
 
 
 def test_a_repetition_has_the_time_of_the_steps_that_it_repeats(new_pool, monkeypatch) -> None:
@@ -89,7 +87,7 @@ def test_a_repetition_has_the_time_of_the_steps_that_it_repeats(new_pool, monkey
     rows = Rows(new_pool(timeout_s=2.0), 2)
     for _ in range(3):
         rows.say("sleep 1.0", "block 0.2")
-    rows.pool._processes[0]._process.kill()
+    rows.kill()
 
     answers = rows.say("sleep 1.0", "block 0.2")
 
@@ -99,7 +97,7 @@ def test_a_repetition_has_the_time_of_the_steps_that_it_repeats(new_pool, monkey
 def test_a_step_after_a_repetition_has_the_time_of_one(new_pool) -> None:
     rows = Rows(new_pool(timeout_s=1.0), 1)
     rows.say("sleep 0.1")
-    rows.pool._processes[0]._process.kill()
+    rows.kill()
     rows.say("sleep 0.1")
 
     (answer,) = rows.say("sleep 5")
@@ -107,41 +105,35 @@ def test_a_step_after_a_repetition_has_the_time_of_one(new_pool) -> None:
     assert (answer.problem, answer.text) == ("timeout", "no answer within 1 s")
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def programs_of(rows: Rows) -> list[int]:
+    """Have an environment start a program, one with a session of its own and a daemon; return their pids."""
+    programs = list(map(int, rows.say("program")[0].observation.split()))
+    assert list(map(is_alive, programs)) == [True] * 3
+    return programs
 
 
-def ends(pid: int, deadline_s: float = 10.0) -> bool:
-    end_s = time.monotonic() + deadline_s
-    while is_running(pid) and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return not is_running(pid)
-
-
-@pytest.mark.parametrize("end", ["close", "replaced", "killed"])
-def test_a_program_that_an_environment_started_ends_with_its_process(new_pool, end: str) -> None:
+def test_programs_that_an_environment_started_end_with_its_process(new_pool) -> None:
     rows = Rows(new_pool(), 1)
-    program = int(rows.say("program")[0].observation)
-    assert is_running(program)
 
-    if end == "close":
-        rows.pool.close()
-    elif end == "replaced":
-        rows.say("die")
-    else:
-        # The pool is not called: the worker may be at work for long.
-        rows.pool._processes[0]._process.kill()
+    programs = programs_of(rows)
+    rows.say("die")
+    assert not any(map(is_alive, programs)), "replaced"
 
-    assert ends(program)
+    rows = Rows(rows.pool, 1)
+    programs = programs_of(rows)
+    rows.kill()
+    # The pool is not called: the worker may be at work for long.
+    wait_until(lambda: not any(map(is_alive, programs)), 10.0, "their end")
+
+    rows = Rows(rows.pool, 1)
+    programs = programs_of(rows)
+    rows.pool.close()
+    assert not any(map(is_alive, programs))
 
 
-def test_no_program_of_an_environment_outlives_a_worker_that_is_killed(new_pool, tmp_path: Path) -> None:
-    new_pool()
+def test_no_program_of_an_environment_outlives_a_worker_that_is_killed(folder: Path) -> None:
     worker = """
-import time
+import sys
 from pipeline.rollout.environment.pool import EnvironmentPool, row_json
 pool = EnvironmentPool("surroundings:Counting", timeout_s=20.0)
 pool.wait_ready()
@@ -149,33 +141,33 @@ row = pool.new_row()
 pool.submit(row, row_json("p", 1, {}), ["program"], lambda a: print(a.observation, flush=True), is_last=False)
 while pool.is_busy:
     pool.step(1.0)
-time.sleep(1000)
+sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
-        program = int(process.stdout.readline())
+        programs = list(map(int, process.stdout.readline().split()))
         process.kill()
 
-    assert ends(program)
+    assert len(programs) == 3
+    wait_until(lambda: not any(map(is_alive, programs)), 10.0, "their end")
 
 
-def test_a_successor_that_is_killed_before_it_is_ready_is_replaced_too(new_pool) -> None:
-    rows = Rows(new_pool(), 2)
-    rows.say("a", "b")
-    for _ in range(2):
-        killed = rows.pool._processes[0]._process
-        killed.kill()
-        killed.wait()
-        rows.pool.step(1.0)
+def test_a_process_that_dies_while_nobody_tells_of_it_ends_the_pool(new_pool) -> None:
+    rows = Rows(new_pool(timeout_s=0.2), 1)
+    os.kill(rows.pool._pool.forkserver.pid, signal.SIGSTOP)
+    os.kill(rows.pid, signal.SIGKILL)
 
-    assert [answer.reward for answer in rows.say("c", "d")] == [2.0, 2.0]
+    with pytest.raises(DeadlineError, match="the process that starts environment processes has not answered for 4 s"):
+        rows.say("a")
 
 
 def test_successors_that_all_end_before_they_are_ready_are_no_bad_configuration(new_pool, tmp_path: Path) -> None:
     rows = Rows(new_pool(), 1)
     rows.say("a")
     (tmp_path / "surroundings.py").write_text("import os\nos._exit(7)\n")
-    rows.pool._processes[0]._process.kill()
+    rows.kill()
 
     with pytest.raises(RlhfdError, match=r"surroundings:Counting ended with exit code 7, 4 times in a row") as raised:
         rows.say("b")
@@ -206,7 +198,7 @@ def test_a_process_that_ends_with_nothing_in_hand_is_no_row_that_took_too_long(n
     rows.say("a", "b")
     for _ in range(2):
         time.sleep(1.0)
-        rows.pool._processes[0]._process.kill()
+        rows.kill()
         rows.pool.step(1.0)
         rows.pool.wait_ready()
 
@@ -220,7 +212,7 @@ def test_a_dropped_row_is_not_run_again_after_the_end_of_its_process(new_pool) -
     rows.submit("block 100", "sleep 0.1")
     rows.pool.step(0.2)
     rows.pool.forget(rows.numbers[:1])
-    rows.pool._processes[0]._process.kill()
+    rows.kill()
     while rows.pool.is_busy:
         rows.pool.step(1.0)
 

@@ -21,7 +21,7 @@ from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.environment.turns import Turns, TurnSettings, sample_turns, turn_seed
 from pipeline.rollout.environment.wire import Answer
 from pipeline.rollout.generation.blocking import BlockingEngine
-from pipeline.rollout.generation.interface import Completed
+from pipeline.rollout.generation.interface import Completed, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.insert_gate import find_fault
 from pipeline.rollout.maker import NaiveExperienceMaker
@@ -39,12 +39,12 @@ Step = Callable[[int, int, str], Answer]
 
 
 class Tokens:
-    """A tokenizer whose text is the numbers of the tokens; a stop has none."""
+    """A tokenizer whose text is the numbers of the tokens; those up to 8 are special."""
 
     pad_token_id, eos_token_id = tiny.PAD, tiny.EOS
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        return " ".join(str(token) for token in ids if token > tiny.EOS)
+        return " ".join(str(token) for token in ids if not skip_special_tokens or token > 8)
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         assert not add_special_tokens
@@ -94,7 +94,8 @@ def seeing(row: int, turn: int, response: str) -> Answer:
 def batch_of(maker: NaiveExperienceMaker, *, max_length: int = 24, seed: int = 11) -> PromptBatch:
     width = max(map(len, PROMPTS))
     ids = torch.tensor([[tiny.PAD] * (width - len(prompt)) + list(prompt) for prompt in PROMPTS])
-    return maker.begin(ids, (ids != tiny.PAD).long(), max_length=max_length, seed=seed)
+    sampling = Sampling(max_length=max_length, pad_token_id=tiny.PAD, eos_token_ids=(tiny.EOS,), seed=seed)
+    return maker.begin(ids, (ids != tiny.PAD).long(), sampling)
 
 
 def maker_of(actor: Any, **options: Any) -> NaiveExperienceMaker:
@@ -145,7 +146,8 @@ def test_each_response_is_answered_until_the_row_is_done() -> None:
         ends = [at for at, reward in enumerate(row.rewards.tolist()) if reward]
         assert ends[-1] == len(row.token_ids) - 1 and [bool(row.observed[end + 1]) for end in ends[:-1]] == [True] * 2
         asked = [responses for number, responses, _ in pool.asked if number == place]
-        texts = [Tokens().decode(turn, skip_special_tokens=True) for turn in turns_in(row)]
+        # Special tokens are text, but end and padding.
+        texts = [" ".join(str(token) for token in turn if token > tiny.EOS) for turn in turns_in(row)]
         assert asked == [texts[:1], texts[:2], texts]
         assert all(len(turn) <= 4 for turn in turns_in(row))
         sampled_at = {at for span in row.spans for at in range(span.start, span.end)}

@@ -310,5 +310,7 @@ def test_a_chat_template_renders_what_stands_between_two_responses(tmp_path: Pat
     told = "\n<|im_start|>tool\nodd [the response]<|im_end|>\n<|im_start|>assistant\n"
     assert _template_of(str(tmp_path / "chat"))(message) == told
     assert _template_of(str(tmp_path / "other"))(message) == "<|im_end|>" + told
+    (tmp_path / "other" / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    assert _template_of(str(tmp_path / "other"))(message) == told, "the model ends its turn with that token, too"
     with pytest.raises(ConfigError, match="has no chat template"):
         _template_of(str(tmp_path / "bare"))

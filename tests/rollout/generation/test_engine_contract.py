@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import FieldError
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Completed, Engine, Request, Response, Sampling, Span
+from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.vllm import wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 from tests.support import tiny
 from tests.support.daemon import wait_until
 from tests.support.row_stream import RowStream
+from tests.support.told import Told
 from tests.support.whole_rows import WholeRows
 
 NewEngine = Callable[[Any], Engine]
@@ -34,8 +38,11 @@ ENGINES: dict[str, NewEngine] = {
 }
 """Engines by name, each a function of the actor; another engine is one more entry."""
 SILENT = {"generate", "one's own, blocking"}
-"""Those without log-probs."""
+"""Engines without log-probs."""
 VLLM = pytest.param("vLLM", marks=[pytest.mark.vllm, pytest.mark.integration])
+
+SYMBOLS = [f"{letter}{number}" for number in (1, 2) for letter in "abcdefghijkl"][: tiny.VOCABULARY_SIZE]
+"""The text of each token: a letter and a number."""
 
 PROMPTS = ((5, 9), (7, 3, 11, 2), (6, 6, 4))
 ROOM = 9
@@ -51,30 +58,36 @@ def model(seed: int = 0) -> Any:
     return tiny.llama(seed, head_dim=32)
 
 
+def tokenizer() -> Any:
+    made = Tokenizer(models.WordLevel({symbol: token for token, symbol in enumerate(SYMBOLS)}, unk_token="a1"))
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=SYMBOLS[tiny.PAD], eos_token=SYMBOLS[tiny.EOS])
+
+
 @pytest.fixture
 def actor() -> Any:
     return model()
 
 
-def vllm_engine() -> VllmEngine:
+def vllm_engine(folder: Path) -> VllmEngine:
     """The real vLLM, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        model().save_pretrained(folder)
-        return VllmEngine(
-            wire.Settings(
-                folder, dtype="float32", on_cpu=True, max_length=128, max_rows=5, cache_bytes=32 << 20,
-                log_level="warning", log_json=False, title="test vllm",
-            )
-        )  # fmt: skip
+    model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return VllmEngine(
+        wire.Settings(
+            str(folder), dtype="float32", on_cpu=True, max_length=128, max_rows=5, cache_bytes=32 << 20,
+            log_level="warning", log_json=False, title="test vllm",
+        )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[*ENGINES, VLLM])
-def shared(request: pytest.FixtureRequest) -> Iterator[str | VllmEngine]:
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | VllmEngine]:
     """The name of an engine; one whose start takes some 15 s is made once for all tests."""
     if request.param in ENGINES:
         yield request.param
         return
-    made = vllm_engine()
+    made = vllm_engine(tmp_path_factory.mktemp("model"))
     yield made
     made.close()
 
@@ -188,18 +201,21 @@ def test_the_responses_of_a_group_are_in_order_and_different(engine: Engine) -> 
     assert runs[2] == tokens(to_the_end(engine, ticket(2, 0)))
 
 
-def test_a_finish_reason_tells_a_stop_from_used_up_room(engine: Engine) -> None:
-    ended = to_the_end(engine, [request for seed in range(4) for request in ticket(seed, 10 * seed)])
+@pytest.mark.parametrize("ends", [(tiny.EOS,), (tiny.EOS, 5, 6)])
+def test_a_finish_reason_tells_a_stop_from_used_up_room(engine: Engine, ends: tuple[int, ...]) -> None:
+    """Also of several ends, as generation_config.json lists them."""
+    # With these seeds no response ends with a sampled pad token, which a blocking engine cannot tell from padding.
+    tickets = [request for seed in range(4, 8) for request in ticket(seed, 10 * seed, eos_token_ids=ends)]
 
-    reasons = set()
-    for responses in ended.values():
+    found = set()
+    for responses in to_the_end(engine, tickets).values():
         for response in responses:
-            reasons.add(response.finish_reason)
-            has_stop = tiny.EOS in response.token_ids.tolist()
-            assert (response.finish_reason == "stop") is has_stop
-            assert has_stop or len(response.token_ids) == ROOM
-            assert not has_stop or response.token_ids.tolist().index(tiny.EOS) == len(response.token_ids) - 1
-    assert reasons == {"stop", "length"}
+            *before, last = response.token_ids.tolist()
+            found.add(last if last in ends else "length")
+            assert (response.finish_reason == "stop") is (last in ends)
+            assert last in ends or len(before) + 1 == ROOM
+            assert not set(before) & set(ends)
+    assert found - {*ends[1:]} == {tiny.EOS, "length"} and (len(found) > 2) is (len(ends) > 1)
 
 
 @pytest.mark.parametrize("room", [4, ROOM])
@@ -212,6 +228,26 @@ def test_a_stop_sequence_ends_a_response_and_belongs_to_it(engine: Engine, room:
 
     response = ended[1][0]
     assert (response.token_ids.tolist(), response.finish_reason) == (plain[1][0][:4], "stop")
+
+
+@pytest.mark.parametrize("room", [4, ROOM])
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine: Engine, room: int) -> None:
+    """Also one that ends with the last token that there is room for, and one that begins inside of a token."""
+    plain = tokens(to_the_end(engine, ticket(5, 0, eos_token_ids=(), room=room)))
+    # The first response of the middle prompt completes it with its fourth token, or before; none ends in padding.
+    string = "".join(SYMBOLS[token] for token in plain[1][0][2:4])[1:]
+
+    ended = to_the_end(
+        engine, ticket(5, 0, eos_token_ids=(), room=room, stop_strings=StopStrings([string], tokenizer()))
+    )
+
+    for key, responses in ended.items():
+        for response, whole in zip(responses, plain[key], strict=True):
+            texts = ["".join(SYMBOLS[token] for token in whole[:end]) for end in range(1, len(whole) + 1)]
+            end = next((number for number, text in enumerate(texts, start=1) if string in text), None)
+            assert response.token_ids.tolist() == whole[:end]
+            assert response.finish_reason == ("length" if end is None else "stop")
+    assert ended[1][0].finish_reason == "stop"
 
 
 def test_a_request_has_its_own_room(engine: Engine) -> None:
@@ -318,8 +354,8 @@ def test_spans_of_a_request_in_hand_over_an_update_are_without_gaps(engine: Engi
     assert versions == {1, 2}
 
 
-def test_a_closed_engine_holds_nothing(shared: str | VllmEngine, actor: Any) -> None:
-    engine = ENGINES[shared](actor) if isinstance(shared, str) else vllm_engine()
+def test_a_closed_engine_holds_nothing(shared: str | VllmEngine, actor: Any, tmp_path: Path) -> None:
+    engine = ENGINES[shared](actor) if isinstance(shared, str) else vllm_engine(tmp_path)
     submit(engine, ticket(1, 0))
 
     engine.close()
@@ -356,7 +392,7 @@ class Careless:
 
     def generate(self, *arguments: Any, **keywords: Any) -> Any:
         made = self._generator.generate(*arguments, **keywords)
-        made.lengths[1] -= 1
+        made.lengths[int((made.lengths > 1).nonzero()[0])] -= 1
         return made
 
     def update_weights(self, actor: Any) -> None:
@@ -368,7 +404,7 @@ def test_a_token_after_the_end_is_refused_and_the_next_ticket_runs() -> None:
     submit(engine, [*ticket(4, 0), *ticket(5, 10)])
 
     for _ in range(2):
-        with pytest.raises(FieldError, match="row 1: the generator returned a token after the"):
+        with pytest.raises(FieldError, match=r"row \d: the generator returned a token after the"):
             engine.step()
 
     assert engine.load.waiting == 0
@@ -390,13 +426,13 @@ class Small:
 
 
 def test_a_call_without_memory_is_repeated_with_half_the_rows_and_gives_the_same() -> None:
-    small, halved = Small(), []
+    small, told = Small(), Told()
     generator: Any = small
-    engine = BlockingEngine(generator, most_rows=5, on_out_of_memory=lambda: halved.append(1))
+    engine = BlockingEngine(generator, most_rows=5, telemetry=told)
 
     ended = to_the_end(engine, [*ticket(4, 0), *ticket(5, 10)])
 
-    assert (small.tried, len(halved)) == ([5, 2, 2], 1)
+    assert (small.tried, told.halved) == ([5, 2, 2], ["generate"])
     whole = BlockingEngine(TransformersGenerator(tiny.llama()))
     assert tokens(ended) == tokens(to_the_end(whole, [*ticket(4, 0), *ticket(5, 10)]))
 

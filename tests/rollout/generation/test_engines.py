@@ -13,6 +13,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.experience.codec import ExtentReader, gather
 from pipeline.models.weights.store import WeightsPublisher, flatten
+from pipeline.progress import Telemetry
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.engines import load_engine
@@ -38,6 +39,7 @@ from tests.support.whole_rows import WholeRows
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
 TOKENIZER = SimpleNamespace(pad_token_id=tiny.PAD, eos_token_id=tiny.EOS)
+SAMPLING = Sampling(max_length=12, pad_token_id=tiny.PAD, eos_token_ids=(tiny.EOS,))
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +89,7 @@ def test_a_factory_gets_the_configuration_only_if_it_names_it(tmp_path, monkeypa
 
     made = load_engine(
         f"wrappers_of_engines:{factory}", tiny.llama(), directory=tmp_path, device=torch.device("cpu"),
-        on_progress=lambda: None, config=Config.model_validate({"daemon": {"name": "of-the-test"}}),
+        telemetry=Telemetry.none(), config=Config.model_validate({"daemon": {"name": "of-the-test"}}),
     )  # fmt: skip
 
     assert isinstance(made, WholeRows)
@@ -114,7 +116,7 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     roller = LocalRoller(
         maker(actor, engine), source, Letters(), ModelWeights(tensors, BlockingEngine(engine)), seed=7,
         lengths=Lengths(12, 11, None), template="none",
-        generate_kwargs={}, vocabulary=tiny.VOCABULARY_SIZE,
+        sampling=SAMPLING, vocabulary=tiny.VOCABULARY_SIZE,
     )  # fmt: skip
     publisher = WeightsPublisher(tmp_path / "weights", tensors)
     publisher.publish(1, flatten(actor=published.state_dict()))
@@ -132,9 +134,10 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     assert (engine.updates, engine.paused, sealed.policy_version) == (1, False, 1)
     experience = gather([(ExtentReader(arena.extent(0, sealed.nbytes)), list(range(8)))])
     fresh = LocalRoller(
-        maker(published, TransformersGenerator(published)), source, Letters(), ModelWeights({}), seed=7,
+        maker(published, None), source, Letters(),
+        ModelWeights({}, BlockingEngine(TransformersGenerator(published))), seed=7,
         lengths=Lengths(12, 11, None),
-        template="none", generate_kwargs={}, vocabulary=tiny.VOCABULARY_SIZE,
+        template="none", sampling=SAMPLING, vocabulary=tiny.VOCABULARY_SIZE,
     ).roll(0, 2)  # fmt: skip
     assert fresh.experience is not None
     assert torch.equal(experience.action_mask.sum(dim=1), fresh.experience.action_mask.sum(dim=1))
@@ -153,7 +156,7 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
 
 
 def engine_named(name, actor):
-    return load_engine(name, actor, directory=Path("model"), device=torch.device("cpu"), on_progress=lambda: None)
+    return load_engine(name, actor, directory=Path("model"), device=torch.device("cpu"), telemetry=Telemetry.none())
 
 
 def test_a_name_leads_to_its_engine():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
+import functools
 import itertools
 import logging
 import math
@@ -31,36 +31,63 @@ MASK = (PROMPTS != 0).long()
 SAMPLING = Sampling(max_length=94, pad_token_id=tiny.PAD, seed=3)
 
 
-class FakeGraph:
-    """Runs its step at each replay; it would compute with other tensors than at its capture, a card does not."""
+@dataclasses.dataclass
+class Captured:
+    """The remains of a graph after its release."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
-        self.bucket = step.args[1]  # type: ignore[attr-defined]
-        self.addresses = self._addresses()
-        self.replays = 0
+    size: tuple[int, int]
+    replays: int = 0
+
+
+class FakeGraph:
+    """Runs its step at each replay; it would compute with other tensors than at its capture, a card does not.
+
+    It keeps nothing of its engine alive, as a graph of a card does not.
+    """
+
+    def __init__(self, step: functools.partial[None]) -> None:
+        forward, bucket = step.args
+        self._run, self._forward = weakref.WeakMethod(step.func), weakref.WeakMethod(forward)
+        self._bucket = weakref.ref(bucket)
+        self._addresses = addresses_of(bucket)
+        self.record = Captured((len(bucket.tokens), bucket.room))
 
     def replay(self) -> None:
-        self.replays += 1
-        assert self._addresses() == self.addresses
-        self._step()
+        self.record.replays += 1
+        run, bucket = self._run(), self._bucket()
+        assert run is not None and addresses_of(bucket) == self._addresses
+        run(self._forward(), bucket)
 
-    def _addresses(self) -> list[int]:
-        bucket = self.bucket
-        tensors = [bucket.column, bucket.tokens, bucket.positions, bucket.mask, bucket.logits]
-        for layer in bucket.layers:
-            tensors += [layer.keys, layer.values, layer._column]
-        return [tensor.data_ptr() for tensor in tensors]
+
+def addresses_of(bucket: Any) -> list[int]:
+    tensors = [bucket.column, bucket.tokens, bucket.positions, bucket.mask, bucket.logits]
+    for layer in bucket.layers:
+        tensors += [layer.keys, layer.values, layer._column]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+class Keeper:
+    """The graph of a step that belongs to no bucket."""
+
+    def replay(self) -> None:
+        raise AssertionError("a trivial graph is replayed")
 
 
 class FakeDevice:
-    """A device with graphs; each capture from the `good`-th on raises `fails`, if given."""
+    """A device with graphs; each capture from the `good`-th on raises `fails`, if given.
+
+    As torch's allocator does, it refuses a capture into a pool whose graphs were all released.
+    """
+
+    name = "cpu"
 
     def __init__(self, *, fails: Exception | None = None, good: int = 0) -> None:
-        self.graphs: list[FakeGraph] = []
+        self.graphs: list[Captured] = []
+        self.pools: list[weakref.WeakSet[Any]] = []
         self.trials = self.captures = 0
         self.is_refusing = False
         self._fails, self._good = fails, good
+        self._used: set[int] = set()
 
     @contextlib.contextmanager
     def refuse_synchronization(self) -> Iterator[None]:
@@ -71,17 +98,33 @@ class FakeDevice:
         finally:
             self.is_refusing = False
 
-    def capture(self, step: Callable[[], None]) -> FakeGraph:
-        self.captures += 1
-        if self._fails is not None and self.captures > self._good:
-            raise self._fails
-        self.graphs.append(FakeGraph(step))
-        return self.graphs[-1]
+    def new_pool(self) -> int:
+        self.pools.append(weakref.WeakSet())
+        return len(self.pools) - 1
+
+    def capture(self, step: Callable[[], object], pool: Any) -> FakeGraph | Keeper:
+        if pool in self._used and not self.pools[pool]:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        graph: FakeGraph | Keeper = Keeper()
+        if isinstance(step, functools.partial):
+            self.captures += 1
+            if self._fails is not None and self.captures > self._good:
+                raise self._fails
+            graph = FakeGraph(step)
+            self.graphs.append(graph.record)
+        self._used.add(pool)
+        self.pools[pool].add(graph)
+        return graph
+
+    @property
+    def live(self) -> list[int]:
+        """Graphs of each pool."""
+        return [len(pool) for pool in self.pools]
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Rows and columns of each graph."""
-        return [(len(graph.bucket.tokens), graph.bucket.room) for graph in self.graphs]
+        return [graph.size for graph in self.graphs]
 
 
 def engine_on(device: FakeDevice, model: Any) -> TransformersGenerator:
@@ -224,7 +267,7 @@ def test_buffers_that_find_no_memory_leave_the_engine_whole(monkeypatch: pytest.
 
 
 def test_a_vision_model_has_three_positions_a_token() -> None:
-    """Of 3 rows, where 4 are the least memory: each of the three needs 4 places."""
+    """A batch of 3 rows, where 4 are the least memory: each of the three axes needs 4 columns."""
     model = tiny_vision.model()
     prompts = torch.tensor([[4, 5, 6], [5, 6, 7], [4, 6, 8]])
     sampling = Sampling(max_length=20, pad_token_id=0, eos_token_ids=(), seed=3)
@@ -260,15 +303,50 @@ def test_a_pass_without_memory_gets_that_of_the_graphs() -> None:
     engine = engine_on(device, tiny.llama())
     assert_tokens_of_the_plain_loop(engine)
     assert engine._decoder is not None
-    buckets = [weakref.ref(graph.bucket) for graph in device.graphs]
-    device.graphs.clear()
+    buckets = [weakref.ref(bucket) for bucket in engine._decoder._buckets.values()]
+    captures = device.captures
 
     release_memory()
-    gc.collect()
 
-    assert len(buckets) == 2 and all(bucket() is None for bucket in buckets)
+    assert buckets and all(bucket() is None for bucket in buckets)
     assert not engine._decoder._memory
+    assert device.live == [0], "the pool has memory as long as a graph of it exists"
     assert_tokens_of_the_plain_loop(engine)
+    assert device.captures > captures and device.live[0] == 0 and device.live[1] > 1
+
+
+def test_growth_and_moved_weights_capture_again_into_the_memory_of_the_graphs_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All graphs go at once then, and torch refuses a capture into a pool that has none."""
+    device, model = FakeDevice(), tiny.llama()
+    engine = engine_on(device, model)
+    for group_size in (1, 1, 4):
+        assert_tokens_of_the_plain_loop(engine, group_size=group_size)
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    captures = device.captures
+
+    assert_tokens_of_the_plain_loop(engine)
+
+    assert device.captures > captures
+    assert len(device.pools) == 1 and "no CUDA graph" not in caplog.text
+
+
+def test_graphs_and_pool_end_with_their_engine_and_leave_those_of_another_alone() -> None:
+    device = FakeDevice()
+    first, second = engine_on(device, tiny.llama()), engine_on(device, tiny.llama())
+    for engine in (first, second):
+        for _ in range(2):
+            engine.generate(PROMPTS, MASK, SAMPLING, group_size=4)
+    held = device.live
+    assert len(held) == 2 and min(held) > 1
+    captures = device.captures
+
+    del first, engine
+
+    assert device.live == [0, held[1]]
+    assert_tokens_of_the_plain_loop(second)
+    assert device.captures == captures
 
 
 def test_uninitialized_memory_reaches_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +358,6 @@ def test_uninitialized_memory_reaches_no_row(monkeypatch: pytest.MonkeyPatch) ->
 
     def filled(*size: Any, **settings: Any) -> Tensor:
         tensor = made(*size, **settings)
-        if tensor.dtype == torch.bool:
-            return tensor.fill_(True)
         return tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
     monkeypatch.setattr(cuda_graphs.torch, "empty", filled)
@@ -321,7 +397,7 @@ def test_a_step_that_fails_leaves_the_engine_whole() -> None:
 
 
 @torch.no_grad()
-def test_only_full_attention_through_a_mask_of_bools_has_fixed_shapes() -> None:
+def test_only_full_attention_by_sdpa_has_fixed_shapes() -> None:
     model = tiny.llama()
     cache = preallocated_cache(model.config)
     assert not cuda_graphs.can_run_fixed_shapes(model, cache), "a cache without a prompt has no tensors yet"
@@ -329,7 +405,7 @@ def test_only_full_attention_through_a_mask_of_bools_has_fixed_shapes() -> None:
     assert cuda_graphs.can_run_fixed_shapes(model, cache)
 
     model.config._attn_implementation = "eager"
-    assert not cuda_graphs.can_run_fixed_shapes(model, cache), "eager attention adds its mask"
+    assert not cuda_graphs.can_run_fixed_shapes(model, cache), "eager attention has no test of it"
 
     torch.manual_seed(0)
     windows = MistralForCausalLM(
@@ -465,9 +541,10 @@ def test_two_steps_of_a_bucket_come_before_its_capture() -> None:
     first: list[int] = []
     capture = device.capture
 
-    def noted(step: Any) -> FakeGraph:
-        first.append(step.args[1].steps)
-        return capture(step)
+    def noted(step: Any, pool: Any) -> FakeGraph | Keeper:
+        if isinstance(step, functools.partial):
+            first.append(step.args[1].steps)
+        return capture(step, pool)
 
     device.capture = noted  # type: ignore[method-assign]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
+from pipeline.config.model_files import processors_of
 from pipeline.errors import FieldError, ShapeError
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
@@ -533,6 +536,64 @@ def test_pad_that_is_eos_masks_no_stop() -> None:
     assert response_lengths(torch.tensor([[5, 6, 1, 1, 1]]), (), (1,), 1).tolist() == [3]
 
 
-def test_a_response_without_tokens_is_refused_by_row() -> None:
-    with pytest.raises(ShapeError, match="row 1: no response token in 2 columns"):
-        response_lengths(torch.tensor([[5, 0], [0, 0]]), (), (tiny.EOS,), tiny.PAD)
+def test_a_response_of_pad_tokens_alone_is_the_first_of_them() -> None:
+    assert response_lengths(torch.tensor([[5, 0], [0, 0]]), (), (tiny.EOS,), tiny.PAD).tolist() == [1, 1]
+    with pytest.raises(ShapeError, match="no response token in 0 columns"):
+        response_lengths(torch.empty((2, 0), dtype=torch.int64), (), (tiny.EOS,), tiny.PAD)
+
+
+def test_an_actor_may_sample_pad_tokens_alone() -> None:
+    class Actor:
+        def generate(self, input_ids: torch.Tensor, max_length: int, **_: object) -> torch.Tensor:
+            return torch.nn.functional.pad(input_ids, (0, max_length - input_ids.shape[1]), value=tiny.PAD)
+
+    made = ActorGenerator(Actor()).generate(PROMPTS, MASK, sampling(max_length=PROMPTS.shape[1] + 3))
+
+    assert made.lengths.tolist() == [1] * len(PROMPTS)
+
+
+def test_rows_whose_seeds_differ_in_their_upper_bits_alone_draw_other_tokens() -> None:
+    seeds = [5 + (high << 32) for high in range(4)]
+    ids, mask = PROMPTS[:1].repeat(4, 1), MASK[:1].repeat(4, 1)
+
+    together = TransformersGenerator(tiny.llama()).generate(ids, mask, sampling(max_length=24), row_seeds=seeds)
+
+    assert len({tuple(row) for row in together.sequences.tolist()}) == 4
+    for seed in (5, 5 + (1 << 32)):
+        both = [
+            engine(tiny.llama()).generate(ids, mask, sampling(max_length=24, seed=seed)).sequences
+            for engine in (TransformersGenerator, ActorGenerator)
+        ]
+        if seed == 5:
+            first = both
+    assert not any(torch.equal(one, other) for one, other in zip(first, both, strict=True))
+
+
+PROCESSORS = {
+    "repetition_penalty": 5.0, "sequence_bias": [[[3], 9.0]], "suppress_tokens": [5, 9, 11], "min_new_tokens": 12,
+    "bad_words_ids": [[3]], "no_repeat_ngram_size": 1, "forced_eos_token_id": 1, "begin_suppress_tokens": [7],
+    "exponential_decay_length_penalty": (2, 9.0), "top_k": 1, "min_p": 0.9, "num_beams": 2, "typical_p": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", [TransformersGenerator, ActorGenerator])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_generation_settings_of_a_model_change_no_sample(engine: Any, name: str) -> None:
+    plain, changed = tiny.llama(), tiny.llama()
+    setattr(changed.generation_config, name, PROCESSORS[name])
+    kept = changed.generation_config
+
+    one, other = (engine(actor).generate(PROMPTS, MASK, sampling(max_length=24)) for actor in (plain, changed))
+
+    assert torch.equal(one.sequences, other.sequences)
+    assert changed.generation_config is kept
+
+
+def test_the_settings_that_would_change_samples_are_named_with_their_values(tmp_path: Path) -> None:
+    settings = {"repetition_penalty": 1.2, "suppress_tokens": [1], "min_length": 0, "temperature": 0.6, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"no_repeat_ngram_size": 3, "num_beams": 1}))
+
+    found = processors_of(tmp_path)
+
+    assert found == ["no_repeat_ngram_size = 3", "repetition_penalty = 1.2", "suppress_tokens = [1]"]

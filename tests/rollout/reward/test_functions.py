@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, load_reward_function
+from tests.support.told import Told
 
 IDS = torch.tensor([[5, 6, 7, 1, 0], [5, 8, 1, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
@@ -65,6 +66,8 @@ def test_several_functions_add_up() -> None:
         ("x" * 1000, r"judge returned 'x{79} for row 1"),
         (None, "judge returned None for row 1"),
         ("good", "judge returned 'good' for row 1"),
+        ("0.5", "judge returned '0.5' for row 1"),
+        (b"1", "judge returned b'1' for row 1"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_that_names_function_row_and_value(value: Any, message: str) -> None:
@@ -73,6 +76,18 @@ def test_what_is_no_finite_number_is_an_error_that_names_function_row_and_value(
 
     with pytest.raises(RewardError, match=rf"^tests\.rollout\.reward\.test_functions:.*<locals>\.{message}"):
         score(judge)
+
+
+def test_a_function_that_returns_none_is_left_out_of_its_rows_sum() -> None:
+    def of_some(ids: Tensor, mask: Tensor, **_: Any) -> Any:
+        return None if ids[1] == 8 else 2.0
+
+    def of_all(ids: Tensor, mask: Tensor, **_: Any) -> float:
+        return 0.25
+
+    assert score(of_some, of_all).tolist() == [2.25, 0.25]
+    with pytest.raises(RewardError, match="every reward function returned None for row 1: no reward applies to it"):
+        score(of_some, of_some)
 
 
 def test_a_raising_function_is_an_error_and_not_reward_zero() -> None:
@@ -139,11 +154,11 @@ def test_scores_of_a_reward_model_are_one_finite_number_a_row() -> None:
 
 
 def test_what_each_function_gave_is_told_row_by_row() -> None:
-    rows: list[list[float]] = []
+    told = Told()
     functions = [lambda ids, mask, **_: float(ids[0]), lambda ids, mask, **_: 0.5]
-    reward = FunctionReward(functions, "the tokenizer", on_row=lambda parts: rows.append(list(parts)))
+    reward = FunctionReward(functions, "the tokenizer", told)
 
     scores = reward(IDS, MASK, START, END, [None, None])
 
-    assert rows == [[float(ids[0]), 0.5] for ids in IDS]
-    assert scores.tolist() == [sum(parts) for parts in rows]
+    assert told.rows == [[float(ids[0]), 0.5] for ids in IDS]
+    assert scores.tolist() == [sum(parts or ()) for parts in told.rows]

@@ -1,7 +1,9 @@
 """The parts of rewards on their way from the functions to `info` and the metrics, and columns on their way to them."""
 
+# ruff: noqa: F811 - a fixture
 from __future__ import annotations
 
+import contextlib
 import json
 from contextlib import closing
 from pathlib import Path
@@ -17,15 +19,21 @@ from pipeline.config.rewards import labels_of, part_labels, reward_settings, wei
 from pipeline.config.schema import Config
 from pipeline.errors import ShapeError
 from pipeline.prompts.source import PromptSource
+from pipeline.rollout.generation.blocking import BlockingEngine
+from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import SummedReward
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.reward.functions import FunctionReward
+from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.roller import LocalRoller
-from pipeline.telemetry.metric import REWARD_PLACES, SlotName
+from pipeline.telemetry.exposition import Exposition
+from pipeline.telemetry.metric import REWARD_LABELS, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.rollout.test_maker import MASK, PROMPTS, RESPONSES, FakeReward, maker
+from tests.support.daemon import task  # noqa: F401 - a fixture
+from tests.support.whole_rows import WholeRows
 
 
 def level(ids: Tensor, mask: Tensor, *, level: float, **_: Any) -> float:
@@ -109,6 +117,29 @@ def test_a_reward_model_is_a_part_beside_the_functions_and_gets_no_columns() -> 
     assert experience.info["score"].tolist() == [10.5, 22.0]
 
 
+@pytest.mark.parametrize("in_processes", [False, True])
+def test_the_score_of_a_reward_model_stands_alone_where_no_function_applies(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_processes: bool
+) -> None:
+    class Model(FakeReward):
+        model = torch.nn.Linear(1, 1)
+
+    name = f"rewards_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text("def level(ids, mask, *, level, **_):\n    return level\n")
+    monkeypatch.chdir(tmp_path)
+    functions = RewardPool([f"{name}:level"], str(task / "model"), timeout_s=60.0) if in_processes else None
+    with functions or contextlib.nullcontext():
+        reward = functions or FunctionReward([level], None)
+        summed = SummedReward(Model([10.0, 20.0]), reward)  # type: ignore[arg-type]
+
+        experience = maker(reward_model=summed, drop_errored=True).make_experience(
+            PROMPTS, MASK, max_length=7, columns=[{"level": None}, {"level": 2}]
+        )
+
+    assert experience.info is not None
+    assert experience.info["score"].tolist() == [10.0, 22.0] and reward.problem is None
+
+
 def test_the_means_are_shown_by_name(tmp_path: Path) -> None:
     slab = MetricsSlab.create(tmp_path / "metrics", [SlotName("supervisor"), SlotName("rollout", 1)])
     slab.begin("rollout", 1)
@@ -119,11 +150,11 @@ def test_the_means_are_shown_by_name(tmp_path: Path) -> None:
 
     metrics.rolled(experience, prompts=2, prompts_failed=0, group_size=1, stopped=torch.ones(2, dtype=torch.bool))
 
-    names = dict(zip(REWARD_PLACES, ["level", "length"], strict=False))
-    lines = MetricsReader(slab, names=names).text().decode().splitlines()
+    names = dict(zip(REWARD_LABELS, ["level", "length"], strict=False))
+    lines = Exposition(MetricsReader(slab, names=names)).text().decode().splitlines()
     assert [line for line in lines if line.startswith("rlhfd_reward_function_mean{")] == [
-        'rlhfd_reward_function_mean{role="rollout",worker="1",function="level"} 2.25',
-        'rlhfd_reward_function_mean{role="rollout",worker="1",function="length"} 3.5',
+        'rlhfd_reward_function_mean{function="level",role="rollout",worker="1"} 2.25',
+        'rlhfd_reward_function_mean{function="length",role="rollout",worker="1"} 3.5',
     ]
     slab.close()
 
@@ -137,7 +168,7 @@ def test_columns_of_the_file_reach_the_maker(tmp_path: Path) -> None:
     class Ended(Exception):
         pass
 
-    def make(*_: Any, **keywords: Any) -> Any:
+    def begin(*_: Any, **keywords: Any) -> Any:
         seen.append(keywords)
         raise Ended
 
@@ -146,8 +177,9 @@ def test_columns_of_the_file_reach_the_maker(tmp_path: Path) -> None:
 
     encode.pad_token_id = 0  # type: ignore[attr-defined]
     roller = LocalRoller(
-        SimpleNamespace(make_experience=make), PromptSource(path, 0), encode, ModelWeights({}), seed=7,
-        lengths=Lengths(8, 7, None), template="none", generate_kwargs={}, vocabulary=9,
+        SimpleNamespace(begin=begin), PromptSource(path, 0), encode,
+        ModelWeights({}, BlockingEngine(WholeRows(None))), seed=7,
+        lengths=Lengths(8, 7, None), template="none", sampling=Sampling(8, 0), vocabulary=9,
     )  # fmt: skip
     with closing(PromptSource(path, 0)) as source:
         columns = {prompt.index: prompt.columns for prompt in map(source.at, range(2))}
@@ -157,9 +189,8 @@ def test_columns_of_the_file_reach_the_maker(tmp_path: Path) -> None:
     roller.close()
 
     assert columns == {0: {"level": 3, "tags": ["x"]}, 1: {}}
-    given = [call.get("columns") for call in seen]
+    given = [call["columns"] for call in seen]
     assert sorted(map(str, given[0])) == sorted(map(str, columns.values()))
-    # Without any column there is no keyword: a maker of another kind need not know it.
     assert sorted(map(str, given[1:])) == sorted(map(str, [[columns[0]], None]))
 
 

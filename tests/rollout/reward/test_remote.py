@@ -28,6 +28,8 @@ Reply = Callable[["Server", int, dict[str, Any]], Any]
 class Letters:
     """A tokenizer whose tokens are code points; 0 is special."""
 
+    eos_token_id = 0
+
     def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
         return "".join(chr(token) for token in ids if token or not skip_special_tokens)
 
@@ -231,7 +233,9 @@ def test_a_score_that_is_no_number_costs_its_row_alone() -> None:
     with served(lambda server, number, body: {"scores": [None, "1", True, 1e999, 2]}) as server:
         found = results("remote", settings(server.url), ["a"] * 5)
 
-    assert found[4] == 2.0 and all(isinstance(error, RewardError) for error in found[:4])
+    # null: the service says that it does not apply to the row.
+    assert math.isnan(found[0]) and found[4] == 2.0
+    assert all(isinstance(error, RewardError) for error in found[1:4])
 
 
 def test_a_slow_service_ends_at_the_deadline_and_the_rows_in_time_are_kept() -> None:

@@ -18,6 +18,7 @@ from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
 from tests.support.daemon import task  # noqa: F401 - a fixture
+from tests.support.told import Told
 
 FUNCTIONS = """
 import asyncio, os, threading, time
@@ -28,7 +29,7 @@ calls = []
 def one(input_ids, attention_mask, *, level, **_):
     if level == "raise":
         raise KeyError(level)
-    return 10.0 * level
+    return None if level is None else 10.0 * level
 
 def plain(input_ids, attention_mask, *, gt_answer, response_start, response_end, tokenizer):
     return 1
@@ -57,8 +58,8 @@ async def slowly(input_ids, attention_mask, *, gt_answer, **_):
         await asyncio.sleep(60)
     if gt_answer == "fail":
         raise OSError("no route")
-    if gt_answer == "now":
-        return 0.5
+    if gt_answer in ("now", "none"):
+        return 0.5 if gt_answer == "now" else None
     await asyncio.sleep(0.3)
     return 0.5
 
@@ -100,18 +101,17 @@ def loaded(*names: str, **options: Any) -> FunctionReward:
 def pooled(folder: Path, tokenizer: Path, *names: str, timeout_s: float = 30.0, **options: Any) -> Iterator[RewardPool]:
     functions = [name if name in ("exact", "length") else f"together_rewards:{name}" for name in names]
     with RewardPool(functions, str(tokenizer / "model"), timeout_s=timeout_s, **options) as pool:
-        pool.wait_ready(120)
         yield pool
 
 
 def test_results_are_weighted_and_kept_as_they_were(folder: Path) -> None:
-    parts: list[Sequence[float]] = []
-    reward = loaded("one", "plain", "both", weights=[0.5, -2, 0], on_row=parts.append, labels=["a", "b", "c"])
+    told = Told()
+    reward = loaded("one", "plain", "both", weights=[0.5, -2, 0], telemetry=told, labels=["a", "b", "c"])
 
     scores = reward(**rows(["", ""]))
 
     assert scores.tolist() == [-2.0, 3.0]
-    assert [list(one) for one in parts] == [[0.0, -2.0, 0.0], [5.0, -2.0, 0.0]]
+    assert told.rows == [[0.0, -2.0, 0.0], [5.0, -2.0, 0.0]]
     assert reward.parts[:, :2].tolist() == [[0.0, 1.0], [10.0, 1.0]] and (reward.parts[:, 2] > 2).all()
 
 
@@ -150,10 +150,11 @@ def test_async_calls_run_at_the_same_time_and_end_at_the_limit(folder: Path) -> 
 
 
 def test_a_pool_scores_rows_one_by_one_and_together_alike(folder: Path, task: Path) -> None:  # noqa: F811
+    """It was not waited for."""
     names = ("both", "one", "slowly", "length", "all_slowly", "columns")
     settings = RewardConfig(length_limit=4, length_buffer=4)
-    parts: list[Sequence[float] | None] = []
-    with pooled(folder, task, *names, settings=settings, weights=[1, 1, 1, 8, 100, 0], on_row=parts.append) as pool:
+    told = Told()
+    with pooled(folder, task, *names, settings=settings, weights=[1, 1, 1, 8, 100, 0], telemetry=told) as pool:
         first = pool(**rows(["", "", ""]))
         second = pool(**rows(["", "", ""]))
         none = pool(**rows([]))
@@ -162,22 +163,23 @@ def test_a_pool_scores_rows_one_by_one_and_together_alike(folder: Path, task: Pa
     assert first.tolist() == [3.25 + 0.5 - 4.0 + 110 * level for level in range(3)]
     assert (second - first).tolist() == [0.25] * 3
     assert none.tolist() == []
-    assert parts[1] == [3.25, 10.0, 0.5, -4.0, 100.0, 0.0]
+    assert told.rows[1] == [3.25, 10.0, 0.5, -4.0, 100.0, 0.0]
     assert pool.parts.shape == (0, 6)
 
 
 def test_rows_of_a_pool_fail_alone_where_they_can(folder: Path, task: Path) -> None:  # noqa: F811
-    problems: list[str] = []
-    with pooled(folder, task, "slowly", "one", timeout_s=5.0, on_problem=problems.append) as pool:
-        levels = [{"level": 1}, {"level": 2}, {"level": 3}, {"level": "raise"}]
+    told = Told()
+    with pooled(folder, task, "slowly", "one", timeout_s=1.0, weights=[1, 2], telemetry=told) as pool:
+        # None does not apply; 6e38 is beyond float32.
+        levels = [{"level": level} for level in (1, None, 2, 3, "raise", None, 3e37)]
 
-        scores = pool(**rows(["now", "late", "fail", "now"], levels)).tolist()
+        scores = pool(**rows(["now", "now", "late", "fail", "now", "none", "now"], levels)).tolist()
         missing = pool(**rows(["now", "now"], [{"level": 1}, {}])).tolist()
         texts = pool.problem
 
-    assert scores[0] == 10.5 and all(map(math.isnan, scores[1:]))
-    assert problems == ["timeout", "exception", "exception", "exception"]
-    assert missing[0] == 10.5 and math.isnan(missing[1])
+    assert scores[:2] == [20.5, 0.5] and all(map(math.isnan, scores[2:]))
+    assert told.problems == ["timeout", "exception", "exception", "invalid", "invalid", "exception"]
+    assert missing[0] == 20.5 and math.isnan(missing[1])
     assert texts is not None and "needs the column 'level', the prompt's row has no further columns" in texts.text
 
 
@@ -185,33 +187,18 @@ def test_a_batched_call_that_dies_or_hangs_costs_its_rows_and_the_next_call_is_s
     folder: Path,
     task: Path,  # noqa: F811
 ) -> None:
-    problems: list[str] = []
-    with pooled(folder, task, "both", "plain", timeout_s=5.0, on_problem=problems.append) as pool:
+    """The successor of a dead scorer, which is still starting as the next call begins, gets all rows in one call."""
+    told = Told()
+    with pooled(folder, task, "both", "plain", timeout_s=1.0, telemetry=told) as pool:
         dead = pool(**rows(["", "die"])).tolist()
         hung = pool(**rows(["hang", ""])).tolist()
         good = pool(**rows(["", ""])).tolist()
 
     assert all(map(math.isnan, dead + hung))
-    assert problems == ["exception"] * 2 + ["timeout"] * 2
+    assert told.problems == ["exception"] * 2 + ["timeout"] * 2
     assert good == [3.25, 3.25]
 
 
 def test_columns_are_sent_to_functions_that_take_them(folder: Path) -> None:
     assert not loaded("plain").wants_columns
     assert loaded("plain", "one").wants_columns and loaded("columns").wants_columns
-
-
-def test_a_batched_function_gets_all_rows_in_one_call_after_its_scorer_was_ended(folder: Path, task: Path) -> None:  # noqa: F811
-    """The successor is still starting when the next call begins."""
-    with pooled(folder, task, "both", timeout_s=1.0) as pool:
-        hung = pool(**rows(["hang", ""])).tolist()
-        good = pool(**rows(["", ""])).tolist()
-
-    assert all(map(math.isnan, hung))
-    assert good == [2.25, 2.25]
-
-
-def test_a_pool_that_was_not_waited_for_scores_as_one_that_was(folder: Path, task: Path) -> None:  # noqa: F811
-    names = ["together_rewards:one", "together_rewards:both"]
-    with RewardPool(names, str(task / "model"), timeout_s=30.0) as pool:
-        assert pool(**rows(["", ""])).tolist() == [2.25, 12.25]

@@ -79,6 +79,20 @@ def test_what_lies_outside_the_mask_changes_neither_losses_nor_gradients() -> No
     assert inputs.grad[0].tolist() == pytest.approx([-math.exp(-0.5) - 1.0, 0.0])
 
 
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+def test_values_outside_the_mask_change_neither_the_value_loss_nor_its_gradient(bad: float) -> None:
+    values = torch.tensor([[0.5, bad, 2.0, bad]], requires_grad=True)
+    old, returns, mask = row(0.4, bad, 1.0, 0.0), row(1.0, bad, 1.0, bad), flags(1, 0, 1, 0)
+
+    loss = value_loss(values, old, returns, mask, 0.2)
+    loss.backward()
+
+    # By hand: (0.5 - 1)^2 = 0.25, and (2 - 1)^2 = 1; half of their mean, with slopes (V - R) / 2.
+    assert loss.item() == pytest.approx(0.3125)
+    assert values.grad is not None
+    assert values.grad[0].tolist() == pytest.approx([-0.25, 0.0, 0.5, 0.0])
+
+
 def test_a_ratio_beyond_all_measure_stays_finite() -> None:
     log_probs = torch.zeros(1, 2, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""Which settings a replayed step depends on."""
+"""The settings on which a replayed step depends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pipeline.trainer.recording.bases import effective
         ("trainer", "sharding", "none", True),
         ("trainer", "keep_checkpoints", 9, True),
         ("trainer", "learning_rate", 0.5, False),
-        ("daemon", "cudnn_attention", True, False),
         ("rollout", "advantages", "rloo", False),
         ("rollout", "top_p", 0.5, True),
     ],

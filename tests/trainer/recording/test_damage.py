@@ -1,4 +1,4 @@
-"""Damage of a recording is found; recordings of earlier releases are read."""
+"""Damage of a recording is found."""
 
 from __future__ import annotations
 
@@ -69,20 +69,19 @@ def test_what_is_read_of_damaged_lines_was_written(tmp_path: Path) -> None:
             continue
         assert all(part in written for part in found)
 
-    assert 350 < refused < 400
+    assert refused > 350
 
 
-def test_lines_of_a_release_without_checksums_are_read(tmp_path: Path) -> None:
+def test_a_line_without_its_checksum_is_damaged(tmp_path: Path) -> None:
     recorder = recorder_in(tmp_path)
-    take(recorder, 1, 2)
+    take(recorder, 1)
     recorder.close()
-    with_checksums = parts_of(read_recording(tmp_path))
-    lines = (tmp_path / LINES).read_bytes().splitlines(keepends=True)
-    assert all(b'","xxh3":"' in line or b'},"xxh3":"' in line for line in lines)
+    first, *_ = (tmp_path / LINES).read_bytes().splitlines(keepends=True)
 
-    (tmp_path / LINES).write_bytes(b"".join(line[: line.rindex(b',"xxh3"')] + b"}\n" for line in lines))
+    (tmp_path / LINES).write_bytes(first[: first.rindex(b',"xxh3"')] + b"}\n")
 
-    assert parts_of(read_recording(tmp_path)) == with_checksums
+    with pytest.raises(DecodeError, match=r"steps\.jsonl:1 is damaged: its checksum is not the one that was written"):
+        read_recording(tmp_path)
 
 
 def test_rows_that_the_run_removes_meanwhile_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

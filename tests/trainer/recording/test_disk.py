@@ -126,7 +126,7 @@ def test_recorded_rows_give_way_to_the_last_checkpoint_until_it_is_written(bench
             raise CheckpointError(f"checkpoint step-000004 could not be written: {os.strerror(errno.ENOSPC)}")
         return folder
 
-    trainer = bench.trainer(recorder=recorder_in(folder), max_steps=4)
+    trainer = bench.trainer(hooks=[recorder_in(folder)], max_steps=4)
     bench.save = save
     bench.run(trainer)
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_that_fails_otherwise_costs_no_rows(bench: Bench, tmp_path:
         tried.append(1)
         raise CheckpointError("checkpoint step-000004 could not be written: Permission denied")
 
-    trainer = bench.trainer(recorder=recorder_in(folder), max_steps=4)
+    trainer = bench.trainer(hooks=[recorder_in(folder)], max_steps=4)
     bench.save = save
     bench.run(trainer)
 

@@ -193,7 +193,7 @@ class Spy(StepRecorder):
 def test_a_step_is_recorded_before_its_weights_are_published_and_they_after(bench: Bench, tmp_path: Path) -> None:
     newest = lambda: trainer._connection.newest().version  # noqa: E731
     spy = Spy(tmp_path / "recording", newest)
-    trainer = bench.trainer(recorder=spy, max_steps=3, gradient_accumulation_steps=2)
+    trainer = bench.trainer(hooks=[spy], max_steps=3, gradient_accumulation_steps=2)
     bench.run(trainer)
 
     recording = read_recording(tmp_path / "recording")
@@ -216,7 +216,7 @@ def test_weights_that_a_killed_trainer_published_and_did_not_record_are_recorded
     bench: Bench, tmp_path: Path
 ) -> None:
     folder = tmp_path / "recording"
-    trainer = bench.trainer(recorder=Spy(folder, lambda: 0), max_steps=0)
+    trainer = bench.trainer(hooks=[Spy(folder, lambda: 0)], max_steps=0)
     while trainer.step < 2:
         bench.turns(trainer, 1)
     lines = (folder / LINES).read_bytes().splitlines(keepends=True)
@@ -225,7 +225,9 @@ def test_weights_that_a_killed_trainer_published_and_did_not_record_are_recorded
 
     trainer.close()
     successor = bench.trainer(
-        recorder=Spy(folder, lambda: 0, after_step=2), start=Start(trainer.progress, None), max_steps=0
+        hooks=[Spy(folder, lambda: 0, after_step=2)],
+        start=Start(trainer.progress, None),
+        max_steps=0,
     )
     successor.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,8 @@ from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import Saved, adapt, adapter_of
 from pipeline.models.weights.shards import ShardedVersions
-from pipeline.trainer.checkpoints import CheckpointNote, save_checkpoint
+from pipeline.runtime.checkpoint_note import CheckpointNote
+from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import load_reference
 from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, load_shards, save_together, state_shards
@@ -31,6 +33,7 @@ from pipeline.trainer.sharding.models import fill, load_actor_shards, load_criti
 from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.state import Progress, tensors_of
 from tests.support import tiny
+from tests.support.daemon import wait_until
 from tests.trainer.test_checkpoints import Tokenizer
 from tests.trainer.test_learner import experience_of, rows_of
 
@@ -57,6 +60,7 @@ MODELS = {
     "ppo-packed": ModelConfig(),
     "lora": ModelConfig(lora_rank=2, lora_kind="rslora"),
     "bfloat16": ModelConfig(dtype="bfloat16"),
+    "lora-head": ModelConfig(lora_rank=2, lora_targets=["lm_head", "q_proj"]),
     "lora-bfloat16": ModelConfig(dtype="bfloat16", lora_rank=2),
     "reference": ModelConfig(),
     "reference-packed": ModelConfig(),
@@ -68,8 +72,8 @@ CASES = {2: list(MODELS), 4: ["grpo", "ppo", "lora", "tokens", "ppo-packed", "re
 
 
 def write_model(folder: Path, name: str) -> None:
-    """Write the model of a case: with tied embeddings, and of odd sizes, in the first."""
-    changes = {"tie_word_embeddings": True, "intermediate_size": 23} if name == "grpo" else {}
+    """Write the model of a case: with tied embeddings, and of odd sizes, in two of them."""
+    changes = {"tie_word_embeddings": True, "intermediate_size": 23} if name in ("grpo", "lora-head") else {}
     model = tiny.llama(1, **changes)
     if "bfloat16" in name:
         # Small weights: rounding is then not amplified, and gradients of rows in other micro-batches agree.
@@ -199,10 +203,18 @@ def start(folder: Path, world_size: int) -> dict[str, Any]:
     """Run all cases on ranks of their own; return rank 0's results, by case."""
     code = "import sys, tests.trainer.sharding.crew as c; c.rank_main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
     command = [sys.executable, "-W", "error::UserWarning:torch.distributed.fsdp", "-c", code]
+    # Ranks would wait for the dead ones of an earlier try that are written there.
+    (folder / f"ranks-{world_size}").unlink(missing_ok=True)
     ranks = [subprocess.Popen([*command, str(rank), str(world_size), str(folder)]) for rank in range(world_size)]
+    ended: dict[int, int | None] = {}
+
+    def all_ended_or_one_failed() -> bool:
+        ended.update((number, rank.poll()) for number, rank in enumerate(ranks))
+        return None not in ended.values() or any(ended.values())
+
     try:
-        # One rank after another: those that wait for a failed one in a collective are killed.
-        assert all(rank.wait(timeout=900) == 0 for rank in ranks)
+        wait_until(all_ended_or_one_failed, 600, "the ranks have ended")
+        assert set(ended.values()) == {0}, f"exit codes by rank: {ended}"
     finally:
         for rank in ranks:
             rank.kill()
@@ -225,6 +237,8 @@ def rank_main(rank: int, world_size: int, directory: str) -> None:
             torch.save(results, folder / f"results-{world_size}.pt")
     finally:
         dist.destroy_process_group()
+    # As each role ends (`child_entry.leave`): threads of torch that still run at the interpreter's end abort it.
+    os._exit(0)
 
 
 def _case(name: str, folder: Path, group: RankGroup) -> dict[str, Any]:

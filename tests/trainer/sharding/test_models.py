@@ -13,7 +13,8 @@ import torch
 from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.lora import adapter_of, load_adapter, merged
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
-from pipeline.trainer.checkpoints import load_state, read_note, verify
+from pipeline.runtime.checkpoint_note import read_note, verify
+from pipeline.trainer.checkpoints import load_state
 from pipeline.trainer.state import Progress, tensors_of
 from tests.trainer.sharding import crew
 
@@ -42,8 +43,16 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Callable[[int], Any]:
-    """Return a function that runs all cases on a number of ranks, once."""
-    return functools.cache(lambda world_size: crew.start(folder, world_size))
+    """Return a function that runs all cases on a number of ranks, once, also if they fail."""
+    started = set[int]()
+
+    @functools.cache
+    def run(world_size: int) -> Any:
+        assert world_size not in started, "the ranks have failed in an earlier test"
+        started.add(world_size)
+        return crew.start(folder, world_size)
+
+    return run
 
 
 @pytest.mark.parametrize(("world_size", "name"), CASES)

@@ -15,9 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 from pipeline.config.sections import ModelConfig
 from pipeline.models import chunked_log_probs
 from pipeline.models.log_probs import action_log_probs
+from pipeline.models.weights.shards import Shard
 from pipeline.trainer.sharding import reduction
-from pipeline.trainer.sharding.models import inside, load_actor_shards
+from pipeline.trainer.sharding.models import inside, load_actor_shards, shards_of
 from tests.support import tiny
+from tests.support.adapted_reference import reference_log_probs
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(3, 15).reshape(2, 6) % tiny.VOCABULARY_SIZE
@@ -85,11 +87,40 @@ def test_without_gradients_nothing_stays_gathered(tmp_path: Path, alone: None) -
     assert [group.is_sharded for group in groups if group is not None] == [True] * 5
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("elements", [2**26, 3 * tiny.VOCABULARY_SIZE])
+def test_an_adapter_of_the_head_counts_in_log_probs_and_learns(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch, tied: bool, elements: int
+) -> None:
+    monkeypatch.setattr(chunked_log_probs, "CHUNK_ELEMENTS", elements)
+    base = tiny.llama(tie_word_embeddings=tied)
+    base.save_pretrained(tmp_path)
+    lora = ModelConfig(lora_rank=2, lora_alpha=4, lora_targets=["lm_head", "q_proj"])
+    model = load_actor_shards(tmp_path, dtype="float32", device=CPU, world_size=1, lora=lora)
+    draws = torch.Generator().manual_seed(3)
+    adapters = {name: torch.randn(shard.shape, generator=draws) * 0.3 for name, shard in adapter_shards(model).items()}
+    for name, shard in adapter_shards(model).items():
+        shard.local.copy_(adapters[name])
+    expected = reference_log_probs(base, adapters, 2.0, TOKENS.tolist())
+
+    found = inside(model, lambda: action_log_probs(model, TOKENS, torch.ones_like(TOKENS), 5))
+    found.sum().backward()
+
+    torch.testing.assert_close(found.detach(), torch.tensor(expected), atol=1e-4, rtol=0)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert gradients.keys() == adapters.keys()
+    assert all(gradient is not None and bool(gradient.full_tensor().any()) for gradient in gradients.values())
+
+
+def adapter_shards(model: torch.nn.Module) -> dict[str, Shard]:
+    return shards_of(model, published=True)
+
+
 def test_gradients_are_reduced_in_the_memory_that_holds_them(alone: None) -> None:
     gradients, sums = torch.randn(10), torch.empty(10)
     given = gradients.clone()
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         reduction.ReductionInPlace()(sums, given, dist.group.WORLD, dist.ReduceOp.SUM)
 
     assert torch.equal(sums, gradients)

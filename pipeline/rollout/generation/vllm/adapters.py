@@ -3,8 +3,8 @@
 vLLM computes W x + (alpha / rank) B A x as worker and trainer do, unmerged: in bfloat16 most changes of a merged W
 would be lost, and each version would need a second copy of the base to start from. Every request names the one adapter.
 
-vLLM leaves an adapter out whose layer it does not know, and copies one that is too small into a part of its place: each
-version is compared with the layers of the engine, and at the first one of given names all values are read back.
+vLLM leaves an adapter out whose layer it does not know, and copies one that is too small into a part of its target:
+each version is compared with the layers of the engine, and at the first one of given names all values are read back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 
 from pipeline.errors import WeightsMismatchError
 from pipeline.models.lora import PEFT_PREFIX
-from pipeline.rollout.generation.vllm.places import fills
+from pipeline.rollout.generation.vllm.targets import fills
 
 ADAPTER = 1
 """vLLM's number of the adapter."""
@@ -38,8 +38,8 @@ class Adapters:
     """The adapters of a vLLM worker.
 
     Args:
-        worker_manager: vLLM's, of the worker; the slot gets an adapter that changes nothing.
-        rank: Of the adapters.
+        worker_manager: The vLLM worker's LoRA manager; the slot gets an adapter that changes nothing.
+        rank: Rank of the adapters.
         alpha: Their weight is alpha / rank.
         targets: The last part of the names of the adapted layers.
     """
@@ -107,7 +107,7 @@ class Adapters:
                 (layer.lora_b, module.lora_b_stacked, 1),
             ):
                 parts = zip(_each(given), _each(held), strict=True)
-                if not all(part is None or fills(part, place[slot, 0], rank_axis) for part, place in parts):
+                if not all(part is None or fills(part, target[slot, 0], rank_axis) for part, target in parts):
                     raise WeightsMismatchError(f"the adapter of {name} is not that of the engine's layer")
 
 

@@ -20,20 +20,24 @@ import vllm._custom_ops as custom_operators
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from pipeline.models.weights.places import TensorPlace
+from pipeline.models.loading import load_tokenizer
+from pipeline.models.weights.tensor_specs import TensorSpec
+from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.vllm.adapters import ADAPTER, least_rank
 from pipeline.rollout.generation.vllm.packed import PackedMatrices
 from pipeline.rollout.generation.vllm.step_progress import StepProgress
+from pipeline.rollout.generation.vllm.token_versions import TokenVersions, extend
 from pipeline.rollout.generation.vllm.vision import arguments_of, prompt_of, register
 from pipeline.rollout.generation.vllm.wire import Ended, Row, Settings, Stepped, Submit, Updated
 
 _EXTENSION = "pipeline.rollout.generation.vllm.weights.FeedsWeights"
 _FETCH_ATTEMPTS = 16
-# Of this build of vLLM.
+# Whether this build of vLLM has oneDNN.
 _PACKS = custom_operators._supports_onednn
 # Numbers of rows for which a packed matrix keeps its kernel.
 _CACHED_SHAPES = 32
@@ -71,7 +75,7 @@ class Core:
     """The engine: vLLM, and the requests in hand.
 
     Attributes:
-        version: Of the weights; -1 for those of the directory.
+        version: Version of the weights; -1 for the weights of the directory.
         taken: Requests submitted so far.
     """
 
@@ -126,6 +130,9 @@ class Core:
             pack = functools.partial(custom_operators.create_onednn_mm, primitive_cache_size=_CACHED_SHAPES)
             self._packed = PackedMatrices(model, pack, custom_operators.onednn_mm)
         self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._directory = settings.directory
+        self._tokenizer: Any = None
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._requests: dict[int, _Request] = {}
         self._rows: dict[str, tuple[int, int, _Growing | None]] = {}
         self._ended: list[Ended] = []
@@ -137,7 +144,9 @@ class Core:
         self._prefix_hits = 0
         self.version = -1
         self.taken = 0
-        self._engine.set_weight_version(str(self.version))
+        # vLLM 0.27 is told a version, and its outputs have none.
+        keeps = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
+        self._versions = TokenVersions(self._engine if keeps else None, self.version)
 
     @property
     def cache_tokens(self) -> int:
@@ -161,7 +170,7 @@ class Core:
         self.taken += 1
         self._tokens_in += len(submit.prompt) * len(submit.seeds)
         single = [sequence[0] for sequence in submit.stop_sequences if len(sequence) == 1]
-        watched = any(len(sequence) > 1 for sequence in submit.stop_sequences)
+        watched = any(len(sequence) > 1 for sequence in submit.stop_sequences) or bool(submit.stop_strings)
         prompt: Any = TokensPrompt(prompt_token_ids=submit.prompt)
         if submit.images is not None:
             prompt = prompt_of(submit.prompt, submit.images)
@@ -193,6 +202,7 @@ class Core:
                 self._engine.abort_request(request.names, internal=True)
                 for row in range(len(request.rows)):
                     self._rows.pop(f"{key}:{row}", None)
+                    self._versions.drop(f"{key}:{row}")
         self._progress.drop(self._live_tokens())
         dropped = set(keys)
         self._ended = [ended for ended in self._ended if ended.key not in dropped]
@@ -210,7 +220,8 @@ class Core:
         Raises:
             RuntimeError: If the scheduler stays paused.
         """
-        if not self._engine.wake_up():
+        # Older ones return None (0.27).
+        if self._engine.wake_up() is False or self._engine.is_sleeping():
             raise RuntimeError("vLLM did not wake all of its memory")
 
     def step(self) -> bool:
@@ -231,7 +242,7 @@ class Core:
             if growing is not None:
                 self._grow(key, row, growing, completion, finished=output.finished)
             elif output.finished:
-                spans = [(int(span.version), span.start, span.end) for span in completion.weight_versions or ()]
+                spans = self._versions.ended(output.request_id, completion)
                 stopped = completion.finish_reason == "stop"
                 self._put(key, row, Row(
                     list(completion.token_ids), _floats(completion.logprobs), stopped, spans,
@@ -258,6 +269,15 @@ class Core:
 
     def _live_tokens(self) -> int:
         return sum(request.num_output_tokens for request in self._scheduler.requests.values())
+
+    def _generated(self) -> dict[str, int]:
+        """Return the tokens so far of each row that is not watched: the watched ones keep spans of their own."""
+        names = {name: f"{key}:{row}" for key, held in self._requests.items() for row, name in enumerate(held.names)}
+        return {
+            row: request.num_output_tokens
+            for name, request in self._scheduler.requests.items()
+            if (row := names.get(name, "")) in self._rows and self._rows[row][2] is None
+        }
 
     def _newly_preempted(self) -> int:
         """Return the responses that lost their place in the cache since the last call."""
@@ -290,7 +310,7 @@ class Core:
             age = None
         raise UpdateError("engine", f"no whole version of the weights in {_FETCH_ATTEMPTS} attempts")
 
-    def take(self, path: str, places: list[TensorPlace], version: int) -> Updated:
+    def take(self, path: str, places: list[TensorSpec], version: int) -> Updated:
         """Take tensors out of a file, as weights of a version.
 
         Raises:
@@ -320,7 +340,7 @@ class Core:
         self._newly_preempted()
         self._progress.look(self._live_tokens(), 0)
         self._progress.drop(self._live_tokens())
-        self._engine.set_weight_version(str(self.version))
+        self._versions.update(self.version, self._generated())
         return Updated(self.version, fingerprint, history, time.monotonic() - started)
 
     def _grow(self, key: int, row: int, growing: _Growing, completion: Any, *, finished: bool) -> None:
@@ -331,15 +351,26 @@ class Core:
             growing.token_ids.append(token)
             if completion.logprobs is not None:
                 growing.log_probs.append(float(completion.logprobs.logprobs[place]))
-            if cut := any(growing.token_ids[-len(stop) :] == stop for stop in request.submit.stop_sequences):
+            if cut := self._stops(request.submit, growing.token_ids):
                 break
-        _extend(growing.spans, self.version, before, len(growing.token_ids))
+        extend(growing.spans, self.version, before, len(growing.token_ids))
         if cut and not finished:
             self._engine.abort_request([request.names[row]], internal=True)
         if cut or finished:
             stopped = cut or completion.finish_reason == "stop"
             log_probs = growing.log_probs if request.submit.log_probs else None
             self._put(key, row, Row(growing.token_ids, log_probs, stopped, growing.spans))
+
+    def _stops(self, submit: Submit, token_ids: list[int]) -> bool:
+        if any(token_ids[-len(stop) :] == stop for stop in submit.stop_sequences):
+            return True
+        if not submit.stop_strings:
+            return False
+        strings = tuple(submit.stop_strings)
+        if strings not in self._stop_strings:
+            self._tokenizer = self._tokenizer or load_tokenizer(self._directory)
+            self._stop_strings[strings] = StopStrings(strings, self._tokenizer)
+        return self._stop_strings[strings].completed_by(token_ids) is not None
 
     def _put(self, key: int, row: int, ended: Row) -> None:
         request = self._requests[key]
@@ -350,13 +381,6 @@ class Core:
         if len(rows) == len(request.rows):
             del self._requests[key]
             self._ended.append(Ended(key, rows))
-
-
-def _extend(spans: list[tuple[int, int, int]], version: int, start: int, end: int) -> None:
-    if spans and spans[-1][0] == version:
-        spans[-1] = version, spans[-1][1], end
-    elif end > start:
-        spans.append((version, start, end))
 
 
 def _floats(found: Any) -> list[float] | None:

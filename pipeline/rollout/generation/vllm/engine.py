@@ -12,13 +12,14 @@ sampling at temperature 1.
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from pipeline.errors import (
     WeightsMismatchError,
 )
 from pipeline.models.lora import adapted_layers
+from pipeline.progress import Telemetry
 from pipeline.rollout.generation.interface import (
     Completed,
     EngineCounts,
@@ -50,8 +52,8 @@ from pipeline.rollout.generation.interface import (
 from pipeline.rollout.generation.vllm import memory, wire
 from pipeline.rollout.generation.vllm.images import put as put_images
 from pipeline.rollout.generation.vllm.images import sight_of
-from pipeline.rollout.progress import with_numbers
 from pipeline.runtime.lifeline import PARENT_VARIABLE
+from pipeline.runtime.link import Link
 from pipeline.storage.card_turns import inherited
 from pipeline.storage.weights_header import Age
 
@@ -59,7 +61,7 @@ _PROCESS = "pipeline.rollout.generation.vllm.process"
 _INSTALL = "RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
 _MAX_ROWS = 256
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-# Of CUDA, for vLLM's batch-invariant kernels.
+# The least CUDA capability of vLLM's batch-invariant kernels.
 _LEAST_CAPABILITY = (8, 0)
 _CPU_CACHE_BYTES = 1 << 30
 _POLL_S = 0.05
@@ -71,37 +73,80 @@ _LEAST_TEMPERATURE = 0.01
 _R = TypeVar("_R", wire.Ready, wire.Updated, wire.Paused, wire.Slept, wire.Woken)
 
 
+def refuse_missing() -> None:
+    """Refuse an environment without vLLM.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f'rollout.engine: "vllm" is not installed here: {_INSTALL}')
+
+
 def new_engine(
-    actor: Any, *, directory: Path, device: Any, on_progress: Callable[[], None], config: Config
+    actor: Any,
+    *,
+    directory: Path,
+    device: Any,
+    telemetry: Telemetry,
+    config: Config,
+    begun: EngineProcess | None = None,
 ) -> VllmEngine:
     """Make the vLLM engine of a worker; see `pipeline.rollout.generation.engines.EngineFactory`.
+
+    Args:
+        actor: As there, like the arguments up to `config`.
+        directory: The actor's.
+        device: The worker's.
+        telemetry: As there.
+        config: The instance's.
+        begun: The engine's process, if it has begun.
 
     Raises:
         ConfigError: If vLLM is not installed, cannot load the model, or has too little memory for one row.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f'rollout.engine: "vllm" is not installed here: {_INSTALL}')
+    lora, sight = lora_of(actor, config.model.lora_rank), sight_of(actor)
+    begun = begun or EngineProcess(_settings(config, directory, device), threads=config.rollout.threads)
+    settings = msgspec.structs.replace(begun.settings, lora=lora, sight=sight)
+    return VllmEngine(settings, process=begun, telemetry=telemetry)
+
+
+def begin(config: Config, device: torch.device) -> EngineProcess | None:
+    """Return the process of a worker's engine, which imports vLLM while the worker loads its models.
+
+    None for another engine, and with `rollout.sleep`: there the process inherits the turn on the card, which the worker
+    takes after its models are loaded.
+
+    Raises:
+        ConfigError: If vLLM is not installed.
+    """
+    if config.rollout.engine != "vllm" or config.rollout.sleep:
+        return None
+    return EngineProcess(_settings(config, Path(config.model.actor), device), threads=config.rollout.threads)
+
+
+def _settings(config: Config, directory: Path, device: torch.device) -> wire.Settings:
+    """Return the settings of an engine, without those of its model.
+
+    Raises:
+        ConfigError: If vLLM is not installed, or cannot sleep here.
+    """
+    refuse_missing()
     on_cpu = device.type == "cpu"
     if on_cpu and config.rollout.sleep:
         raise ConfigError('rollout.sleep: "vllm" sleeps on GPUs alone, and this worker has none')
-    return VllmEngine(
-        wire.Settings(
-            str(directory),
-            dtype=config.model.dtype,
-            on_cpu=on_cpu,
-            max_length=config.lengths.row,
-            max_rows=config.rollout.inference_batch_size or _MAX_ROWS,
-            cache_bytes=config.rollout.cache_bytes or (_CPU_CACHE_BYTES if on_cpu else 0),
-            log_level=config.daemon.log_level,
-            log_json=config.daemon.log_format == "json",
-            title=f"{setproctitle.getproctitle()} vllm",
-            lora=lora_of(actor, config.model.lora_rank),
-            sight=sight_of(actor),
-            sleeps=config.rollout.sleep,
-            batch_invariant=_is_batch_invariant(config, device),
-        ),
-        threads=config.rollout.threads,
-        on_progress=on_progress,
+    return wire.Settings(
+        str(directory),
+        dtype=config.model.dtype,
+        on_cpu=on_cpu,
+        max_length=config.lengths.row,
+        max_rows=config.rollout.inference_batch_size or _MAX_ROWS,
+        cache_bytes=config.rollout.cache_bytes or (_CPU_CACHE_BYTES if on_cpu else 0),
+        log_level=config.daemon.log_level,
+        log_json=config.daemon.log_format == "json",
+        title=f"{setproctitle.getproctitle()} vllm",
+        sleeps=config.rollout.sleep,
+        batch_invariant=_is_batch_invariant(config, device),
     )
 
 
@@ -119,6 +164,30 @@ def lora_of(actor: Any, rank: int) -> wire.Lora | None:
     return wire.Lora(rank, next(iter(scales.values())) * rank, sorted(scales))
 
 
+class EngineProcess:
+    """The process of an engine. It imports vLLM and waits for its settings: until then it takes no memory of the card.
+
+    Attributes:
+        settings: Settings of its start.
+        link: The link to it.
+        child: The process itself.
+    """
+
+    def __init__(self, settings: wire.Settings, *, threads: int = 1) -> None:
+        """Start it, with as many threads of its numeric libraries."""
+        ours, theirs = socket.socketpair()
+        self.settings = settings
+        self.link: Link[wire.Report] = Link(ours, wire.reports)
+        with contextlib.closing(theirs):
+            self.child = _started(theirs, settings, threads)
+
+    def close(self) -> None:
+        """End it."""
+        self.link.close()
+        self.child.kill()
+        self.child.wait()
+
+
 class VllmEngine:
     """An `Engine` (`pipeline.rollout.generation.interface`).
 
@@ -128,16 +197,20 @@ class VllmEngine:
     """
 
     def __init__(
-        self, settings: wire.Settings, *, threads: int = 1, on_progress: Callable[..., None] = lambda: None
+        self,
+        settings: wire.Settings,
+        *,
+        process: EngineProcess | None = None,
+        telemetry: Telemetry = Telemetry.none(),
     ) -> None:
-        """Start the process and wait until it is ready.
+        """Hand the process its settings and wait until it is ready.
 
         Args:
-            settings: Of the process: directory and dtype of the model, `max_length` tokens of a row, `max_rows` that
+            settings: For the process: directory and dtype of the model, `max_length` tokens of a row, `max_rows` that
                 run at a time, `cache_bytes` of the key-value cache (0: what the card has left).
-            threads: Threads of its numeric libraries.
-            on_progress: Called during the start and at each report of steps with progress, with the tokens sampled
-                since the start if its signature has `tokens`.
+            process: Begun with these settings but those of the model, and closed with the engine; None for a new one.
+            telemetry: Told of progress during the start and at each report of steps with progress, with the tokens
+                sampled since the start.
 
         Raises:
             ConfigError: If vLLM cannot load the model, or has too little memory for one row.
@@ -145,7 +218,7 @@ class VllmEngine:
         """
         self.deterministic = settings.batch_invariant
         self._settings = settings
-        self._on_progress = with_numbers(on_progress)
+        self._telemetry = telemetry
         # By a number of their own: a late report of a cancelled request must not end one that has its key now.
         self._keys: dict[int, int] = {}
         self._completed: list[Completed] = []
@@ -156,12 +229,13 @@ class VllmEngine:
         self._version = -1
         # Messages after one that raised an error wait here.
         self._inbox: collections.deque[wire.Report] = collections.deque()
-        ours, theirs = socket.socketpair()
-        self._link: wire.Link[wire.Report] = wire.Link(ours, wire.reports)
-        self._process = _started(theirs, settings, threads)
-        theirs.close()
+        self._process = process or EngineProcess(settings)
+        self._link = self._process.link
         try:
-            ready = self._answer(wire.Ready, on_wait=on_progress)
+            # One that has failed says why.
+            with contextlib.suppress(OSError, EOFError):
+                self._link.send(settings)
+            ready = self._answer(wire.Ready, beats=True)
         except BaseException:
             self.close()
             raise
@@ -171,7 +245,7 @@ class VllmEngine:
     @property
     def pid(self) -> int:
         """Process id of the engine."""
-        return self._process.pid
+        return self._process.child.pid
 
     @property
     def load(self) -> EngineLoad:
@@ -224,6 +298,7 @@ class VllmEngine:
                 not filtered and (sampling.do_sample or sampling.temperature == 1),
                 images,
                 request.prompt_log_probs,
+                [] if sampling.stop_strings is None else list(sampling.stop_strings.strings),
             )
         )
 
@@ -254,7 +329,7 @@ class VllmEngine:
 
         Args:
             path: The weights file (`pipeline.models.weights.store`).
-            age: Of the version; None for the newest.
+            age: Age of the version; None for the newest.
 
         Returns:
             The age of the version that the engine computes with from the next step on, its fingerprint verified.
@@ -273,7 +348,7 @@ class VllmEngine:
 
         Args:
             actor: The actor's state dict under Hugging Face's names.
-            version: Of these weights; None for the one after the present.
+            version: Version of these weights; None for the one after the present.
         """
         version = self._version + 1 if version is None else version
         tensors = {name: tensor.detach() for name, tensor in actor.items()}
@@ -306,9 +381,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the process."""
-        self._link.close()
-        self._process.kill()
-        self._process.wait()
+        self._process.close()
         self._keys.clear()
         self._completed.clear()
         while self._rows_not_taken:
@@ -349,13 +422,17 @@ class VllmEngine:
                     answers.append(message)
         return answers
 
-    def _answer(self, kind: type[_R], *, on_wait: Callable[[], None] = lambda: None) -> _R:
-        """Wait for the answer to an order. Only hang detection bounds the wait: large weights take their time."""
+    def _answer(self, kind: type[_R], *, beats: bool = False) -> _R:
+        """Wait for the answer to an order. Only hang detection bounds the wait: large weights take their time.
+
+        With `beats` the wait counts as progress.
+        """
         while True:
             for answer in self._receive(_CALL_S):
                 if isinstance(answer, kind):
                     return answer
-            on_wait()
+            if beats:
+                self._telemetry.progress()
 
     def _stepped(self, report: wire.Stepped) -> None:
         self._report = report
@@ -365,7 +442,7 @@ class VllmEngine:
             # Cancelled ones are not in hand any more.
             if (key := self._keys.pop(ended.key, None)) is not None:
                 self._completed.append(Completed(key, tuple(_response(row) for row in ended.rows)))
-        self._on_progress(rows_done=0, rows=0, tokens=report.tokens_out)
+        self._telemetry.progress(tokens=report.tokens_out)
 
     def _let_go_of_first(self) -> None:
         """Close the images of the first request, which the process has taken over, or never will."""
@@ -375,7 +452,7 @@ class VllmEngine:
 
     def _death(self) -> RlhfdError:
         try:
-            code = self._process.wait(_KILL_S)
+            code = self._process.child.wait(_KILL_S)
         except subprocess.TimeoutExpired:
             return RlhfdError("engine vllm: its process has closed the link and does not end; the log may say why")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -417,7 +494,7 @@ def _started(theirs: socket.socket, settings: wire.Settings, threads: int) -> su
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",
-        # Its records go through this package's handler.
+        # vLLM's records go through this package's handler.
         "VLLM_CONFIGURE_LOGGING": "0",
         _BATCH_INVARIANT: str(int(settings.batch_invariant)),
     }

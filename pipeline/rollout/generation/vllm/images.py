@@ -35,7 +35,7 @@ def put(prompt: Sequence[int], vision: VisionRows, sight: wire.Sight | None) -> 
     """Copy the images of a prompt into memory of their own.
 
     Args:
-        prompt: Its tokens; those of an image stand in one run.
+        prompt: Tokens of the prompt; the tokens of an image stand in one run.
         vision: One row.
         sight: The model's.
 

@@ -8,31 +8,31 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from pipeline.models.weights.places import TensorPlace, tensor_places, tensor_views
+from pipeline.models.weights.tensor_specs import TensorSpec, tensor_specs, tensor_views
 
 
-def put(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, list[TensorPlace]]:
+def put(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, list[TensorSpec]]:
     """Copy tensors into a file in memory.
 
     Args:
-        name: Of the file, as lists of open files show it.
+        name: Name of the file, as lists of open files show it.
         tensors: At least one, by name.
 
     Returns:
-        The file's descriptor, and the places of the tensors. The caller closes the descriptor once the other process
+        The file's descriptor, and the tensors in it. The caller closes the descriptor once the other process
         has mapped the file, which then lives as long as these tensors.
     """
-    places = tensor_places(tensors)
+    specs = tensor_specs(tensors)
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, places[-1].offset + max(places[-1].nbytes, 1))
+        os.ftruncate(descriptor, specs[-1].offset + max(specs[-1].nbytes, 1))
         memory = mmap.mmap(descriptor, 0)
-        for key, view in tensor_views(memoryview(memory), places).items():
+        for key, view in tensor_views(memoryview(memory), specs).items():
             view.copy_(tensors[key])
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, places
+    return descriptor, specs
 
 
 def path_of(descriptor: int) -> str:
@@ -40,8 +40,8 @@ def path_of(descriptor: int) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def mapped(path: str, places: Sequence[TensorPlace]) -> dict[str, Tensor]:
+def mapped(path: str, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     """Return the tensors of a file, without a copy."""
     with open(path, "rb") as file:
         memory = memoryview(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE))
-    return tensor_views(memory, places)
+    return tensor_views(memory, specs)

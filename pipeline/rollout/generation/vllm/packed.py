@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of vLLM, whose class of a head is derived from it.
+# vLLM's class, from which its class of a head is derived.
 _EMBEDDING = "VocabParallelEmbedding"
 
 _Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]

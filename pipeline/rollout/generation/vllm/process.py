@@ -1,5 +1,7 @@
 """The process of a vLLM engine: a `Core`, and a loop that takes orders and steps while a request is in hand.
 
+It imports vLLM before it gets the settings of its model, and takes no memory of the card until then.
+
 It ends with the worker: by SIGKILL from the kernel at the worker's death, or when the worker's end of the link is
 closed. Its output goes into the worker's log.
 """
@@ -13,14 +15,15 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 from pipeline.storage.card_turns import keep_inherited
 
 if TYPE_CHECKING:
     from pipeline.rollout.generation.vllm.core import Core
-    from pipeline.rollout.generation.vllm.wire import Failed, Link, Order, Settings
+    from pipeline.rollout.generation.vllm.wire import Failed, Order, Settings
+    from pipeline.runtime.link import Link
 
 _IDLE_S = 1.0
 _REPORT_S = 0.1
@@ -29,7 +32,12 @@ log = logging.getLogger(__name__)
 
 
 def main(descriptor: int, settings_json: str) -> None:
-    """Run the engine until the worker closes the link."""
+    """Run the engine until the worker closes the link.
+
+    Args:
+        descriptor: Of the link.
+        settings_json: Settings as they are before the worker has loaded its models, as JSON.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     # Workers of vLLM that this process starts die with it (`pipeline.rollout.generation.vllm.weights`).
@@ -38,7 +46,9 @@ def main(descriptor: int, settings_json: str) -> None:
     import msgspec
     import setproctitle
 
-    from pipeline.rollout.generation.vllm.wire import Failed, Link, Ready, Settings, orders
+    from pipeline.errors import LinkEndedError
+    from pipeline.rollout.generation.vllm.wire import Failed, Ready, Settings, orders
+    from pipeline.runtime.link import Link
     from pipeline.telemetry import log as log_settings
 
     settings = msgspec.json.decode(settings_json, type=Settings)
@@ -47,19 +57,21 @@ def main(descriptor: int, settings_json: str) -> None:
     # The start of vLLM alone has a dozen warnings, none of which its user can act on.
     _set_levels(settings, logging.ERROR)
     link = Link(socket.socket(fileno=descriptor), orders)
-    started = time.monotonic()
     try:
-        core = _core(settings)
+        core = _core(link)
+    except LinkEndedError:
+        # The worker's models could not be loaded.
+        return
     # Any error of vLLM: its message is the worker's.
     except Exception as error:
         log.exception("the engine did not start")
         link.send(_refusal(error))
         return
     _set_levels(settings, logging.WARNING)
-    link.send(Ready(time.monotonic() - started, core.cache_tokens, core.vocabulary))
+    link.send(Ready(core.cache_tokens, core.vocabulary))
     try:
         _serve(core, link)
-    except EOFError:
+    except LinkEndedError:
         # The worker has closed the link.
         return
     except Exception as error:
@@ -67,12 +79,19 @@ def main(descriptor: int, settings_json: str) -> None:
         link.send(Failed("engine", _one_line(error)))
 
 
-def _core(settings: Settings) -> Core:
+def _core(link: Link[Order]) -> Core:
+    started = time.monotonic()
     from pipeline.rollout.generation.vllm.core import Core
 
     # vLLM imports Ray where it is installed, which adds fields of its own to each record.
     logging.setLogRecordFactory(logging.LogRecord)
-    return Core(settings)
+    imports_s = time.monotonic() - started
+    while not (messages := link.receive(_IDLE_S)):
+        pass
+    told = time.monotonic()
+    core = Core(cast("Settings", messages[0]))
+    log.info("vLLM has started: imports_s=%.1f engine_s=%.1f", imports_s, time.monotonic() - told)
+    return core
 
 
 def _set_levels(settings: Settings, level: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs.engine import mm_input
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal.inputs import (
@@ -55,8 +56,8 @@ def register(kind: str) -> None:
         },
     )
 
-    def without_files(self: Any, info: Any, dummy_inputs: Any) -> None:
-        self.info, self.dummy_inputs, self.data_parser = info, dummy_inputs, None
+    def without_files(self: Any, info: Any, dummy_inputs: Any, *, cache: Any = None) -> None:
+        self.info, self.dummy_inputs, self.cache, self.data_parser = info, dummy_inputs, cache, None
 
     def embed_input_ids(self: Any, input_ids: Tensor, *images: Any, **masks: Any) -> Tensor:
         # The embeddings of images replace those of their tokens.
@@ -74,12 +75,15 @@ def register(kind: str) -> None:
 
 def arguments_of(max_length: int) -> dict[str, Any]:
     """Return vLLM's arguments for a registered model; a row has fewer images than tokens."""
-    return {
+    arguments: dict[str, Any] = {
         "skip_mm_profiling": True,
         "mm_processor_cache_gb": 0,
-        "mm_device_do_normalize": False,
         "limit_mm_per_prompt": {"image": max_length},
     }
+    # Older ones never normalize on the device.
+    if "mm_device_do_normalize" in {field.name for field in dataclasses.fields(EngineArgs)}:
+        arguments["mm_device_do_normalize"] = False
+    return arguments
 
 
 def prompt_of(tokens: list[int], images: Images) -> Any:

@@ -5,7 +5,7 @@ Each maps the weights file itself and copies its own part.
 
 At the first update with given names every element of every parameter is marked before the copy, and a mark that is left
 over afterwards is a stale parameter: vLLM's loader alone reports the names that it met, and counts a fused parameter of
-which one part is missing. This update also shows the place of each tensor (`places`): further ones are copied there
+which one part is missing. This update also shows the target of each tensor (`targets`): further ones are copied there
 block by block, with the fingerprint taken on the way. Adapters are small: they are copied and verified first, then
 replaced (`adapters`), so that a torn version never reaches the engine.
 """
@@ -21,10 +21,10 @@ import msgspec
 import torch
 
 from pipeline.errors import WeightsError, WeightsMismatchError
-from pipeline.models.weights.places import TensorPlace
 from pipeline.models.weights.store import WeightsReader
+from pipeline.models.weights.tensor_specs import TensorSpec
 from pipeline.rollout.generation.vllm.memory import mapped
-from pipeline.rollout.generation.vllm.places import watched
+from pipeline.rollout.generation.vllm.targets import watched
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 
 if TYPE_CHECKING:
@@ -95,17 +95,17 @@ class FeedsWeights:
             else:
                 found = reader.feed(load, age=age)
                 if known is None:
-                    places = {f"{_ACTOR}{name}": place for name, place in (self._rlhfd_learned or {}).items()}
-                    self._rlhfd_places = _identity(path), self._rlhfd_addresses(), places
+                    targets = {f"{_ACTOR}{name}": target for name, target in (self._rlhfd_learned or {}).items()}
+                    self._rlhfd_targets = _identity(path), self._rlhfd_addresses(), targets
         except WeightsMismatchError as error:
             return "mismatch", str(error), (0, 0, 0)
         except (WeightsError, OSError) as error:
             return ("torn" if begun else "version"), str(error), (0, 0, 0)
         return "", "", (found.version, found.fingerprint, found.history)
 
-    def rlhfd_take(self, path: str, places: bytes) -> Outcome:
+    def rlhfd_take(self, path: str, specs: bytes) -> Outcome:
         """Load tensors that lie in a file."""
-        tensors = mapped(path, msgspec.msgpack.decode(places, type=list[TensorPlace]))
+        tensors = mapped(path, msgspec.msgpack.decode(specs, type=list[TensorSpec]))
         try:
             if self._rlhfd_adapters is not None:
                 self._rlhfd_adapters.replace(_copies(tensors))
@@ -125,8 +125,8 @@ class FeedsWeights:
         return known[1]
 
     def _rlhfd_known(self, path: str) -> Mapping[str, torch.Tensor] | None:
-        """Return the places of a file's tensors; {} if the loader has to place them, None if that is not known."""
-        known: tuple[_Identity, list[int], Mapping[str, torch.Tensor]] | None = getattr(self, "_rlhfd_places", None)
+        """Return the targets of a file's tensors; {} if the loader has to place them, None if that is not known."""
+        known: tuple[_Identity, list[int], Mapping[str, torch.Tensor]] | None = getattr(self, "_rlhfd_targets", None)
         if known is None or known[:2] != (_identity(path), self._rlhfd_addresses()):
             return None
         return known[2]
@@ -139,7 +139,7 @@ class FeedsWeights:
 
         Args:
             tensors: The actor's, by name.
-            learn: Whether to look for their places.
+            learn: Whether to look for their targets.
 
         Raises:
             WeightsMismatchError: If a tensor is of another model, or a parameter is not covered.

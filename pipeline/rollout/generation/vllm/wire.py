@@ -1,23 +1,16 @@
-"""Messages between a worker and the process of its vLLM engine, and the socket that carries them.
+"""Messages between a worker and the process of its vLLM engine.
 
-The worker sends requests and orders, the engine answers each order once and reports its steps. A message is msgpack,
-preceded by its length.
+The worker sends the settings, then requests and orders; the engine answers each order once and reports its
+steps.
 """
 
 from __future__ import annotations
 
-import select
-import socket
-import struct
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
-from pipeline.models.weights.places import TensorPlace
-
-_LENGTH = struct.Struct("<Q")
-_READ_BYTES = 1 << 18
-_M = TypeVar("_M")
+from pipeline.models.weights.tensor_specs import TensorSpec
 
 
 class Lora(msgspec.Struct, frozen=True):
@@ -36,8 +29,11 @@ class Sight(msgspec.Struct, frozen=True):
     merge: int
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """Settings of the engine's process; see `pipeline.rollout.generation.vllm.engine` for their meaning."""
+class Settings(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Settings of the engine; see `pipeline.rollout.generation.vllm.engine` for their meaning.
+
+    They are the first message. The process begins with them, too, then without those of the model: `lora`, `sight`.
+    """
 
     directory: str
     dtype: str
@@ -62,18 +58,18 @@ class Images(msgspec.Struct, frozen=True, array_like=True):
         pixels: Their place in it.
         grids: Time, height and width of each image, in patches.
         spots: The first place in the prompt and the number of each image's tokens.
-        hashes: Of each image; equal images have equal ones.
+        hashes: Hash of each image; equal images have equal hashes.
     """
 
     path: str
-    pixels: list[TensorPlace]
+    pixels: list[TensorSpec]
     grids: list[tuple[int, int, int]]
     spots: list[tuple[int, int]]
     hashes: list[str]
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request; each seed is that of one response."""
+    """A request; each seed is that of one response. Stop strings are found by the tokenizer of the model's folder."""
 
     key: int
     prompt: list[int]
@@ -88,6 +84,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     log_probs: bool
     images: Images | None = None
     prompt_log_probs: bool = False
+    stop_strings: list[str] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -107,7 +104,7 @@ class Take(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Take tensors out of a file of no other content."""
 
     path: str
-    places: list[TensorPlace]
+    places: list[TensorSpec]
     version: int
 
 
@@ -128,9 +125,8 @@ class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine is ready: seconds of its start, tokens that its cache holds, and tokens of its model's vocabulary."""
+    """The engine is ready: tokens that its cache holds, and tokens of its model's vocabulary."""
 
-    start_s: float
     cache_tokens: int
     vocabulary: int
 
@@ -165,7 +161,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):
         tokens_in: Tokens of the prompts of all responses taken over, since the engine's start.
         tokens_out: Tokens sampled since the engine's start, those of cancelled requests included.
         prefix_tokens: Prompt tokens of ended responses, since the engine's start.
-        prefix_hits: Of these, the tokens found in the prefix cache.
+        prefix_hits: The part of these tokens that the prefix cache held.
     """
 
     ended: list[Ended]
@@ -211,91 +207,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     message: str
 
 
-Order = Submit | Cancel | Fetch | Take | Pause | Resume | Sleep | Wake
+Order = Settings | Submit | Cancel | Fetch | Take | Pause | Resume | Sleep | Wake
 Report = Ready | Stepped | Updated | Paused | Slept | Woken | Failed
 
 orders = msgspec.msgpack.Decoder(Order)
 reports = msgspec.msgpack.Decoder(Report)
-
-
-class Link(Generic[_M]):
-    """One end of the socket.
-
-    It reads while it writes: two ends that both write would otherwise wait for each other.
-
-    Args:
-        end: A stream socket; closed with the link.
-        decoder: Decodes the messages of the other end.
-    """
-
-    def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[_M]) -> None:
-        end.setblocking(False)
-        self._socket = end
-        self._decoder = decoder
-        self._read = bytearray()
-        self._poll = select.poll()
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Send a message.
-
-        Raises:
-            EOFError: If the other end is closed.
-        """
-        body = msgspec.msgpack.encode(message)
-        data = memoryview(_LENGTH.pack(len(body)) + body)
-        while data:
-            for event in self._wait(select.POLLIN | select.POLLOUT, None):
-                if event & select.POLLIN:
-                    self._take()
-                if event & select.POLLOUT:
-                    data = data[self._socket.send(data) :]
-
-    def receive(self, timeout_s: float) -> list[_M]:
-        """Return the messages that have arrived; without one, wait for it for `timeout_s` at most.
-
-        Raises:
-            EOFError: If the other end is closed and all its messages were returned.
-        """
-        messages: list[_M] = []
-        while True:
-            while (message := self._next()) is not None:
-                messages.append(message)
-            if not self._wait(select.POLLIN, 0.0 if messages else timeout_s):
-                return messages
-            try:
-                self._take()
-            except EOFError:
-                if messages:
-                    return messages
-                raise
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-
-    def _next(self) -> _M | None:
-        if len(self._read) < _LENGTH.size:
-            return None
-        end = _LENGTH.size + _LENGTH.unpack_from(self._read)[0]
-        if len(self._read) < end:
-            return None
-        message = self._decoder.decode(bytes(self._read[_LENGTH.size : end]))
-        del self._read[:end]
-        return message
-
-    def _wait(self, events: int, timeout_s: float | None) -> list[int]:
-        self._poll.register(self._socket, events)
-        ready = self._poll.poll(None if timeout_s is None else 1000.0 * timeout_s)
-        # POLLHUP and POLLERR come unasked: a read finds the end.
-        return [event if event & events else select.POLLIN for _, event in ready]
-
-    def _take(self) -> None:
-        try:
-            data = self._socket.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EOFError("the other end is closed")
-        self._read += data

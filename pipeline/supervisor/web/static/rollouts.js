@@ -138,7 +138,7 @@ function mateOf(response) {
   const parts = Object.entries(response.parts);
   if (parts.length > 1) for (const [name, value] of parts) make("span", "part", `${name.split(":").at(-1)} ${number(value)}`, score);
   if (response.advantages.length === 1) make("span", "", `advantage ${number(response.advantages[0], 2)}`, score);
-  make("span", "", `${response.tokens} tokens${response.stopped ? "" : ", cut at the limit"}`, score);
+  make("span", "", `${response.tokens} tokens${response.stopped ? "" : ", cut at the limit"}${response.stop ? `, ended with ${response.stop}` : ""}`, score);
   const text = make("div", "text", undefined, mate);
   text.dir = "auto";
   // Scrollable elements are focusable anyway; this one also takes the focus when its button is removed.

@@ -1,4 +1,4 @@
-"""Where vLLM is asked for batch invariance; vLLM itself is not needed."""
+"""The cases in which vLLM is asked for batch invariance; vLLM itself is not needed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from pipeline.config.schema import Config
+from pipeline.progress import Telemetry
 from pipeline.rollout.generation.vllm import engine as engines
 from pipeline.rollout.generation.vllm import wire
+from pipeline.runtime.link import Link
 
 
 @pytest.mark.parametrize(
@@ -41,10 +43,11 @@ def test_batch_invariance_is_asked_for_where_it_is_wanted_and_there(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(engines, "VllmEngine", lambda settings, **_: settings)
+    monkeypatch.setattr(engines, "EngineProcess", lambda settings, **_: SimpleNamespace(settings=settings))
     config = Config.model_validate({"rollout": {"engine": "vllm", "deterministic": wanted}})
 
     settings: Any = engines.new_engine(
-        None, directory=Path("model"), device=SimpleNamespace(type=device), on_progress=lambda: None, config=config
+        None, directory=Path("model"), device=SimpleNamespace(type=device), telemetry=Telemetry.none(), config=config
     )
 
     assert settings.batch_invariant is invariant
@@ -58,8 +61,8 @@ def test_its_process_is_told_and_the_engine_is_deterministic_with_it_alone(
 
     def start(command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any) -> Any:
         told.update(env)
-        with contextlib.closing(wire.Link(socket.socket(fileno=os.dup(pass_fds[0])), wire.orders)) as link:
-            link.send(wire.Ready(0.1, 64, 32))
+        with contextlib.closing(Link(socket.socket(fileno=os.dup(pass_fds[0])), wire.orders)) as link:
+            link.send(wire.Ready(64, 32))
         return SimpleNamespace(kill=lambda: None, wait=lambda: 0)
 
     monkeypatch.setattr(subprocess, "Popen", start)

@@ -16,6 +16,7 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, FieldError, RlhfdError, WeightsError, WeightsMismatchError
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
+from pipeline.progress import Telemetry
 from pipeline.rollout.generation.engine_probe import Judging, ModelProbe
 from pipeline.rollout.generation.interface import Request, Sampling, Span
 from pipeline.rollout.generation.vllm import new_engine, wire
@@ -23,6 +24,7 @@ from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.generation.weights import ModelWeights
 from tests.rollout.generation.vllm.models import EOS, finish, log_probs_of, small_llama
 from tests.support.daemon import is_alive, wait_until
+from tests.support.told import Told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -207,26 +209,24 @@ def test_the_load_counts_what_runs_what_waits_and_the_free_cache(engine):
 
 
 def test_the_heartbeat_is_called_for_steps_with_progress_and_not_while_paused(directory, engine):
-    beats = []
-    before = engine._on_progress
-    engine._on_progress = lambda **numbers: beats.append(engine.load)
+    told, before = Told(), engine._telemetry
+    engine._telemetry = told
 
     engine.pause()
     engine.submit(request(room=300, eos_token_ids=()))
     for _ in range(10):
         assert engine.step() == []
-    assert beats == []
+    assert told.beats == []
     engine.resume()
     finish(engine, 1)
-    assert len(beats) >= 2
-    engine._on_progress = before
+    assert len(told.beats) >= 2
+    engine._telemetry = before
 
 
 @pytest.mark.parametrize("stop_sequences", [(), ((44, 45, 46),)])
 def test_tokens_are_told_as_they_are_sampled_and_a_cancelled_request_takes_none_back(engine, stop_sequences):
-    told = []
-    before = engine._on_progress
-    engine._on_progress = lambda *, rows_done, rows, tokens: told.append(tokens)
+    told, before = [], engine._telemetry
+    engine._telemetry = SimpleNamespace(progress=lambda *, tokens: told.append(tokens))
     (first,) = run(engine, request(room=8)).values()
     start = told[-1] - sum(len(response.token_ids) for response in first)
 
@@ -244,7 +244,7 @@ def test_tokens_are_told_as_they_are_sampled_and_a_cancelled_request_takes_none_
 
     assert told == sorted(told) and cancelled_at > first_tokens
     assert told[-1] == cancelled_at + sum(len(response.token_ids) for response in last)
-    engine._on_progress = before
+    engine._telemetry = before
 
 
 @pytest.mark.parametrize(
@@ -363,11 +363,11 @@ class Weights:
 
     def __init__(self, folder, engine, first, *, action="resync"):
         self.actor = small_llama(0)
-        self.judged = []
+        self.told = Told()
         tensors = flatten(actor=first.state_dict())
         self.publisher = WeightsPublisher(folder / "weights", tensors, slots=2)
         self.path, self.reader = folder / "weights", None
-        judging = Judging(1e-3, action, lambda verdict, gaps: self.judged.append((verdict, max(gaps))))
+        judging = Judging(1e-3, action, self.told)
         probe = ModelProbe(self.actor, [5, 6, 7], torch.device("cpu"), row_tokens=MAX_LENGTH, judging=judging)
         self.weights = ModelWeights(flatten(actor=self.actor.state_dict()), engine, probe=probe)
 
@@ -392,8 +392,8 @@ def test_an_engine_that_ignores_an_update_is_found_at_that_version(engine, model
     held = Weights(tmp_path, engine, models.first)
     held.take(1, models.first)
     held.take(2, stepped_from(models.first, 1e-4))
-    assert [verdict for verdict, _ in held.judged] == ["ok", "ok"]
-    assert max(gap for _, gap in held.judged) < 1e-3
+    assert [verdict for verdict, _ in held.told.verdicts] == ["ok", "ok"]
+    assert max(max(gaps) for _, gaps in held.told.verdicts) < 1e-3
 
     fetched, updated = engine.fetch_weights, engine.update_weights
     engine.fetch_weights = lambda path, age: age
@@ -404,11 +404,11 @@ def test_an_engine_that_ignores_an_update_is_found_at_that_version(engine, model
     finally:
         engine.fetch_weights, engine.update_weights = fetched, updated
 
-    verdicts = [verdict for verdict, _ in held.judged]
+    verdicts = [verdict for verdict, _ in held.told.verdicts]
     assert verdicts[:2] == ["ok", "ok"] and "ok" not in verdicts[2:] and len(verdicts) == 4
     held.weights.hand_over_again(3)
     held.weights.prove(3)
-    assert held.judged[-1][0] == "ok", "with its updates it passes again"
+    assert held.told.verdicts[-1][0] == "ok", "with its updates it passes again"
 
 
 def test_tokens_and_prefix_hits_are_counted_and_a_killed_engine_raises_one_clear_error(directory, models):
@@ -504,10 +504,16 @@ def test_an_engine_that_sleeps_has_its_memory_of_the_card_free(directory, models
 WORKER = """
 import sys, time, torch
 from pipeline.rollout.generation.vllm import wire
-from pipeline.rollout.generation.vllm.engine import VllmEngine
+from pipeline.rollout.generation.vllm.engine import EngineProcess, VllmEngine
+from pathlib import Path
 import msgspec
 from tests.rollout.generation.vllm.test_engine import request
-engine = VllmEngine(msgspec.json.decode(sys.argv[1], type=wire.Settings))
+from tests.support.daemon import wait_until
+settings = msgspec.json.decode(sys.argv[1], type=wire.Settings)
+begun = EngineProcess(settings)
+maps = Path(f"/proc/{begun.child.pid}/maps")
+wait_until(lambda: "/vllm/_C" in maps.read_text(), 120, "vLLM is imported before the settings are there")
+engine = VllmEngine(settings, process=begun)
 engine.submit(request(room=380, eos_token_ids=()))
 while not engine.load.running:
     engine.step()
@@ -516,7 +522,7 @@ time.sleep(600)
 """
 
 
-def test_the_engine_of_a_killed_worker_is_dead_at_once(directory):
+def test_the_engine_of_a_killed_worker_is_dead_at_once_and_its_start_is_in_the_log(directory, capfd):
     import msgspec
 
     arguments = [sys.executable, "-c", WORKER, msgspec.json.encode(settings(directory)).decode()]
@@ -529,6 +535,8 @@ def test_the_engine_of_a_killed_worker_is_dead_at_once(directory):
         worker.wait()
 
     wait_until(lambda: not is_alive(pid), 60, "the engine is dead")
+    phases = re.search(r"vLLM has started: imports_s=(\S+) engine_s=(\S+)", capfd.readouterr().err)
+    assert phases is not None and all(0.1 <= float(seconds) < 600 for seconds in phases.groups())
 
 
 def configuration(directory, **rollout):
@@ -546,7 +554,7 @@ def configuration(directory, **rollout):
 def test_a_configuration_that_vllm_refuses_is_named_in_one_line(directory, changes, problem):
     with pytest.raises(ConfigError) as raised:
         new_engine(
-            None, directory=directory, device=torch.device("cpu"), on_progress=lambda: None,
+            None, directory=directory, device=torch.device("cpu"), telemetry=Telemetry.none(),
             config=configuration(directory, **changes),
         )  # fmt: skip
 

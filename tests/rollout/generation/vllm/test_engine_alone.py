@@ -44,7 +44,7 @@ def held(task, tmp_path_factory):  # noqa: F811
         }
     )  # fmt: skip
     telemetry, tokenizer = NodeTelemetry(), load_tokenizer(config.model.actor)
-    roller = load_roller(config, tokenizer, telemetry, telemetry.on_row, texts=True, device=CPU)
+    roller = load_roller(config, tokenizer, telemetry, texts=True, device=CPU)
     model = load_actor(task / "model", dtype="float32", device=CPU)
     yield SimpleNamespace(
         roller=roller, weights=roller.weights, model=model, telemetry=telemetry,
@@ -166,7 +166,7 @@ def test_a_version_that_is_overwritten_before_the_engine_has_it_is_left_for_the_
 
 
 def test_an_engine_that_has_taken_another_version_is_given_this_one(held, versions, monkeypatch):
-    """Its version was overwritten during the copy: it says which one it has."""
+    """The engine's version was overwritten during the copy: it says which one it has."""
     versions.publish(1)
     assert versions.take() == 1
     versions.publish(2, 0.03)

@@ -19,6 +19,7 @@ from pipeline.rollout.generation.vllm import engine as engines
 from pipeline.rollout.generation.vllm import images, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.generation.vllm.images import sight_of
+from pipeline.runtime.link import Link
 from tests.rollout.generation.vllm.models import finish, small_vl
 from tests.support import tiny, tiny_vision
 from tests.support.daemon import wait_until
@@ -58,8 +59,8 @@ class Child:
     pid = 0
 
     def __init__(self, end):
-        self.link = wire.Link(end, wire.orders)
-        self.link.send(wire.Ready(0.0, 1000, len(tiny_vision.SYMBOLS)))
+        self.link = Link(end, wire.orders)
+        self.link.send(wire.Ready(1000, len(tiny_vision.SYMBOLS)))
 
     def orders(self):
         return self.link.receive(0.0)
@@ -82,7 +83,9 @@ def apart(monkeypatch):
     def new(sight):
         monkeypatch.setattr(engines, "_started", lambda theirs, settings, threads: Child(theirs.dup()))
         made.append(VllmEngine(settings("nowhere", sight)))
-        return made[-1], made[-1]._process
+        child = made[-1]._process.child
+        assert child.orders() == [settings("nowhere", sight)]
+        return made[-1], child
 
     yield new
     for engine in made:
@@ -316,7 +319,7 @@ print("kept", *found)
 @pytest.mark.vllm
 @pytest.mark.integration
 def test_vllm_keeps_nothing_of_the_images_of_a_version_before(tmp_path):
-    """Its scheduler forgets them; the model's runner would keep them for good."""
+    """The scheduler forgets them; the model's runner would keep them for good."""
     model = small_vl("qwen2_vl", 0)
     model.save_pretrained(tmp_path)
     described = msgspec.json.encode(settings(tmp_path, sight_of(model))).decode()

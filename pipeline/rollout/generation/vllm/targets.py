@@ -1,7 +1,7 @@
-"""The places of published tensors in a model's parameters, learned from one load by the model's own loader.
+"""The targets of published tensors in a model's parameters, learned from one load by the model's own loader.
 
 A loader knows the part of a fused parameter that each tensor fills, and much else: it takes several times as long as a
-copy. `watched` looks on while it loads a version, and returns the places as views of the parameters. Further versions
+copy. `watched` looks on while it loads a version, and returns the targets as views of the parameters. Further versions
 are copied there without the loader.
 """
 
@@ -22,7 +22,7 @@ _CONSTANTS = (_ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.zero_.default)
 def watched(
     load: Callable[[Iterator[tuple[str, Tensor]]], object], sources: Mapping[str, Tensor], parameters: Iterable[Tensor]
 ) -> dict[str, Tensor] | None:
-    """Call a function that loads tensors into parameters, and return the place of each tensor.
+    """Call a function that loads tensors into parameters, and return the target of each tensor.
 
     Args:
         load: The loader: fills all parameters from the named tensors that it is given.
@@ -31,7 +31,7 @@ def watched(
 
     Returns:
         Views of the parameters by name of the tensor that was copied there as it is; tensors that the loader ignores
-        are left out. None if a copy of each tensor to its place does not do all that the loader does: if it computes,
+        are left out. None if a copy of each tensor to its target does not do all that the loader does: if it computes,
         cuts a tensor, or writes a value twice.
     """
     filled = list(parameters)
@@ -39,21 +39,21 @@ def watched(
     with watch:
         load(iter(sources.items()))
     whole = watch.values == sum(parameter.numel() for parameter in filled)
-    return watch.places if whole and watch.copies_alone else None
+    return watch.targets if whole and watch.copies_alone else None
 
 
 class _Watch(TorchDispatchMode):
     """Sees each operation that writes to a parameter.
 
     Attributes:
-        places: Targets of copies, by name of the tensor.
+        targets: Targets of copies, by name of the tensor.
         values: Values written so far, by copies and by constants.
         copies_alone: Whether nothing else has written.
     """
 
     def __init__(self, sources: Mapping[str, Tensor], parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places: dict[str, Tensor] = {}
+        self.targets: dict[str, Tensor] = {}
         self.values = 0
         self.copies_alone = True
         self._names = {_identity(tensor): name for name, tensor in sources.items()}
@@ -62,9 +62,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         result = func(*args, **given)
-        for place, argument in enumerate(func._schema.arguments):
+        for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[place] if place < len(args) else given.get(argument.name)
+                written = args[index] if index < len(args) else given.get(argument.name)
                 for tensor in written if isinstance(written, list | tuple) else [written]:
                     if isinstance(tensor, Tensor) and _storage(tensor) in self._storages:
                         self._wrote(func, tensor, args)
@@ -75,15 +75,15 @@ class _Watch(TorchDispatchMode):
         if func in _CONSTANTS:
             return
         name = self._names.get(_identity(args[1])) if func is _COPY and args[1].shape == target.shape else None
-        if name is None or name in self.places:
+        if name is None or name in self.targets:
             self.copies_alone = False
         else:
-            self.places[name] = target.detach().as_subclass(Tensor)
+            self.targets[name] = target.detach().as_subclass(Tensor)
 
 
-def fills(matrix: Tensor, place: Tensor, rank_axis: int) -> bool:
-    """Return whether a place holds a matrix of an adapter, with room for more in its rank alone."""
-    held = place.narrow(rank_axis, 0, min(matrix.shape[rank_axis], place.shape[rank_axis]))
+def fills(matrix: Tensor, target: Tensor, rank_axis: int) -> bool:
+    """Return whether a target holds a matrix of an adapter, with room for more in its rank alone."""
+    held = target.narrow(rank_axis, 0, min(matrix.shape[rank_axis], target.shape[rank_axis]))
     return held.shape == matrix.shape and torch.equal(held.cpu(), matrix)
 
 

@@ -1,9 +1,9 @@
-"""The places of tensors in a model's parameters, learned from a loader such as vLLM's."""
+"""The targets of tensors in a model's parameters, learned from a loader such as vLLM's."""
 
 import pytest
 import torch
 
-from pipeline.rollout.generation.vllm.places import fills, watched
+from pipeline.rollout.generation.vllm.targets import fills, watched
 
 
 class Fused(torch.nn.Module):
@@ -33,26 +33,26 @@ class Fused(torch.nn.Module):
 
 def tensors(first=0.0):
     shapes = {"q": (2, 3), "k": (3, 3), "embedding": (4, 3), "norm": (3,), "unused": (2,)}
-    return {name: first + place + torch.rand(shape) for place, (name, shape) in enumerate(shapes.items())}
+    return {name: first + number + torch.rand(shape) for number, (name, shape) in enumerate(shapes.items())}
 
 
-def places_in(model, load=None):
+def targets_in(model, load=None):
     with torch.no_grad():
         return watched(load or model.load, tensors(), model.parameters())
 
 
-def test_a_copy_to_the_places_does_what_the_loader_does():
+def test_a_copy_to_the_targets_does_what_the_loader_does():
     torch.manual_seed(0)
     model, by_loader = Fused(), Fused()
-    places = places_in(model)
+    targets = targets_in(model)
     others = tensors(first=10.0)
 
-    for name, place in places.items():
-        place.copy_(others[name])
+    for name, target in targets.items():
+        target.copy_(others[name])
 
     by_loader.load(others.items())
-    assert places.keys() == {"q", "k", "embedding", "norm"}
-    assert {name: place.shape for name, place in places.items()} == {name: others[name].shape for name in places}
+    assert targets.keys() == {"q", "k", "embedding", "norm"}
+    assert {name: target.shape for name, target in targets.items()} == {name: others[name].shape for name in targets}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, by_loader.get_parameter(name)), name
 
@@ -94,17 +94,17 @@ class ThroughAnother(Fused):
 
 @pytest.mark.parametrize("model", [Computes, Converts, Cuts, Twice, LeavesOut, ThroughAnother])
 def test_a_loader_that_does_more_than_copy_each_tensor_to_one_place_is_found(model):
-    assert places_in(model()) is None
+    assert targets_in(model()) is None
 
 
 @pytest.mark.parametrize(("rows", "columns", "rank_axis"), [(3, 6, 0), (6, 3, 1)], ids=["A", "B"])
 def test_a_place_holds_an_adapters_matrix_of_its_size_with_more_room_in_the_rank_alone(rows, columns, rank_axis):
-    place = torch.zeros(8, 6) if rank_axis == 0 else torch.zeros(6, 8)
+    target = torch.zeros(8, 6) if rank_axis == 0 else torch.zeros(6, 8)
     matrix = torch.rand(rows, columns)
-    place[:rows, :columns] = matrix
+    target[:rows, :columns] = matrix
 
-    assert fills(matrix, place, rank_axis)
-    assert not fills(matrix[:, :-1], place, 0) and not fills(matrix[:-1], place, 1), "of a smaller layer"
-    assert not fills(torch.rand(9, 6) if rank_axis == 0 else torch.rand(6, 9), place, rank_axis), "of a larger rank"
-    place[0, 0] += 1
-    assert not fills(matrix, place, rank_axis)
+    assert fills(matrix, target, rank_axis)
+    assert not fills(matrix[:, :-1], target, 0) and not fills(matrix[:-1], target, 1), "of a smaller layer"
+    assert not fills(torch.rand(9, 6) if rank_axis == 0 else torch.rand(6, 9), target, rank_axis), "of a larger rank"
+    target[0, 0] += 1
+    assert not fills(matrix, target, rank_axis)

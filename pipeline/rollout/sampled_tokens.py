@@ -1,42 +1,8 @@
-"""Progress of long work: a heartbeat, with the numbers for `rlhfd status` and `rlhfd top` where they are known.
-
-`SampledTokens` counts response tokens as they are sampled.
-"""
+"""Response tokens, counted as they are sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
-
-from pipeline.models.inputs import accepted_keywords
-
-
-class ReportsProgress(Protocol):
-    """A heartbeat with numbers."""
-
-    def __call__(self, *, rows_done: int, rows: int, tokens: int | None = None) -> None:
-        """Report progress.
-
-        Args:
-            rows_done: Rows of the call that are finished.
-            rows: Rows of the call.
-            tokens: Tokens sampled so far by the call, or by the engine since its start; None if the call samples none.
-        """
-
-
-def with_numbers(on_progress: Callable[..., None]) -> ReportsProgress:
-    """Return a callback that takes the numbers of `ReportsProgress`, from one that may take no argument.
-
-    Args:
-        on_progress: Called with those of the numbers that its signature has.
-    """
-    taken = accepted_keywords(on_progress, {"rows_done": 0, "rows": 0, "tokens": None}).keys()
-
-    def report(*, rows_done: int, rows: int, tokens: int | None = None) -> None:
-        numbers = {"rows_done": rows_done, "rows": rows, "tokens": tokens}
-        on_progress(**{name: numbers[name] for name in taken})
-
-    return report
 
 
 class SampledTokens:

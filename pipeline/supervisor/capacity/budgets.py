@@ -1,4 +1,4 @@
-"""Each place of a run: what it needs there, and the keys that lower it."""
+"""The memory of a run, on each card, in /dev/shm and on the host: room, need, and the keys that lower the need."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 from pipeline.config.advice import toml
 from pipeline.config.conflicts import conflicts
 from pipeline.config.model_files import has_images
-from pipeline.config.plan import DAEMON_BYTES, Models, Terms, needs, process_bytes
+from pipeline.config.plan import DAEMON_BYTES, ENGINE_TERMS, Models, Terms, card_bytes, needs, process_bytes
 from pipeline.config.schema import Config
 from pipeline.supervisor.capacity.machine import SHM, Machine
-from pipeline.supervisor.placement import place
+from pipeline.supervisor.placement import assign
 
 _REMEDIES = (
     ("rollout.sleep", True),
@@ -32,12 +32,11 @@ _REMEDIES = (
 """Changes that lower the memory, those first that change training least."""
 
 _OF_A_STEP = ("gradients", "activations of a micro-batch", "logits", "gathered layers and root")
-_OF_AN_ENGINE = ("weights of the engine", "KV cache")
-"""Terms of a rank that has stepped, and of a worker whose engine sleeps, that are free then."""
+"""Terms that are free of a rank that has stepped."""
 
 
-class Place(NamedTuple):
-    """One place and what a run needs there, in bytes."""
+class Budget(NamedTuple):
+    """A memory or disk: its room and the need of a run, in bytes."""
 
     name: str
     terms: Terms
@@ -50,7 +49,7 @@ class Place(NamedTuple):
 
     @property
     def holds_ranks(self) -> bool:
-        """Whether a trainer rank is in it."""
+        """Whether a trainer rank needs some of it."""
         return any(term.startswith("trainer ") for term in self.terms)
 
     @property
@@ -59,8 +58,8 @@ class Place(NamedTuple):
         return max(self.total_bytes - self.capacity_bytes, 0)
 
 
-def places_of(config: Config, models: Models, machine: Machine) -> list[Place]:
-    """Return every place and what the run needs there.
+def budgets_of(config: Config, models: Models, machine: Machine) -> list[Budget]:
+    """Return the budget of each kind of card, of /dev/shm and of the host's memory.
 
     Raises:
         ConfigError: If there are fewer GPUs than ranks.
@@ -68,16 +67,16 @@ def places_of(config: Config, models: Models, machine: Machine) -> list[Place]:
     on_cards = machine.gpus > 0
     found = needs(config, models, on_cards=on_cards)
     cards: dict[str, list[str]] = {}
-    roles = place(config, [str(gpu) for gpu in range(machine.gpus)], [])
+    roles = assign(config, [str(gpu) for gpu in range(machine.gpus)], [])
     for (role, index), where in roles.items():
         # The models of a cluster's workers are on its other machines.
         if role == "trainer" or config.cluster.engine == "local":
             cards.setdefault(where.gpu, []).append(f"{role} {index}")
-    places, seen = [], set()
+    budgets, seen = [], set()
     host = {"processes without their models": DAEMON_BYTES + sum(process_bytes(config, role) for role, _ in roles)}
     for gpu, names in cards.items():
-        terms = {f"{name}: {term}": nbytes for name in names
-                 for term, nbytes in (found.rank if name.startswith("trainer") else found.worker).items()}  # fmt: skip
+        of_role = {"trainer": found.rank, "rollout": found.worker}
+        terms = {f"{name}: {term}": nbytes for name in names for term, nbytes in of_role[name.split()[0]].items()}
         host |= {f"{name}: {term}": nbytes for name in names if name.startswith("rollout")
                  for term, nbytes in found.worker_host.items()}  # fmt: skip
         if not gpu:
@@ -87,6 +86,8 @@ def places_of(config: Config, models: Models, machine: Machine) -> list[Place]:
             # With adapters an engine that sleeps has its weights in host memory.
             host |= {f"{name}: weights of the engine": found.worker["weights of the engine"]
                      for name in names if name.startswith("rollout")}  # fmt: skip
+        beside = {role: card_bytes(config, role, its) for role, its in of_role.items()}
+        terms |= {f"{name}: {term}": nbytes for name in names for term, nbytes in beside[name.split()[0]].items()}
         # Models pass through host memory to a card, those of all processes at the same time.
         host |= {f"{name}: load": found.rank_load if name.startswith("trainer") else found.worker_load
                  for name in names}  # fmt: skip
@@ -95,10 +96,10 @@ def places_of(config: Config, models: Models, machine: Machine) -> list[Place]:
             seen.add(kinds)
             alike = sum(tuple(name.split()[0] for name in others) == kinds for others in cards.values())
             phase, terms = _largest_phase(config, kinds, terms)
-            places.append(Place(f"GPU of {' and '.join(names)} ({alike} like it){phase}", terms, machine.gpu_bytes))
-    places.append(Place(SHM, found.shared, machine.shm_bytes))
+            budgets.append(Budget(f"GPU of {' and '.join(names)} ({alike} like it){phase}", terms, machine.gpu_bytes))
+    budgets.append(Budget(SHM, found.shared, machine.shm_bytes))
     shared = {f"/dev/shm: {name}": nbytes for name, nbytes in found.shared.items()}
-    return [*places, Place("host memory", {**shared, **host}, machine.ram_bytes)]
+    return [*budgets, Budget("host memory", {**shared, **host}, machine.ram_bytes)]
 
 
 def _largest_phase(config: Config, kinds: tuple[str, ...], terms: Terms) -> tuple[str, Terms]:
@@ -107,7 +108,7 @@ def _largest_phase(config: Config, kinds: tuple[str, ...], terms: Terms) -> tupl
         return "", terms
     step, rollouts = (
         {term: nbytes for term, nbytes in terms.items() if term.partition(": ")[2] not in free}
-        for free in (_OF_AN_ENGINE, _OF_A_STEP)
+        for free in (ENGINE_TERMS, _OF_A_STEP)
     )
     found = max((step, ", while the trainer steps"), (rollouts, ", while the engine is awake"), key=_phase_bytes)
     return found[1], found[0]
@@ -139,7 +140,7 @@ def remedies(config: Config, models: Models, machine: Machine) -> list[str]:
 
 
 def _lacking(config: Config, models: Models, machine: Machine) -> int:
-    return sum(place.lacks_bytes for place in places_of(config, models, machine))
+    return sum(budget.lacks_bytes for budget in budgets_of(config, models, machine))
 
 
 def _effect(missing: int) -> str:

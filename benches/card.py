@@ -1,0 +1,251 @@
+"""`bin/card`: rlhfd on the card of this machine, in parts, each a process of its own with a deadline.
+
+A part that fails or is late is a row of the table and exit code 1; the others run all the same. A part is ended with
+SIGTERM, so that it ends its own processes in order, then with SIGKILL. No process and no shared memory is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benches.__main__ import BENCHES
+from benches.card_parts import LONGEST_ROW, MODEL, NEW_TOKENS, PARTS, write_model
+from benches.card_row import Place, Row
+from benches.measure import descendants
+from benches.report import RESULTS, ROOT, Section, Table, merge
+from pipeline.runtime.lifeline import adopt_orphans, reap_orphans
+from pipeline.runtime.lock import shm_directory
+from pipeline.supervisor.placement import visible_gpus
+
+_GRACE_S = 30.0
+_ORPHANS_S = 5.0
+_MODEL_S = 60.0
+_SHM = Path("/dev/shm")
+_TEXT = """*tests*: the tests that need a GPU. *embedded*: the embedded task, with SIGKILL of a worker, the trainer, the
+buffer and a worker again. *transformers*, *vllm*: a run on a random model of Qwen2.5-0.5B's shape with each engine that
+is installed, {new} tokens a response; memory is what the card has in use beside what it had before. *train*: steps on
+ragged rows of the same model, up to {longest} tokens, padded and packed. *publish*: weights through shared memory,
+against page-locked memory of the card. All figures of a run are those of its own metrics."""
+
+
+Report = Mapping[str, Sequence[Row]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts that are named, all by default; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="bin/card",
+        description="Run rlhfd on this machine's card and print a table; all parts together write benches/RESULTS.md.",
+        epilog="SMALL=1 bin/card    all of it on a CPU, small; nothing is written",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--part", nargs=2, metavar=("NAME", "PLACE"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.part:
+        return _be_part(options.part[0], json.loads(options.part[1]))
+    if unknown := [name for name in options.names if name not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}, only {', '.join(PARTS)}")
+    small = bool(os.environ.get("SMALL"))
+    device = "" if small else _card()
+    if not small and not device:
+        print("bin/card: PyTorch finds no card here; SMALL=1 bin/card runs all of it on a CPU", file=sys.stderr)
+        return 1
+    adopt_orphans()
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rlhfd-card-") as folder:
+        # A SIGTERM ends the parts as an interrupt does.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        try:
+            found = _all(options.names or list(PARTS), Path(folder), device, small=small)
+        finally:
+            left = _end_orphans(os.getpid(), within_s=_ORPHANS_S)
+    report = {name: rows for name, rows in found.items() if rows}
+    if left:
+        report["all parts"] = [Row("processes that were left", str(len(left)), failed=", ".join(left))]
+    section = _section(report, device)
+    print("\n".join(section.tables[0].lines()), flush=True)
+    if not (small or options.names or os.environ.get("CI")):
+        write(RESULTS, section, took_s=time.monotonic() - began_s)
+    failed = [name for name, rows in report.items() if any(row.failed for row in rows)]
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def write(results: Path, section: Section, *, took_s: float) -> None:
+    """Put the section of a card into a results file, in place of an earlier one of the same card."""
+    before = results.read_text() if results.exists() else ""
+    results.write_text(
+        merge(
+            before, [(section.heading, section.markdown(took_s=took_s, command="bin/card"))], (*BENCHES, section.name)
+        )
+    )
+
+
+def _section(report: Report, device: str) -> Section:
+    rows = [
+        (name, row.figure, row.measured, row.against, f"FAILED: {row.failed}" if row.failed else "")
+        for name, found in report.items()
+        for row in found
+    ]
+    cells = [tuple(" ".join(cell.replace("|", "/").split()) for cell in row) for row in rows]
+    text = " ".join(_TEXT.format(new=NEW_TOKENS[1], longest=f"{LONGEST_ROW[1]:,}").split())
+    table = Table(("part", "figure", "measured", "against", "failed"), cells)
+    return Section("card", "rlhfd on a card", text, [table], device)
+
+
+def _card() -> str:
+    """Return the name of the first card, found by another process: this one opens none."""
+    program = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    return found.stdout.strip()
+
+
+def _all(names: Sequence[str], folder: Path, device: str, *, small: bool) -> dict[str, list[Row]]:
+    """Run parts, one after the other, but those together that are not timed; return their rows."""
+    found: dict[str, list[Row]] = {name: [] for name in (MODEL, *names)}
+
+    def part(name: str) -> None:
+        place = Place(folder / name, folder / MODEL, device, small)
+        place.folder.mkdir()
+        print(f"==> {name}", file=sys.stderr, flush=True)
+        began_s = time.monotonic()
+        words = json.dumps({**dataclasses.asdict(place), "folder": str(place.folder), "model": str(place.model)})
+        command = [sys.executable, "-m", "benches.card", "--part", name, words]
+        found[name] = run_part(command, place, PARTS[name].deadline_s if name in PARTS else _MODEL_S)
+        print(f"==> {name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+
+    untimed = [name for name in names if not PARTS[name].is_timed]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=3) as pool:
+        # The model is made beside them, too.
+        needs_model = any(PARTS[name].needs_model for name in names)
+        list(pool.map(part, [*untimed, *([MODEL] if needs_model else [])]))
+    for name in names:
+        if PARTS[name].is_timed:
+            part(name)
+    return found
+
+
+def run_part(command: Sequence[str], place: Place, deadline_s: float, *, grace_s: float = _GRACE_S) -> list[Row]:
+    """Run a part as a process; return its rows, and that of its failure. Nothing that it has started is left.
+
+    Args:
+        command: The command of the part, which prints a line of JSON for each row.
+        place: Where the part runs; its output is beside that folder.
+        deadline_s: Most seconds that it may take.
+        grace_s: Seconds between SIGTERM and SIGKILL if it takes longer.
+    """
+    before = set(_SHM.iterdir())
+    log = place.folder.with_suffix(".log")
+    told = place.folder.with_suffix(".rows")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": _path(), "TRANSFORMERS_VERBOSITY": "error"}
+    # A single card, whose memory is compared with the plan.
+    environment["CUDA_VISIBLE_DEVICES"] = next(iter(visible_gpus(os.environ)), "") if place.device else ""
+    late = False
+    with log.open("wb") as output, told.open("wb") as rows:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=rows, stderr=output, cwd=ROOT, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            _end(process, grace_s)
+            _remove_shared_memory(place.folder, before)
+    found = [Row(**json.loads(line)) for line in told.read_text().splitlines() if line.startswith("{")]
+    if late:
+        found.append(Row("the part itself", failed=f"not done within {deadline_s:g} s; {_last(log)}"))
+    elif process.returncode and not any(row.failed for row in found):
+        found.append(Row("the part itself", failed=f"exit code {process.returncode}; {_last(log)}"))
+    if any(row.failed for row in found):
+        sys.stderr.write(f"{place.folder.name}:\n{log.read_text(errors='replace')[-4000:]}\n")
+    return found
+
+
+def _path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _last(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][-300:] if lines else "it printed nothing"
+
+
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """End a part, in order if it does so in time, and every process that it has started."""
+    family = descendants(process.pid)
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=grace_s)
+        family |= descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _end_orphans(pid: int, *, within_s: float) -> list[str]:
+    """Kill the descendants of a process that do not end by themselves in time; return their commands."""
+    deadline_s, left = time.monotonic() + within_s, []
+    while descendants(pid) and time.monotonic() < deadline_s:
+        reap_orphans(())
+        time.sleep(0.05)
+    for one in descendants(pid):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{one}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            os.kill(one, signal.SIGKILL)
+            # A dead process that waits for its parent has no command.
+            left += [command[:100]] if command else []
+    return left
+
+
+def _remove_shared_memory(folder: Path, before: set[Path]) -> None:
+    """Remove what a killed part has left: the folders of its daemons, and those of benchmarks."""
+    own = {shm_directory(path) for path in folder.rglob("run")}
+    for path in set(_SHM.iterdir()) - before:
+        if path in own or path.name.startswith("rlhfd-bench-"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _be_part(name: str, words: Mapping[str, str]) -> int:
+    """Run a part in this process; print a line of JSON for each of its rows."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    place = Place(Path(words["folder"]), Path(words["model"]), str(words["device"]), bool(words["small"]))
+    # What a library prints must not be between the rows.
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    failed = False
+    try:
+        rows: Iterator[Row] = write_model(place) if name == MODEL else PARTS[name].rows(place)
+        for row in rows:
+            failed |= bool(row.failed)
+            print(json.dumps(dataclasses.asdict(row)), file=told, flush=True)
+    except Exception as error:  # noqa: BLE001 - a part that fails is a row
+        traceback.print_exc()
+        row = Row("the part itself", failed=f"{type(error).__name__}: {str(error)[-300:]}")
+        print(json.dumps(dataclasses.asdict(row)), file=told, flush=True)
+        return 1
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""The parts of `bin/card`. A further part is a function that yields rows, and its line in `PARTS`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import json
+import random
+import signal
+import statistics
+import string
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benches.card_row import Place, Row
+from benches.card_run import CardRun
+from benches.measure import Sample, figure, interleaved
+from benches.report import ROOT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MODEL = "model"
+NEW_TOKENS = 16, 256
+LONGEST_ROW = 64, 1024
+"""Tokens of a response and of the longest row of a batch: of `SMALL=1`, and on a card."""
+
+_QWEN_05B = {
+    "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+_TINY = _QWEN_05B | {
+    "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+_PAD, _EOS = 0, 1
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PROMPT_TOKENS = 64
+_TESTS_S = 160.0
+_KILLED = ("rollout", "trainer", "buffer", "rollout")
+# A quarter of 40 steps of 256 rows has a mean reward with a deviation of .02; it rises by .15.
+_LEARNS_BY = 0.03
+_REWARD = """def score(input_ids, attention_mask, *, response_start, **_):
+    return float(input_ids[response_start] % 5)
+"""
+
+
+class Part(NamedTuple):
+    """A part.
+
+    Attributes:
+        rows: Runs it; yields a row as soon as it is known.
+        deadline_s: Most seconds that it may take on a card; all of them together are below ten minutes.
+        is_timed: Whether it needs the card for itself.
+        needs_model: Whether it uses the random model.
+    """
+
+    rows: Callable[[Place], Iterator[Row]]
+    deadline_s: float
+    is_timed: bool = True
+    needs_model: bool = True
+
+
+def tests(place: Place) -> Iterator[Row]:
+    """Run the tests that need a GPU; without one all are skipped."""
+    if importlib.util.find_spec("pytest") is None:
+        yield Row("tests that need a GPU", failed="pytest is not installed here")
+        return
+    listed = subprocess.run(
+        ["grep", "--recursive", "--files-with-matches", "--include=test_*.py", r"mark\.gpu", "tests"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    report = place.folder / "report.xml"
+    # Of the options of pyproject.toml those stay that need no plugin; a library's warning on a card is no failure.
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--override-ini=filterwarnings=default"]
+    command += ["--override-ini=timeout=120"] if importlib.util.find_spec("pytest_timeout") else []
+    command += ["--numprocesses=4"] if place.device and importlib.util.find_spec("xdist") else []
+    process = subprocess.Popen([*command, f"--junitxml={report}", *listed.stdout.split()], cwd=ROOT)
+    try:
+        code = process.wait(_TESTS_S)
+    except subprocess.TimeoutExpired:
+        yield Row("tests that need a GPU", failed=f"not done within {_TESTS_S:g} s")
+        return
+    finally:
+        _stop(process, signal.SIGINT)
+    yield from of_report(report, code)
+
+
+def of_report(report: Path, code: int) -> Iterator[Row]:
+    """Return the rows of a report of pytest (``--junitxml``) and its exit code."""
+    if not report.exists():
+        yield Row("tests that need a GPU", failed=f"pytest ended with {code} before its report")
+        return
+    suite = ElementTree.parse(report).getroot()
+    suite = suite if suite.tag == "testsuite" else suite[0]
+    total, failures, errors, skipped = (
+        int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")
+    )
+    bad = failures + errors
+    counts = f"{total - bad - skipped} passed, {bad} failed, {skipped} skipped"
+    # 5: pytest found none.
+    reason = f"pytest ended with {code}" if bad or code not in (0, 5) or not total else ""
+    yield Row("tests that need a GPU", counts, failed=reason)
+    for case in suite.iter("testcase"):
+        found = [problem for kind in ("failure", "error") for problem in case.findall(kind)]
+        if found:
+            said = (found[0].get("message") or "").splitlines() or [""]
+            yield Row(f"`{case.get('name')}`", failed=said[0][:200])
+
+
+def embedded(place: Place) -> Iterator[Row]:
+    """Run the embedded task, with kills: it learns, its books balance, it ends with 0."""
+    steps = place.size(40, 60)
+    # In the first three quarters: a start takes some steps.
+    kills = {round(steps * (1 + number) * 0.75 / len(_KILLED)): role for number, role in enumerate(_KILLED)}
+    with CardRun(place.folder, {"trainer.max_steps": steps, "daemon.restart_delay_s": 0.1}, kills) as run:
+        run.wait()
+    yield run.ended()
+    yield Row("SIGKILL in this run", ", ".join(run.killed) or "none", failed=_missing(run.left))
+    rewards = [line["reward_mean"] for line in run.lines]
+    if len(rewards) < 4:
+        yield Row("steps", str(len(rewards)), str(steps), failed="too few to learn from")
+        return
+    first, last = (statistics.fmean(part) for part in (rewards[: steps // 4], rewards[-(steps // 4) :]))
+    reason = "" if last > first + _LEARNS_BY else "it has not learned"
+    yield Row("mean reward, first and last quarter of the steps", f"{first:.3f} to {last:.3f}", failed=reason)
+    yield Row("steps, each once", str(len(rewards)), str(steps), failed="" if len(rewards) == steps else "steps differ")
+    yield run.books()
+
+
+def transformers(place: Place) -> Iterator[Row]:
+    """Run the random model with rollouts by transformers."""
+    yield from _engine(place, {"rollout.engine": "transformers"})
+
+
+def vllm(place: Place) -> Iterator[Row]:
+    """Run the random model with rollouts by vLLM, where it is installed."""
+    if importlib.util.find_spec("vllm") is None:
+        yield Row("a run with vLLM", "not installed here")
+        return
+    cache = place.size("64MiB", "8GiB")
+    yield from _engine(place, {"rollout.engine": "vllm", "rollout.cache_bytes": cache})
+
+
+def _engine(place: Place, settings: dict[str, object]) -> Iterator[Row]:
+    steps, rows = place.size(4, 14), place.size(16, 128)
+    place.folder.joinpath("telling.py").write_text(_REWARD)
+    own: dict[str, object] = {
+        "model.actor": place.model, "prompts.path": place.model / "prompts.jsonl", "prompts.template": "none",
+        "rollout.algorithm": "grpo", "rollout.num_generations": place.size(4, 8),
+        "rollout.max_prompt_length": _PROMPT_TOKENS, "rollout.max_new_tokens": place.size(*NEW_TOKENS),
+        "rollout.reward_functions": '["telling:score"]', "rollout.reward_timeout_s": 0, "trainer.max_steps": steps,
+        "buffer.sample_batch_size": rows, "buffer.arena_bytes": place.size("16MiB", "256MiB"),
+        "daemon.startup_timeout_s": 150,
+    }  # fmt: skip
+    with CardRun(place.folder, {**own, **settings}) as run:
+        run.wait()
+    yield run.ended()
+    yield from run.speeds()
+    yield from run.memory(on_card=bool(place.device))
+    yield run.books()
+
+
+def train(place: Place) -> Iterator[Row]:
+    """Take steps on ragged rows, padded and packed."""
+    import torch
+
+    from benches.packing import ragged
+    from benches.sharding import Shape
+    from pipeline.config.schema import Config
+    from pipeline.trainer.learner import Learner
+    from pipeline.trainer.process import whole_models
+
+    device = torch.device("cuda:0" if place.device else "cpu")
+    vocabulary = place.size(_TINY, _QWEN_05B)["vocab_size"]
+    shape = Shape(0, 0, 0, vocabulary, place.size(16, 128), place.size(*LONGEST_ROW))
+    batch = ragged(shape, seed=0)
+    assert batch.attention_mask is not None
+    tokens = int(batch.attention_mask.sum())
+    found: dict[str, Sample] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "padded": {"packing": False}, "packed": {"packing": True},
+        "padded, no checkpoints": {"packing": False, "activation_checkpointing": False},
+        "packed, no checkpoints": {"packing": True, "activation_checkpointing": False},
+    }  # fmt: skip
+    for name, way in ways.items():
+        config = Config.model_validate({
+            "model": {"actor": str(place.model), "dtype": place.size("float32", "bfloat16")},
+            "trainer": {"warmup_steps": 0, "decay_steps": 0, "learning_rate": 1e-6, **way},
+            "rollout": {"max_length": shape.tokens},
+            "buffer": {"sample_batch_size": shape.rows},
+        })  # fmt: skip
+        if place.device:
+            torch.cuda.reset_peak_memory_stats()
+        actor = whole_models(config, device)["actor"]
+        learner = Learner(config.trainer, "grpo", actor, kl_coef=0.01)
+        stats = learner.update([batch])
+
+        def step(learner: Learner = learner) -> float:
+            began_s = time.perf_counter()
+            learner.update([batch])
+            if place.device:
+                torch.cuda.synchronize()
+            return tokens / (time.perf_counter() - began_s)
+
+        found[name] = Sample.of(interleaved({name: step}, place.size(1, 3))[name])
+        peak = f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if place.device else ""
+        finite = all(value == value for value in (stats.loss, stats.gradient_norm))
+        yield Row(
+            f"a step, {name}",
+            f"{found[name]} tokens/s, padding {stats.padding_ratio:.0%}{peak}",
+            f"{figure(found[name].median / found['padded'].median)} times padded",
+            failed="" if finite else f"loss {stats.loss}, gradient norm {stats.gradient_norm}",
+        )
+        del actor, learner, step
+        gc.collect()
+        if place.device:
+            torch.cuda.empty_cache()
+
+
+def publish(place: Place) -> Iterator[Row]:
+    """Publish and fetch weights, against page-locked memory of the card; on a CPU against a plain copy."""
+    from benches import pinned, weights
+
+    sections = (pinned if place.device else weights).run(quick=place.small)
+    for table in sections[0].tables:
+        for first, second, speed, share in table.rows:
+            yield Row(f"{first}: {second}", f"{speed} GB/s" if share else speed, share and f"share {share}")
+
+
+PARTS = {
+    "tests": Part(tests, _TESTS_S + 15, is_timed=False, needs_model=False),
+    "embedded": Part(embedded, 150.0, is_timed=False, needs_model=False),
+    "transformers": Part(transformers, 110.0),
+    "vllm": Part(vllm, 170.0),
+    "train": Part(train, 80.0),
+    "publish": Part(publish, 60.0, needs_model=False),
+}
+"""In the order of the table. The first two run together: 595 s at most."""
+
+
+def write_model(place: Place) -> Iterator[Row]:
+    """Write a random model of Qwen2.5-0.5B's shape with a tokenizer of words, and prompts; no row unless it fails."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        **place.size(_TINY, _QWEN_05B), bos_token_id=None, eos_token_id=_EOS, pad_token_id=_PAD, use_cache=True
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda:0" if place.device else "cpu"):
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(place.folder)
+    _byte_tokenizer().save_pretrained(place.folder)
+    draws = random.Random(0)
+    with place.folder.joinpath("prompts.jsonl").open("w") as file:
+        for _ in range(4096):
+            prompt = "".join(
+                draws.choices(string.ascii_lowercase, k=draws.randint(_PROMPT_TOKENS // 2, _PROMPT_TOKENS))
+            )
+            file.write(json.dumps({"prompt": prompt}) + "\n")
+    yield from ()
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single bytes, made as transformers makes Qwen2's: with that model it takes no other."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {"<pad>": _PAD, "<|endoftext|>": _EOS} | {letter: 2 + place for place, letter in enumerate(letters)}
+    inner = Tokenizer(models.BPE(words, []))
+    inner.normalizer = normalizers.NFC()
+    inner.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<|endoftext|>", padding_side="left"
+    )
+
+
+def _missing(left: Sequence[str]) -> str:
+    return f"not reached: {', '.join(left)}" if left else ""
+
+
+def _stop(process: subprocess.Popen[Any], number: signal.Signals) -> None:
+    if process.poll() is None:
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    if process.poll() is None:
+        process.kill()
+        process.wait()

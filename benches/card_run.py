@@ -1,0 +1,244 @@
+"""One run of `bin/card`: a daemon that is watched from outside, and the figures of its own metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benches.card_row import Row
+from benches.learning import Killer
+from benches.measure import descendants, figure
+from benches.run import rlhfd_command, trace_path
+from pipeline.config.plan import models_of
+from pipeline.config.schema import Config
+from pipeline.errors import RlhfdError
+from pipeline.runtime import lock
+from pipeline.supervisor.capacity import machine
+from pipeline.supervisor.capacity.budgets import budgets_of
+from pipeline.supervisor.gpus import read_once
+from pipeline.supervisor.placement import visible_gpus
+
+_POLL_S = 0.25
+_ANSWER_S = 2.0
+_END_S = 20.0
+_LEFT_OUT = 2
+"""First steps that no speed counts: graphs are captured, kernels loaded."""
+_PHASES = ("forward_s", "backward_s", "reduce_s", "optimizer_s")
+_BOOKS = re.compile(r"experiences: sealed (\d+) = trained (\d+) \+ dropped (\d+).*\+ ready (\d+) \+ leased (\d+)")
+_SERIES = re.compile(r"^(rlhfd_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+class CardRun:
+    """A run; a context manager that ends it. The figures are valid once it has ended.
+
+    Args:
+        folder: Folder of the run, which has modules of rewards.
+        settings: Settings of the run beside those of `benches.run.rlhfd_command`.
+        kills: Processes that are killed, as ``rollout``, by the step at which they are.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, object], kills: Mapping[int, str] | None = None) -> None:
+        self._folder = folder
+        self._runtime_dir = folder / "run"
+        trace_path(folder).parent.mkdir(parents=True)
+        self._settings = {key: value for key, value in settings.items() if key != "trainer.max_steps"}
+        self._steps = int(str(settings["trainer.max_steps"]))
+        self._killer = Killer(self._runtime_dir, {step: f"{role}-0" for step, role in (kills or {}).items()})
+        self._kills = [*(kills or {}).values()]
+        self._began_s = self._ready_s = 0.0
+        self._metrics = ""
+        self._config: Config | None = None
+        self._used_before = _used_before()
+        self._used: dict[str, float] = defaultdict(float)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> CardRun:
+        """Start it."""
+        command = rlhfd_command(self._settings, self._steps)(0, self._folder)
+        self._began_s = time.monotonic()
+        with (self._folder / "output").open("wb") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=self._folder
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it, in order if it does so in time."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def wait(self) -> None:
+        """Wait until it has ended; kill what is due meanwhile."""
+        assert self._process is not None
+        while self._process.poll() is None:
+            self._look()
+            self._killer.at_step(len(self.lines))
+            time.sleep(_POLL_S)
+
+    @property
+    def output(self) -> str:
+        """The output of the run so far."""
+        return (self._folder / "output").read_text(errors="replace")
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of its steps (metrics.jsonl)."""
+        path = trace_path(self._folder)
+        found = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in found if line.endswith("\n")]
+
+    @property
+    def killed(self) -> list[str]:
+        """The processes that were killed."""
+        return self._kills[: len(self._kills) - self._killer.left]
+
+    @property
+    def left(self) -> list[str]:
+        """The processes that were to be killed and were not."""
+        return self._kills[len(self.killed) :]
+
+    def ended(self) -> Row:
+        """Return the row of its end; a run that failed says its last line."""
+        assert self._process is not None
+        code, ready = self._process.returncode, f"ready after {self._ready_s:.1f} s" if self._ready_s else "never ready"
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        reason = f"exit code {code}; {lines[-1][-300:] if lines else 'it printed nothing'}" if code else ""
+        return Row("the run", f"exit code {code}, {ready}", failed=reason)
+
+    def books(self) -> Row:
+        """Return the row of its books."""
+        return books_of(self.output)
+
+    def speeds(self) -> Iterator[Row]:
+        """Return the rows of its speed, the first steps left out."""
+        yield from speeds_of(self.lines)
+        for phase, name in (("publish", "a publish"), ("load", "a fetch by the worker")):
+            if count := self._value("rlhfd_weight_sync_duration_seconds_count", phase=phase):
+                total = self._value("rlhfd_weight_sync_duration_seconds_sum", phase=phase)
+                yield Row(f"{name} of the run", f"{total / count * 1e3:.0f} ms", f"mean of {count:.0f}")
+
+    def memory(self, *, on_card: bool) -> Iterator[Row]:
+        """Return the rows of its memory against `rlhfd plan`: of the card, of its ranks and workers; or of the host."""
+        if self._config is None:
+            yield Row("memory", failed="the run was never reached")
+            return
+        name = "the card" if on_card else "host"
+        budgets = budgets_of(self._config, models_of(self._config), machine.of_processes(os.environ))
+        budget = next(one for one in budgets if one.name.startswith("GPU") == on_card and one.name != machine.SHM)
+        used = self._used[name] - (self._used_before if on_card else 0)
+        share = used / budget.total_bytes
+        reason = f"{share:.0%} of the plan" if on_card and share > 1 else ""
+        yield Row(
+            f"memory of {name}", f"{used / 1e9:.2f} GB",
+            f"planned {budget.total_bytes / 1e9:.2f} GB, {share:.0%} of it",
+            failed=reason,
+        )  # fmt: skip
+        for role in ("trainer", "rollout"):
+            if reserved := self._used[f"{role} reserved"]:
+                planned = sum(count for term, count in budget.terms.items() if term.startswith(role))
+                yield Row(
+                    f"torch's memory in the {role}", f"{reserved / 1e9:.2f} GB reserved", f"planned {planned / 1e9:.2f}"
+                )
+
+    def _look(self) -> None:
+        """Read the metrics; keep the largest memory."""
+        with contextlib.suppress(RlhfdError, OSError, ValueError):
+            record = lock.find(self._runtime_dir)
+            url = f"http://127.0.0.1:{record.port}/metrics"
+            # A proxy has no business with this machine's own address.
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            self._metrics = opener.open(url, timeout=_ANSWER_S).read().decode()
+            if self._config is None:
+                self._config = Config.model_validate_json((Path(record.shm_dir) / "config.json").read_text())
+            if not self._ready_s and self._value("rlhfd_ready"):
+                self._ready_s = time.monotonic() - self._began_s
+            for words, used in re.findall(r"^rlhfd_gpu_memory_used_bytes\{(.*)\} (\S+)$", self._metrics, re.MULTILINE):
+                gpu = dict(re.findall(r'(\w+)="([^"]*)"', words))
+                if _is_the_card(gpu["gpu"], gpu["uuid"]):
+                    self._keep("the card", float(used))
+            for role in ("trainer", "rollout"):
+                self._keep(f"{role} reserved", self._value("rlhfd_torch_memory_bytes", role=role, state="reserved"))
+            self._keep("host", _proportional_bytes(record.pid))
+
+    def _keep(self, name: str, value: float) -> None:
+        self._used[name] = max(self._used[name], value)
+
+    def _value(self, name: str, **labels: str) -> float:
+        return sum(self._values(name, **labels))
+
+    def _values(self, name: str, **labels: str) -> list[float]:
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        found = _SERIES.findall(self._metrics)
+        return [float(value) for key, words, value in found if key == name and all(word in words for word in wanted)]
+
+
+def books_of(output: str) -> Row:
+    """Return the row of a run's books by its output: rows sealed, and where they are."""
+    found = _BOOKS.findall(output)
+    if not found:
+        return Row("the books", failed="the run told none")
+    sealed, *parts = map(int, found[-1])
+    named = " + ".join(
+        f"{count:,} {name}" for count, name in zip(parts, ("trained", "dropped", "ready", "leased"), strict=True)
+    )
+    return Row("rows", f"{sealed:,} sealed", named, failed="" if sealed == sum(parts) else "they do not add up")
+
+
+def speeds_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """Return the rows of the speed of a run's steps, the first ones left out."""
+    steps = lines[_LEFT_OUT - 1 :]
+    if len(steps) < 2:
+        yield Row("steps", str(len(lines)), failed="too few for a speed")
+        return
+    taken_s = steps[-1]["time_unix_s"] - steps[0]["time_unix_s"]
+    rows = sum(step["rows"] for step in steps[1:])
+    responses = sum(step["rows"] * step["response_length_mean_tokens"] for step in steps[1:])
+    yield Row("response tokens/s", figure(responses / taken_s), f"{rows / taken_s:.1f} rows/s")
+    own_s = [sum(step[phase] for phase in _PHASES) for step in steps[1:]]
+    trained = sum(step["tokens_trained"] for step in steps[1:])
+    yield Row(
+        "seconds a step",
+        f"{taken_s / (len(steps) - 1):.3f}",
+        f"{statistics.median(own_s):.3f} in the trainer's passes, {figure(trained / sum(own_s))} tokens/s",
+    )
+
+
+def _used_before() -> int:
+    """Return the memory in use of the card, 0 without one."""
+    return sum(gpu.used_bytes for gpu in read_once() if _is_the_card(str(gpu.index), gpu.uuid))
+
+
+def _is_the_card(index: str, uuid: str) -> bool:
+    """Return whether a GPU is the first of those that this process may use, the only one that a run gets."""
+    first = next(iter(visible_gpus(os.environ)), "")
+    return index == first if first.isdecimal() else bool(first) and uuid.startswith(first)
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return the memory of a process and its descendants; pages that several map count once (Pss)."""
+    total = 0
+    for one in {pid, *descendants(pid)}:
+        with contextlib.suppress(OSError):
+            found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{one}/smaps_rollup").read_text(), re.MULTILINE)
+            total += int(found[1]) * 1024 if found else 0
+    return total

@@ -1,0 +1,90 @@
+"""The receiver of the progress and the events of long work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+
+class Telemetry:
+    """Receives the progress and the events of long work, and drops them; a subclass counts the ones that it shows.
+
+    A process gives one to all of its parts: its metrics, or in front of a gateway
+    `pipeline.rollout.remote.NodeTelemetry`. The work alone calls it: a live thread proves nothing about a GPU that
+    hangs.
+
+    Args:
+        log_texts: Whether the log may quote prompts, responses and answers.
+    """
+
+    def __init__(self, *, log_texts: bool = False) -> None:
+        self.log_texts = log_texts
+
+    @classmethod
+    def none(cls) -> Telemetry:
+        """Return a receiver that drops everything, for a part that nothing watches."""
+        return Telemetry()
+
+    def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
+        """Write a heartbeat: a process without one for `daemon.hang_timeout_s` is killed.
+
+        Args:
+            rows_done: Rows of the call that are finished.
+            rows: Rows of the call; 0 if it does not count them.
+            tokens: Tokens sampled so far by the call, or by the engine since its start; None if the call samples none.
+        """
+
+    def activity(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that counts the time of its block for an activity.
+
+        Args:
+            name: Name of the activity, such as "generate".
+
+        Returns:
+            The context.
+        """
+        return contextlib.nullcontext()
+
+    def phase(self, name: str) -> None:
+        """Write a heartbeat at the begin of a phase of a step.
+
+        Args:
+            name: "forward", "backward", "reduce" or "optimizer".
+        """
+
+    def sampled(self, tokens: int) -> None:
+        """Count the response tokens of ended requests, except for those that `progress` has counted.
+
+        Args:
+            tokens: All tokens of these requests.
+        """
+
+    def scored(self, parts: Sequence[float] | None) -> None:
+        """Record a row's reward, in the order of rows.
+
+        Args:
+            parts: Weighted results of the functions; None for a row without a reward.
+        """
+
+    def reward_errored(self, reason: str) -> None:
+        """Count a row without a reward.
+
+        Args:
+            reason: "timeout", "exception" or "invalid".
+        """
+
+    def out_of_memory(self, during: str) -> None:
+        """Count a call that ran out of the device's memory, and is run again in halves.
+
+        Args:
+            during: "pass" or "generate".
+        """
+
+    def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
+        """Count a probe of the engine.
+
+        Args:
+            verdict: "ok", "gap" or "stale".
+            gaps: Differences of its log-probs, in nats a token.
+        """

@@ -1,0 +1,134 @@
+"""Chat messages in the form that a chat template takes.
+
+A content may be a text or a list of parts, the arguments of a tool call an object or its JSON as a text. A template
+takes one of these forms or both, and prints the other one as Python does, or leaves it out, without an error. So each
+template is asked once, with marked messages, and messages of the other form are converted: nothing in them is changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+from pipeline.prompts.types import JsonValue, Message
+
+_MARK = "q7Wd2"
+_USER: Message = {"role": "user", "content": "x"}
+# Nine letters and digits: some templates take no other one.
+_CALL = "call12345"
+
+
+class ChatForms:
+    """The forms that one chat template takes.
+
+    Args:
+        apply: Renders messages as a text.
+    """
+
+    def __init__(self, apply: Callable[[list[Message]], Any]) -> None:
+        self._apply = apply
+        self._takes: dict[tuple[str, str], bool] = {}
+
+    def adapted(self, messages: list[Message]) -> list[Message]:
+        """Return the messages in the form that the template takes; those that it takes in no form as they are."""
+        return self._without_printed_none([self._with_arguments(self._with_content(message)) for message in messages])
+
+    def _with_content(self, message: Message) -> Message:
+        content, role = message.get("content"), str(message["role"])
+        if isinstance(content, str):
+            if not content or self._shows(role, "text") or not self._shows(role, "parts"):
+                return message
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if (text := text_of(content)) is None or self._shows(role, "parts") or not self._shows(role, "text"):
+            return message
+        return {**message, "content": text}
+
+    def _with_arguments(self, message: Message) -> Message:
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list):
+            return message
+        return {**message, "tool_calls": [self._call_with_arguments(call) for call in calls]}
+
+    def _call_with_arguments(self, call: JsonValue) -> JsonValue:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(inner := call.get("function"), dict):
+            return {**call, "function": self._call_with_arguments(inner)}
+        given = call.get("arguments")
+        if isinstance(given, str):
+            try:
+                found = json.loads(given)
+            except ValueError:
+                return call
+            if not isinstance(found, dict) or self._shows("call", "text") or not self._shows("call", "object"):
+                return call
+            return {**call, "arguments": found}
+        if isinstance(given, dict) and not self._shows("call", "object") and self._shows("call", "text"):
+            return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
+        return call
+
+    def _without_printed_none(self, messages: list[Message]) -> list[Message]:
+        """Return the messages, a null content as an empty text if the template prints it as None."""
+        if all(message.get("content", "") is not None for message in messages):
+            return messages
+        empty = [message if message.get("content", "") is not None else {**message, "content": ""}
+                 for message in messages]  # fmt: skip
+        given, without = self._rendered(messages), self._rendered(empty)
+        prints = without is not None and (given is None or given.count("None") > without.count("None"))
+        return empty if prints else messages
+
+    def _shows(self, role: str, form: str) -> bool:
+        """Return whether the template renders a message, or a call, of this form as it should."""
+        if (role, form) not in self._takes:
+            self._takes[role, form] = self._shows_call(form) if role == "call" else self._shows_content(role, form)
+        return self._takes[role, form]
+
+    def _shows_content(self, role: str, form: str) -> bool:
+        content: JsonValue = _MARK if form == "text" else [{"type": "text", "text": _MARK}]
+        message: Message = {"role": role, "content": content}
+        messages = [message]
+        if role == "assistant":
+            messages = [_USER, message, _USER]
+        elif role in ("system", "developer"):
+            messages = [message, _USER]
+        elif role == "tool":
+            arguments: JsonValue = {} if self._shows("call", "object") else "{}"
+            messages = [_USER, _calling(arguments), {**message, "name": "f", "tool_call_id": _CALL}]
+        text = self._rendered(messages)
+        return text is not None and _MARK in text and f"'{_MARK}'" not in text and f'"{_MARK}"' not in text
+
+    def _shows_call(self, form: str) -> bool:
+        arguments: JsonValue = {"key": _MARK} if form == "object" else json.dumps({"key": _MARK})
+        answer: Message = {"role": "tool", "name": "f", "tool_call_id": _CALL, "content": "y"}
+        text = self._rendered([_USER, _calling(arguments), answer])
+        return text is not None and _MARK in text and '\\"key' not in text and "'key'" not in text
+
+    def _rendered(self, messages: list[Message]) -> str | None:
+        try:
+            text = self._apply(messages)
+        # A template is foreign code.
+        except Exception:  # noqa: BLE001
+            return None
+        return text if isinstance(text, str) else None
+
+
+def _calling(arguments: JsonValue) -> Message:
+    call: JsonValue = {"type": "function", "id": _CALL, "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def text_of(content: object) -> str | None:
+    """Return the text of a content that is a text, or parts that are all texts; None for another one."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        return None
+    texts = [part if isinstance(part, str) else _text_of_part(part) for part in content]
+    return None if None in texts else "".join(cast("list[str]", texts))
+
+
+def _text_of_part(part: object) -> str | None:
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    return None

@@ -1,0 +1,125 @@
+"""A reward model with a tokenizer of its own: each row becomes a text, and the text the token ids of the reward model.
+
+A chat goes through the reward model's own chat template, with the response as the last message; any other row is the
+text of its prompt without special tokens, and its response as reward functions get it. A row that cannot be scored so
+has no reward: NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config.positions import row_limit
+from pipeline.config.schema import Config
+from pipeline.config.vocabularies import NO_IMAGES
+from pipeline.errors import ConfigError, PromptError, RlhfdError
+from pipeline.models.loading import load_reward_model, load_tokenizer, sees_images
+from pipeline.models.reward_model import SequenceReward
+from pipeline.prompts.rendering import Rendering, conversation, rendering_of
+from pipeline.prompts.types import Prompt
+from pipeline.rollout.response_text import ResponseText, hidden_ids, special_ids
+
+log = logging.getLogger(__name__)
+
+
+class OwnTokenizerReward(SequenceReward):
+    """A reward model that gets texts, by its own tokenizer; see `SequenceReward`.
+
+    Args:
+        model: The reward model.
+        tokenizer: The reward model's own.
+        policy_tokenizer: The tokenizer of the rows.
+        text: Decodes responses.
+        rendering: The use of the chat template by the prompts.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, policy_tokenizer: Any, text: ResponseText, rendering: Rendering
+    ) -> None:
+        super().__init__(model)
+        self._tokenizer, self._text = tokenizer, text
+        self._special = special_ids(policy_tokenizer)
+        # The arguments are those of the policy's template.
+        self._rendering = dataclasses.replace(rendering, arguments={})
+        limit = row_limit(model.config.to_dict())
+        self._most_tokens = None if limit is None else limit.tokens
+        self._prompts: list[Prompt] = []
+
+    def begin(self, prompts: Sequence[Prompt], group_size: int) -> None:
+        """Set the prompts of the rows that are scored next, each of `group_size` rows."""
+        self._prompts = [prompt for prompt in prompts for _ in range(group_size)]
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, **row: Any) -> Tensor:
+        """Return the scores of the next rows, ``(B,)`` float32, NaN for a row that cannot be scored.
+
+        Args:
+            input_ids: ``(B, S)`` int64, right-padded, of the policy's tokenizer.
+            attention_mask: ``(B, S)``.
+            **row: `response_start` and `response_end`, ``(B,)`` int64; others are ignored.
+
+        Raises:
+            RlhfdError: If the prompts of these rows are not known.
+        """
+        prompts = self._prompts[: len(input_ids)]
+        if len(prompts) < len(input_ids):
+            raise RlhfdError(f"the prompts of {len(prompts)} of {len(input_ids)} rows are known to the reward model")
+        bounds = zip(row["response_start"].tolist(), row["response_end"].tolist(), strict=True)
+        found = [
+            self._ids(prompt, ids, *bound)
+            for prompt, ids, bound in zip(prompts, input_ids.tolist(), bounds, strict=True)
+        ]
+        missing = torch.tensor([not ids for ids in found])
+        # One token in place of a row without a score.
+        rows = [torch.tensor(ids or [self._tokenizer.pad_token_id]) for ids in found]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._tokenizer.pad_token_id)
+        mask = torch.arange(padded.shape[1]) < torch.tensor([len(ids) for ids in rows]).unsqueeze(1)
+        scores = super().__call__(padded, mask.long())
+        # Only now: a call that runs out of memory is made again.
+        del self._prompts[: len(input_ids)]
+        return scores.masked_fill(missing.to(scores.device), math.nan)
+
+    def _ids(self, prompt: Prompt, ids: list[int], start: int, end: int) -> list[int]:
+        """Return the reward model's ids of a row; empty if it cannot be scored."""
+        try:
+            found = conversation(prompt, self._text(ids[start:end]), self._tokenizer, self._rendering)
+        except PromptError as error:
+            log.warning("a row has no score of model.reward: %s", error.bare)
+            return []
+        if found is None:
+            # Decoded as one: a text's first space may be no part of it.
+            shown = [token for token in ids[:start] if token not in self._special] + ids[start:end]
+            found = list(self._tokenizer(self._text(shown))["input_ids"])
+        if self._most_tokens is not None and len(found) > self._most_tokens:
+            log.warning("a row has no score of model.reward: %s has %d tokens with its response, the model takes %d",
+                        prompt.named, len(found), self._most_tokens)  # fmt: skip
+            return []
+        return found
+
+
+def reward_model_of(config: Config, tokenizer: Any, device: torch.device) -> SequenceReward:
+    """Return the reward model of a configuration that names one.
+
+    Args:
+        config: The configuration.
+        tokenizer: The actor's.
+        device: The device of the weights.
+
+    Raises:
+        ConfigError: If model or tokenizer cannot be loaded, or the actor takes images and the tokenizer is its own.
+    """
+    assert config.model.reward is not None
+    if config.model.reward_tokenizer == "own" and sees_images(config.model.actor):
+        raise ConfigError(f"model.reward_tokenizer: {NO_IMAGES}")
+    reward = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
+    if config.model.reward_tokenizer == "policy":
+        return reward
+    own = load_tokenizer(config.model.reward, field="model.reward")
+    text = ResponseText(tokenizer, hidden_ids(config, tokenizer))
+    return OwnTokenizerReward(reward.model, own, tokenizer, text, rendering_of(config.prompts))

@@ -1,0 +1,66 @@
+"""The import of the libraries that trainer, worker and setup have in common, without packages of no use to them.
+
+transformers imports what is installed beside it, as pandas and pyarrow through scikit-learn. No role uses these, and
+their import takes as long as all else together. They are hidden while the libraries are imported, so transformers takes
+them as not installed for the life of the process; code of the user imports them as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+ROLES: Final = {
+    "trainer": "pipeline.trainer.process",
+    "rollout": "pipeline.rollout.process",
+    "setup": "pipeline.trainer.setup",
+}
+"""Module by role; those that load torch."""
+
+UNUSED: Final = ("pandas", "pyarrow", "scipy", "sklearn", "torchaudio", "torchvision")
+"""Packages that transformers or torch would import."""
+
+# Imported lazily by transformers at their first use; every role uses them.
+_CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor", "PreTrainedTokenizerFast")
+_EMBEDDED = "llama"
+
+
+def load(modules: Iterable[str], model: str) -> None:
+    """Import modules of roles, and the code of the actor's type of model ("" for the embedded one)."""
+    with _hidden(UNUSED):
+        for name in modules:
+            importlib.import_module(name)
+        transformers = importlib.import_module("transformers")
+        for name in _CLASSES:
+            getattr(transformers, name)
+        kind = model_type(model)
+        if importlib.util.find_spec(f"transformers.models.{kind}") is not None:
+            importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+
+
+def model_type(model: str) -> str:
+    """Return the type of a model by its folder's config.json; that of the embedded one if there is none."""
+    try:
+        return str(json.loads((Path(model) / "config.json").read_bytes())["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        # Not made yet, or broken: the role that loads the model reports it.
+        return _EMBEDDED
+
+
+@contextlib.contextmanager
+def _hidden(packages: Iterable[str]) -> Iterator[None]:
+    hidden = [name for name in packages if name not in sys.modules]
+    for name in hidden:
+        # An entry of None: its import fails, and `find_spec` says that it is not installed.
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]

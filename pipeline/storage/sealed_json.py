@@ -1,0 +1,39 @@
+"""JSON records that hold a checksum of their own: a flipped byte is damage, not another value.
+
+A record's last member is ``seal``, the xxh3-64 of all others.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+_SEAL = "seal"
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Return a record as indented JSON, with its seal."""
+    members = msgspec.to_builtins(record)
+    return msgspec.json.format(msgspec.json.encode({**members, _SEAL: _seal_of(members)})) + b"\n"
+
+
+def decode(data: bytes, kind: type[_T]) -> _T:
+    """Return the record that `encode` wrote.
+
+    Raises:
+        msgspec.DecodeError: If it is no such record, or has another seal.
+    """
+    members = msgspec.json.decode(data)
+    if not isinstance(members, dict):
+        raise msgspec.DecodeError("no JSON object")
+    if members.pop(_SEAL, None) != _seal_of(members):
+        raise msgspec.DecodeError("damaged: its seal is not that of its members")
+    return msgspec.convert(members, kind)
+
+
+def _seal_of(members: dict[str, object]) -> str:
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(members))

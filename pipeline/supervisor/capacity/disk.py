@@ -1,0 +1,68 @@
+"""The disk of the state directory: the most that a run writes there, against the room that is left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeline.config.identity import run_dir
+from pipeline.config.plan import Models, Terms, checkpoint_bytes, models_of
+from pipeline.config.schema import Config
+from pipeline.config.types import BUILTIN_PREFIX
+from pipeline.errors import ConfigError
+from pipeline.supervisor.capacity.budgets import Budget, size
+
+_SPOOLS = 3
+"""Arenas on disk at most: the spool, a snapshot, and the next snapshot while it is written."""
+
+
+def disk_budget(config: Config, models: Models, capacity_bytes: int | None = None) -> Budget:
+    """Return the disk of `daemon.state_dir` and the most that a run writes there.
+
+    Args:
+        config: The configuration.
+        models: The sizes of its models.
+        capacity_bytes: Room for the run; None for what is free there, and what the run has there already.
+    """
+    folder = Path(config.daemon.state_dir)
+    terms: Terms = {
+        "spool and snapshots of the arena": _SPOOLS * config.buffer.arena_bytes,
+        "quarantine, samples, log": config.buffer.quarantine_bytes
+        + config.samples.bytes
+        + config.daemon.log_file_bytes,
+    }
+    if config.trainer.kind == "builtin":
+        kept = config.trainer.keep_checkpoints or 1
+        terms = {f"checkpoints, {kept} and the next one": (kept + 1) * checkpoint_bytes(config, models), **terms}
+    if config.trainer.record == "rows":
+        terms["recorded rows"] = config.trainer.record_bytes
+    return Budget(f"disk of {folder}", terms, _room(config) if capacity_bytes is None else capacity_bytes)
+
+
+def disk_notes(config: Config) -> list[str]:
+    """Return a line if a run with a model of its own may fill the disk of `daemon.state_dir`; no line if it fits."""
+    if str(config.model.actor).startswith(BUILTIN_PREFIX):
+        return []
+    try:
+        models = models_of(config)
+    except ConfigError:
+        # Others say so.
+        return []
+    budget = disk_budget(config, models)
+    if not budget.lacks_bytes:
+        return []
+    parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in budget.terms.items() if nbytes)
+    return [
+        f"daemon.state_dir: the {budget.name} has {size(budget.capacity_bytes)} for this run, which may write "
+        f"{size(budget.total_bytes)}: {parts}; lower trainer.keep_checkpoints, or take a larger disk"
+    ]
+
+
+def _room(config: Config) -> int:
+    """Return the bytes that are free for the run, those of its own files included."""
+    folder = Path(config.daemon.state_dir)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    found = os.statvfs(there)
+    own = run_dir(config)
+    held = sum(file.lstat().st_blocks * 512 for file in own.rglob("*") if not file.is_dir()) if own.is_dir() else 0
+    return found.f_bavail * found.f_frsize + held

@@ -1,0 +1,46 @@
+"""Reward functions written for other trainers are known by their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeline.config.user_modules import problem_of_call
+
+
+def trl(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+    return [0.0]
+
+
+def trl_short(completions: Any, answer: Any, **kwargs: Any) -> list[float]:
+    return [0.0]
+
+
+def verl(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> float:
+    return 0.0
+
+
+def openrlhf(queries: Any, prompts: Any, labels: Any) -> float:
+    return 0.0
+
+
+def own(input_ids: Any, attention_mask: Any, *, response: Any, gt_answer: Any, prompts: Any = None, **_: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "trainer"), [(trl, "TRL"), (trl_short, "TRL"), (verl, "verl"), (openrlhf, "OpenRLHF")]
+)
+def test_the_signature_of_another_trainer_is_named_with_that_of_here(
+    function: Callable[..., Any], trainer: str
+) -> None:
+    problem = problem_of_call(function)
+
+    assert problem.startswith(f"has the signature of {trainer} (")
+    assert "(input_ids, attention_mask, *, response, gt_answer, **_)" in problem and "\n" not in problem
+
+
+def test_a_function_of_here_has_no_problem() -> None:
+    assert problem_of_call(own) == ""

@@ -1,0 +1,138 @@
+"""A start whose newest checkpoint, spool, snapshot or record is damaged ends as an undisturbed run, bit for bit."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.runtime.lock import shm_directory
+from pipeline.telemetry.evaluations import FILE_NAME, read_evaluations
+from tests.support.daemon import SMALL, only_run, task, task_settings, telling_reward  # noqa: F401 - a fixture
+from tests.support.serial_runs import SerialRuns
+
+pytestmark = pytest.mark.integration
+STEPS = 7
+# Checkpoints at 2, 3 (of the best evaluation) and 4; a stop after step 5 writes another one.
+ENDS_AFTER = """
+import os, signal, pipeline.serial as serial
+shown = serial._Serial._print_step
+def ending(self, step):
+    shown(self, step)
+    if step == 5:
+        os.kill(os.getpid(), signal.{signal})
+serial._Serial._print_step = ending
+"""
+# The trainer alone finds the damage, after all others have begun.
+UNDECIDED = "import pipeline.runtime.run_folder as folder; folder.RunFolder.settle = lambda *_: None"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    with SerialRuns() as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, task):  # noqa: F811
+    folder = tmp_path_factory.mktemp("settings")
+    held_out = folder / "held-out.jsonl"
+    held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:5]))
+    return (
+        *SMALL, *task_settings(task), "metrics.enabled=false", "buffer.max_staleness=0", "trainer.save_every=2",
+        f"trainer.max_steps={STEPS}", "rollout.algorithm=ppo", "trainer.critic_warmup_steps=1",
+        "buffer.journal_interval_s=0.01", f"evaluation.files=['{held_out}']", "evaluation.every=3",
+    )  # fmt: skip
+
+
+def run_in(runs, folder, settings, *, before=""):
+    folder.mkdir(exist_ok=True)
+    return runs.run(folder, *settings, *telling_reward(folder), before=before)
+
+
+def evaluated(folder):
+    return [(one.version, one.fingerprint) for one in read_evaluations(only_run(folder / "state") / FILE_NAME)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, runs, settings):
+    """The end of an undisturbed run, and its evaluations."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    end = run_in(runs, folder, settings).end
+    assert end[0] == str(STEPS)
+    return end, evaluated(folder)
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory, runs, settings):
+    """A run whose machine has crashed after step 5: its shared memory is lost, a snapshot of its rows is there."""
+    folder = tmp_path_factory.mktemp("crashed")
+    assert run_in(runs, folder, settings, before=ENDS_AFTER.format(signal="SIGKILL")).code == -9
+    shutil.rmtree(shm_directory(folder / "run"))
+    assert read_latest(only_run(folder / "state") / "checkpoints").step == 4
+    assert list(only_run(folder / "state").glob("journal/*"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, runs, settings):
+    """A run stopped after step 5, with a checkpoint of that step and a spool."""
+    folder = tmp_path_factory.mktemp("stopped")
+    stopped = run_in(runs, folder, settings, before=ENDS_AFTER.format(signal="SIGTERM"))
+    assert stopped.code == 0, stopped.output
+    assert read_latest(only_run(folder / "state") / "checkpoints").step == 5
+    assert list(only_run(folder / "state").glob("spool/*"))
+    return folder
+
+
+def flip(path, place=None):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if place is None else place] ^= 4
+    path.write_bytes(content)
+
+
+def flip_weights(run: Path):
+    flip(run / read_newest(run) / "model.safetensors")
+
+
+def flip_weights_without_snapshot(run: Path):
+    flip(run / read_newest(run) / "critic" / "value_head.safetensors", -1)
+    shutil.rmtree(run / "journal")
+
+
+def remove_newest(run: Path):
+    shutil.rmtree(run / read_newest(run))
+
+
+def damage_rows_and_records(run: Path):
+    for path in (*run.glob("spool/*"), run / "checkpoints" / "latest.json", run / "run.json"):
+        flip(path, 40)
+
+
+def read_newest(run):
+    return Path("checkpoints") / read_latest(run / "checkpoints").path
+
+
+CASES = [
+    ("crashed", flip_weights, "", 3),
+    pytest.param("crashed", flip_weights_without_snapshot, "", 3, marks=pytest.mark.variant),
+    pytest.param("crashed", lambda run: flip(next(run.glob("journal/*")), 40), "", 4, marks=pytest.mark.variant),
+    ("crashed", flip_weights, UNDECIDED, 3),
+    ("stopped", remove_newest, "", 4),
+    pytest.param("stopped", flip_weights, UNDECIDED, 4, marks=pytest.mark.variant),
+    ("stopped", damage_rows_and_records, "", 5),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("ended", "damage", "before", "from_step"), CASES)
+def test_a_damaged_run_ends_as_an_undisturbed_one(
+    tmp_path, request, runs, settings, undisturbed, ended, damage, before, from_step
+):
+    shutil.copytree(request.getfixturevalue(ended) / "state", tmp_path / "state")
+    damage(only_run(tmp_path / "state"))
+
+    found = run_in(runs, tmp_path, settings, before=before)
+
+    assert f"resuming: step={from_step} " in found.output
+    assert (found.end, evaluated(tmp_path)) == undisturbed

@@ -1,0 +1,101 @@
+"""Operations of a token step, counted on a CPU: each is a launch on a GPU, where launches are the time of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import TransformersGenerator
+
+PROMPT_TOKENS = 16
+FEW_TOKENS = 3
+NO_LAUNCH = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "contiguous", "detach", "empty", "empty_like",
+        "empty_strided", "expand", "expand_as", "is_nonzero", "item", "lift_fresh", "narrow", "permute", "reshape",
+        "resize_", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "split", "squeeze", "t", "to",
+        "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+    )
+)  # fmt: skip
+"""Views, shapes and memory: no kernel of a GPU."""
+READS = "aten::_local_scalar_dense"
+
+
+def model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def forbid_stops(_module: Any, _inputs: Any, output: Any) -> None:
+    """No row ends by its token."""
+    output.logits[..., 62:] = -torch.inf
+
+
+def of_a_step(loops: Mapping[str, Callable[[int], Any]]) -> dict[str, Counter[str]]:
+    """Return the innermost operations of a token step that compute, by the loop that takes it."""
+    for loop in loops.values():
+        loop(FEW_TOKENS)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        for name, loop in loops.items():
+            for tokens in (FEW_TOKENS, FEW_TOKENS + 1):
+                with record_function(f"{name} {tokens}"):
+                    loop(tokens)
+    events = [event for event in profiler.events() if event.name not in NO_LAUNCH]
+    parents = {event.cpu_parent.id for event in events if event.cpu_parent is not None}
+    found: dict[str, Counter[str]] = {}
+    for event in events:
+        if event.id not in parents:
+            outermost = event
+            while outermost.cpu_parent is not None:
+                outermost = outermost.cpu_parent
+            found.setdefault(outermost.name, Counter())[event.name] += 1
+    for name in loops:
+        found[f"{name} {FEW_TOKENS + 1}"].subtract(found[f"{name} {FEW_TOKENS}"])
+    return {name: found[f"{name} {FEW_TOKENS + 1}"] for name in loops}
+
+
+@pytest.mark.parametrize(("padded", "temperature"), [(False, 1.0), (True, 0.7)])
+def test_a_step_is_of_no_more_launches_than_one_of_transformers_generate(padded: bool, temperature: float) -> None:
+    """Both loops of the engine; that of fixed shapes is also what a CUDA graph replays."""
+    actor = model()
+    ids = torch.randint(5, 60, (4, PROMPT_TOKENS))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :5] = 0
+
+    def by_transformers(tokens: int) -> None:
+        actor.generate(
+            input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, temperature=temperature, max_new_tokens=tokens,
+            eos_token_id=[62, 63], pad_token_id=0,
+        )  # fmt: skip
+
+    def by_engine(engine: TransformersGenerator, limits: list[int] | None, tokens: int) -> None:
+        settings = Sampling(
+            max_length=PROMPT_TOKENS + tokens, pad_token_id=0, eos_token_ids=(62, 63), temperature=temperature, seed=1
+        )
+        engine.generate(ids, mask, settings, row_limits=limits)
+
+    actor.register_forward_hook(forbid_stops)
+    growing, fixed = (TransformersGenerator(actor, fixed_shapes=shapes) for shapes in (False, True))
+    ours = {"growing": partial(by_engine, growing, [90] * 4), "fixed": partial(by_engine, fixed, None)}
+
+    steps = of_a_step({"generate": by_transformers, **ours})
+
+    theirs = steps.pop("generate")
+    assert theirs.total() > 100 and theirs[READS] > 0
+    for name, step in steps.items():
+        assert step.total() <= theirs.total(), (name, step - theirs)
+        assert step[READS] <= theirs[READS], name

@@ -1,0 +1,38 @@
+"""A telemetry that keeps all that it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.progress import Telemetry
+
+
+class Told(Telemetry):
+    """Keeps the events of each kind, in order."""
+
+    def __init__(self, verdicts: list[tuple[str, Sequence[float]]] | None = None) -> None:
+        super().__init__()
+        self.beats: list[tuple[int, int, int | None]] = []
+        self.phases: list[str] = []
+        self.rows: list[Sequence[float] | None] = []
+        self.problems: list[str] = []
+        self.halved: list[str] = []
+        self.verdicts = [] if verdicts is None else verdicts
+
+    def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
+        self.beats.append((rows_done, rows, tokens))
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
+
+    def scored(self, parts: Sequence[float] | None) -> None:
+        self.rows.append(parts)
+
+    def reward_errored(self, reason: str) -> None:
+        self.problems.append(reason)
+
+    def out_of_memory(self, during: str) -> None:
+        self.halved.append(during)
+
+    def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
+        self.verdicts.append((verdict, gaps))
