@@ -89,8 +89,8 @@ class Shutdown:
         )
 
     def begin_failed(self) -> None:
-        """Begin the shutdown of a failed run: trainers write a checkpoint only if all of them are up."""
-        able = all(is_up(slot) for slot in self._fleet.of("trainer"))
+        """Begin the shutdown of a failed run: trainers write a checkpoint if each is up, or waits for a restart."""
+        able = all(is_up(slot) or slot.state == "backoff" for slot in self._fleet.of("trainer"))
         self.begin()
         hopeless = ["rollout", "setup"]
         if not able:
@@ -242,7 +242,9 @@ class Shutdown:
         self._terminate(slot for slot in self._fleet.alive("buffer") if slot.state == "ready")
 
     def _has_trained(self) -> bool:
-        return self._taken_over or any(slot.generation > 1 or is_up(slot) for slot in self._fleet.of("trainer"))
+        # A rank that was ready may have died since: its steps are in shared memory.
+        ranks = self._fleet.of("trainer")
+        return self._taken_over or any(slot.generation > 1 or slot.ready_s is not None for slot in ranks)
 
     def _is_leased(self) -> bool:
         """Return whether an external trainer still holds a batch; it was sent `Drain`, and gets the time for it."""

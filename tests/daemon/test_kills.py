@@ -224,6 +224,38 @@ def test_a_stop_while_the_buffer_is_dead_still_spools_what_is_undelivered(tmp_pa
         assert len(list((daemon.run_dir / "spool").iterdir())) == 1
 
 
+def test_a_stop_while_the_trainer_is_dead_writes_the_checkpoint_of_its_last_step(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "trainer.save_every=0", "daemon.restart_delay_s=30")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(3)
+        step = daemon.status()["step"]
+        daemon.signal(signal.SIGKILL, "trainer-0")
+        daemon.wait_logged("trainer-0 ended (killed by signal 9), restart in")
+
+        finish(daemon)
+
+    latest = read_latest(daemon.run_dir / "checkpoints")
+    assert latest is not None and latest.step >= step, "its first life had all steps, and none was on disk"
+
+
+@pytest.mark.variant
+def test_a_run_that_gives_up_while_the_trainer_is_dead_writes_the_checkpoint_of_its_last_step(tmp_path, task):  # noqa: F811
+    settings = (*SETTINGS, "trainer.save_every=0", "daemon.restart_delay_s=8", "daemon.restart_limit=2")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(2)
+        daemon.wait_replaced("rollout-0", daemon.signal(signal.SIGKILL, "rollout-0"))
+        daemon.wait_ready()
+        step = daemon.status()["step"]
+        daemon.signal(signal.SIGKILL, "trainer-0")
+        daemon.wait_logged("trainer-0 ended (killed by signal 9), restart in")
+        daemon.signal(signal.SIGKILL, "rollout-0")
+
+        assert daemon.wait() == 70, daemon.errors
+
+    latest = read_latest(daemon.run_dir / "checkpoints")
+    assert latest is not None and latest.step >= step, daemon.errors
+
+
 @pytest.mark.parametrize("arguments", [(), pytest.param(("--serial",), marks=pytest.mark.variant)])
 def test_what_was_undelivered_at_a_stop_is_trained_later_though_a_start_between_fails(tmp_path, task, arguments):  # noqa: F811
     settings = (*SETTINGS, "buffer.max_staleness=2")
