@@ -61,7 +61,6 @@ class Limits:
         limit_batches: Most batches reserved or ready, 0 for no bound but the arena's bytes.
         world_size: Trainer ranks; batch j goes to rank j mod `world_size`.
         row_bytes: Most bytes of one row in the arena.
-        drop_stale: Whether rows beyond the bound are dropped rather than trained.
         max_attempts: Most hand-outs of a ticket; after the last failure its prompts are set aside.
         ticket_timeout_s: Most time of one rollout.
         prompts_in_source: Prompts of one epoch, 0 if unknown: after that many prompts in a row without experience the
@@ -78,7 +77,6 @@ class Limits:
     limit_batches: int
     world_size: int
     row_bytes: int
-    drop_stale: bool = True
     max_attempts: int = 3
     ticket_timeout_s: float = 600.0
     prompts_in_source: int = 0

@@ -178,7 +178,7 @@ class Leases:
             self._set_aside("killed_trainer", poison, f"{trainer} died {_DEATHS} times at lease {lease}")
 
     def _drop_stale(self) -> None:
-        if self._limits.drop_stale and (stale := admission.stale_rows(self._ledger, self._limits)):
+        if stale := admission.stale_rows(self._ledger, self._limits):
             log.warning("stale experiences dropped: rows=%d", sum(len(rows) for _, rows in stale))
             for part in stale:
                 self.free(self._ledger.drop([part], "stale"))

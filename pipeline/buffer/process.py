@@ -213,7 +213,6 @@ def new_buffer(
         quarantine=Quarantine(
             run_dir(config) / "quarantine",
             arena,
-            most_bytes=config.buffer.quarantine_bytes,
             count=observer.quarantine_file,
         ).keep,
         # A buffer without a book makes none: it only moves the rows of a failed run to disk.

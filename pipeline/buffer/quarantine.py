@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from pipeline.buffer.observer import Kept
 from pipeline.storage import extent_file
@@ -17,18 +18,23 @@ from pipeline.storage.records import Chosen
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES: Final = 1 << 30
+"""Maximum bytes of the copies of a run."""
+
 
 class Quarantine:
     """Files in one folder, bounded in bytes: the oldest stay, because the first fault explains the most."""
 
-    def __init__(self, folder: Path, arena: Arena, *, most_bytes: int, count: Callable[[Kept], None]) -> None:
+    def __init__(
+        self, folder: Path, arena: Arena, *, count: Callable[[Kept], None], most_bytes: int = MOST_BYTES
+    ) -> None:
         """Use a folder, made by the first copy; unfinished files of a killed process are removed.
 
         Args:
             folder: Folder of the copies.
             arena: Arena of the experience.
-            most_bytes: Most bytes of all files together; 0 keeps no copy.
             count: Called with the result of each copy.
+            most_bytes: Maximum bytes of all files together.
         """
         self._folder = folder
         self._arena = arena
@@ -44,7 +50,7 @@ class Quarantine:
         try:
             used_bytes = sum(path.stat().st_size for path in self._folder.glob(f"*{extent_file.SUFFIX}"))
             if used_bytes + needed_bytes > self._most_bytes:
-                log.warning("not kept in quarantine: %d B beside %d B of buffer.quarantine_bytes = %d",
+                log.warning("not kept in quarantine: %d B beside %d B, at most %d B",
                             needed_bytes, used_bytes, self._most_bytes)  # fmt: skip
                 self._count("full")
                 return

@@ -25,7 +25,6 @@ def limits_of(config: Config, *, prompts_in_source: int = 0) -> Limits:
         limit_batches=config.buffer.limit,
         world_size=config.trainer.world_size,
         row_bytes=config.row_bytes,
-        drop_stale=config.buffer.stale_policy == "drop",
         max_attempts=config.rollout.max_attempts,
         ticket_timeout_s=config.rollout.ticket_timeout_s,
         prompts_in_source=prompts_in_source,

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -51,8 +51,6 @@ _ELSEWHERE = {
     "num_ppo_epochs": "trainer.epochs",
     "num_mini_batches": "trainer.mini_batches",
     "kl_target": "trainer.kl_coef_target",
-    "kl_horizon": "trainer.kl_coef_horizon",
-    "horizon": "trainer.kl_coef_horizon",
     "epsilon": "trainer.clip_range",
     "eps_clip": "trainer.clip_range",
     "cliprange": "trainer.clip_range",
@@ -124,6 +122,29 @@ _ELSEWHERE = {
     "staleness": "buffer.max_staleness",
     "buffer_size": "buffer.limit",
 }
+DROPPED: Final = {
+    "buffer.checksum": "experience is always checked for damage before training",
+    "buffer.quarantine_bytes": "copies of quarantined experience take at most 1 GiB",
+    "buffer.stale_policy": "rows that exceed buffer.max_staleness nonetheless are dropped and counted",
+    "daemon.cudnn_attention": "each pass takes the attention kernel that suits it",
+    "daemon.restart_delay_max_s": "restart_delay_s doubles at each death, up to 120 times its value",
+    "daemon.restart_window_s": "restart_limit counts the starts of 10 minutes",
+    "reward.code_memory_bytes": "the tests of a row have 512 MiB",
+    "reward.judge_best_score": "judge scores from 0 to 10, and 10 is reward 1",
+    "reward.judge_tokens": "an answer of judge has at most 256 tokens",
+    "reward.math_cpu_s": "math gives a row 5 CPU seconds",
+    "reward.math_memory_bytes": "math has 1 GiB",
+    "reward.request_attempts": "remote and judge try a request 4 times",
+    "rollout.shared_prefix": "trainer.shared_prefix holds for the workers' passes too",
+    "samples.bytes": "samples take at most 16 MiB",
+    "trainer.balance_ranks": "the rows of a step are always dealt to the ranks for equal work, with mini_batches = 1",
+    "trainer.importance_floor": "icepop masks actions of a weight below 0.5",
+    "trainer.kl_coef_horizon": "kl_coef is adapted over 10,000 rows",
+    "trainer.record_bytes": "recorded rows take at most 4 GiB",
+    "trainer.width_multiple": "widths of passes are rounded up to 64 tokens on a GPU, and not on a CPU",
+}
+"""Keys of earlier releases whose right value is built in, by ``section.key``: what holds now."""
+
 # Names in other trainers of values that no key here has in that unit or meaning: a pointer would change the run.
 _NOT_HERE = {
     "total_epochs": "there are no epochs of the prompts, trainer.max_steps is the number of steps",
@@ -141,6 +162,8 @@ _NOT_HERE = {
     "lr_warmup_steps_ratio": "trainer.warmup_steps is a number of steps, not a share",
     "total_episodes": "trainer.max_steps is the number of steps, each of buffer.sample_batch_size rows",
     "num_epochs": "trainer.epochs is the passes over the rows of a step, trainer.max_steps the number of steps",
+    "kl_horizon": "kl_coef is adapted over 10,000 rows",
+    "horizon": "kl_coef is adapted over 10,000 rows",
     "max_epochs": "trainer.epochs is the passes over the rows of a step, trainer.max_steps the number of steps",
     "filter_groups": "rollout.max_refill is the number of further prompts for groups that are left out",
     "dynamic_sampling": "rollout.max_refill is the number of further prompts for groups that are left out",
@@ -165,6 +188,8 @@ def problem_of_key(section: str, name: str) -> str:
     """Return the problem of a key of a section; empty if the section has the key."""
     if name in type(SECTIONS[section]).model_fields:
         return ""
+    if (holds := DROPPED.get(f"{section}.{name}")) is not None:
+        return f"{section}.{name} is gone: {holds}"
     return f"unknown key {section}.{key(name)}, {_meant(section, name)}"
 
 

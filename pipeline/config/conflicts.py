@@ -111,13 +111,6 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.record != "off" and (trainer.kind == "external" or trainer.world_size > 1):
         keys = ("trainer.record", "trainer.kind", "trainer.world_size")
         found.append(Conflict(keys, 'must be "off" unless the built-in trainer has one rank, which takes a step alone'))
-    if trainer.balance_ranks and trainer.kind == "external":
-        keys = ("trainer.balance_ranks", "trainer.kind")
-        found.append(Conflict(keys, 'must be false with trainer.kind = "external", which trains the rows it is leased'))
-    if trainer.balance_ranks and trainer.mini_batches > 1:
-        keys = ("trainer.balance_ranks", "trainer.mini_batches")
-        message = "must be false with trainer.mini_batches above 1: the rows of an update would depend on the dealing"
-        found.append(Conflict(keys, message))
     if trainer.micro_batch_size is not None and trainer.micro_batch_size > config.sample_batch_size:
         keys = ("trainer.micro_batch_size", "buffer.sample_batch_size", "rollout.algorithm")
         message = f"must be at most the {config.sample_batch_size} rows of buffer.sample_batch_size"
@@ -179,9 +172,6 @@ def _conflicts_of_updates(config: Config) -> list[Conflict]:
     if trainer.kl_coef_target is not None and config.trainer_kl_coef == 0:
         keys = ("trainer.kl_coef_target", "trainer.kl_coef", "rollout.algorithm")
         found.append(Conflict(keys, "needs trainer.kl_coef above 0, the first value: a weight of 0 stays 0"))
-    if trainer.kl_coef_target is not None and trainer.kl_coef_horizon < rows:
-        message = f"must be at least the {rows} rows of a step, got {trainer.kl_coef_horizon}"
-        found.append(Conflict(("trainer.kl_coef_horizon", *of_rows), message))
     return found
 
 

@@ -75,12 +75,7 @@ class UpdateSection(Section):
         default=None,
         gt=0,
         description="KL to the reference, in nats a token (rlhfd_kl_mean_nats), to which kl_coef is adapted after each "
-        "step; left out: kl_coef is constant.",
-    )
-    kl_coef_horizon: int = Field(
-        default=10_000,
-        ge=1,
-        description="Rows over which kl_coef is adapted: a step changes it by at most 0.2 times its rows / horizon.",
+        "step, over 10,000 rows; left out: kl_coef is constant.",
     )
 
 
@@ -129,7 +124,6 @@ class LossSection(UpdateSection):
         "log-probs: weights truncated at the cap, or masked beyond it, by token or by sequence.",
     )
     importance_cap: float = Field(default=2.0, ge=1, description="Maximum weight of importance_correction.")
-    importance_floor: float = Field(default=0.5, ge=0, le=1, description="Weight below which icepop masks an action.")
 
 
 class LogProbsSection(Section):

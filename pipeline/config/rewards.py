@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from pipeline.config.sections import Section
-from pipeline.config.types import FUNCTION, AnyPath, Bytes
+from pipeline.config.types import FUNCTION, AnyPath
 from pipeline.config.user_modules import install_command
 
 if TYPE_CHECKING:
@@ -20,19 +20,19 @@ REWARD_NAMES: Final = ("code", "exact", "format", "json_schema", "judge", "lengt
 """Reward functions of this package, by the names that `rollout.reward_functions` takes."""
 
 OPTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "code": ("reward.code_timeout_s", "reward.code_memory_bytes", "reward.format_tags"),
+    "code": ("reward.code_timeout_s", "reward.format_tags"),
     "format": ("reward.format_tags",),
     "json_schema": ("reward.schema_file", "reward.format_tags"),
-    "judge": (
-        "reward.judge_url", "reward.judge_model", "reward.judge_template_file", "reward.judge_best_score",
-        "reward.judge_tokens",
-    ),
+    "judge": ("reward.judge_url", "reward.judge_model", "reward.judge_template_file"),
     "length": ("reward.length_limit", "reward.length_buffer"),
-    "math": ("reward.format_tags", "reward.math_cpu_s", "reward.math_memory_bytes"),
+    "math": ("reward.format_tags",),
     "regex": ("reward.pattern",),
     "remote": ("reward.service_url", "reward.service_batch_size"),
 }  # fmt: skip
 """The keys of each name."""
+
+MATH_CPU_S: Final = 5.0
+"""CPU seconds that `math` gives a row to be read and compared; a response that needs more has 0."""
 
 MOST_FUNCTIONS: Final = 16
 """Reward functions with a metric of their own."""
@@ -157,29 +157,10 @@ class RewardConfig(Section):
         description="Seconds that code gives the tests of a row, of CPU and of wall time; below "
         "rollout.reward_timeout_s.",
     )
-    code_memory_bytes: Bytes = Field(
-        default=512 << 20,
-        ge=64 << 20,
-        lt=2**40,
-        description="Maximum memory of the tests of a row of code.",
-    )
     code_unisolated: bool = Field(
         default=False,
         description="Run code where this kernel has neither namespaces nor Landlock for its process: it can then read "
         "the files and the memory of this user's processes.",
-    )
-    math_cpu_s: float = Field(
-        default=5.0,
-        gt=0,
-        le=3600,
-        description="CPU seconds that math gives a row to be read and compared; a response that needs more has 0; "
-        "below rollout.reward_timeout_s.",
-    )
-    math_memory_bytes: Bytes = Field(
-        default=1 << 30,
-        ge=256 << 20,
-        lt=2**40,
-        description="Maximum memory in which math reads and compares a row; a response that needs more has 0.",
     )
     service_url: Url | None = Field(
         default=None, description="Address that remote posts rows to, such as http://127.0.0.1:8000/score."
@@ -194,14 +175,9 @@ class RewardConfig(Section):
         description="Text of a request of judge with {prompt}, {response}, {answer}, {best} and columns in braces; "
         "left out: a short one.",
     )
-    judge_best_score: float = Field(
-        default=10.0, gt=0, le=1e6, description="Score of a perfect response in the words of judge, which is reward 1."
-    )
-    judge_tokens: int = Field(default=256, ge=1, le=2**20, description="Maximum tokens of an answer of judge.")
     request_timeout_s: float = Field(
         default=10.0, gt=0, le=3600, description="Seconds of an attempt of a request of remote or judge."
     )
-    request_attempts: int = Field(default=4, ge=1, le=100, description="Attempts of a request of remote or judge.")
     request_concurrency: int = Field(
         default=8, ge=1, le=1024, description="Requests of remote or judge at the same time, of each worker."
     )
@@ -277,10 +253,12 @@ def conflict_of_rewards(config: Config) -> tuple[tuple[str, ...], str] | None:
     if {"remote", "judge"} & set(functions) and 0 < limit_s <= reward.requests_deadline_s:
         keys = ("reward.requests_deadline_s", "rollout.reward_timeout_s", "rollout.reward_functions")
         return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {reward.requests_deadline_s:g}"
-    for name, key in (("code", "code_timeout_s"), ("math", "math_cpu_s")):
-        if name in functions and 0 < limit_s <= getattr(reward, key):
-            keys = (f"reward.{key}", "rollout.reward_timeout_s", "rollout.reward_functions")
-            return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {getattr(reward, key):g}"
+    if "code" in functions and 0 < limit_s <= reward.code_timeout_s:
+        keys = ("reward.code_timeout_s", "rollout.reward_timeout_s", "rollout.reward_functions")
+        return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {reward.code_timeout_s:g}"
+    if "math" in functions and 0 < limit_s <= MATH_CPU_S:
+        keys = ("rollout.reward_timeout_s", "rollout.reward_functions")
+        return keys, f"must be above the {MATH_CPU_S:g} s of CPU that math gives a row, got {limit_s:g}"
     if reward.length_limit and reward.length_buffer and reward.length_buffer > reward.length_limit:
         keys = ("reward.length_buffer", "reward.length_limit")
         return keys, f"must be at most the {reward.length_limit} of reward.length_limit, got {reward.length_buffer}"

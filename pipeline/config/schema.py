@@ -102,21 +102,15 @@ class DaemonConfig(Section):
     restart_delay_s: float = Field(
         default=0.5,
         gt=0,
-        description="Seconds before a dead process is restarted; doubled at each death.",
+        description="Seconds before a dead process is restarted; doubled at each death, up to 120 times.",
         json_schema_extra=LIVE,
-    )
-    restart_delay_max_s: float = Field(
-        default=60.0, gt=0, description="Maximum of the seconds before a restart.", json_schema_extra=LIVE
     )
     restart_limit: int = Field(
         default=5,
         ge=1,
-        description="Starts of a process within restart_window_s after which it is not restarted; also the number of "
+        description="Starts of a process within 10 minutes after which it is not restarted; also the number of "
         "consecutive deaths, however far apart, of a process that never ran for five minutes after it was ready.",
         json_schema_extra=LIVE,
-    )
-    restart_window_s: float = Field(
-        default=600.0, gt=0, description="Seconds over which restart_limit counts starts.", json_schema_extra=LIVE
     )
 
 
@@ -192,11 +186,6 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
         ge=1,
         description="Rows per forward pass; left out: of 16,384 tokens on a GPU, a minute's on a CPU; halved if a GPU "
         "is full.",
-    )
-    shared_prefix: bool | None = Field(
-        default=None,
-        description="Whether the log-prob passes of the policy and of the reference compute a prompt once for all its "
-        "responses; left out: on a CPU, where it saves 15 % of the tokens and the model can.",
     )
     stop_token_ids: StopTokenIds = Field(
         default=None,
@@ -311,20 +300,9 @@ class TrainerConfig(LossSection):
     )
     shared_prefix: bool | None = Field(
         default=None,
-        description="Whether training passes compute a prompt once for all its responses in a pass; gradients are the "
-        "same except for rounding; left out: on a CPU, where it saves 15 % of the tokens and the models can.",
-    )
-    balance_ranks: bool = Field(
-        default=False,
-        description="Whether the rows of a step are dealt to the ranks so that their sums of squared lengths are "
-        "nearly equal, as many rows to each; gradients are the same except for rounding.",
-    )
-    width_multiple: int | None = Field(
-        default=None,
-        ge=1,
-        le=4096,
-        description="Multiple to which the widths of training passes, of the workers' passes and of their key-value "
-        "cache are rounded up, in tokens; left out: 64 on a GPU, 1 on a CPU.",
+        description="Whether training passes, and the workers' log-prob passes of the policy and of the reference, "
+        "compute a prompt once for all its responses in a pass; losses and gradients are the same except for rounding; "
+        "left out: on a CPU, where it saves 15 % of the tokens and the models can.",
     )
     gradient_accumulation_steps: int = Field(
         default=1, ge=1, le=2**16, description="Batches of a rank per optimizer step."
@@ -360,11 +338,6 @@ class TrainerConfig(LossSection):
         default="off",
         description="What is kept of each step in the run's recording/: a line with the origin of its rows and the "
         "digest of its weights, or the rows too, from which `rlhfd replay` takes the step again; one rank only.",
-    )
-    record_bytes: Bytes = Field(
-        default=4 << 30,
-        gt=0,
-        description="Maximum bytes of the recorded rows; the oldest are removed first.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads per rank.")
 

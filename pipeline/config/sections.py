@@ -126,12 +126,6 @@ class SamplesConfig(Section):
         le=6000,
         description="Prompts per minute, of all workers together, whose responses are kept; 0: none.",
     )
-    bytes: Bytes = Field(
-        default=16 << 20,
-        ge=1 << 16,
-        lt=2**40,
-        description="Maximum bytes of the samples in the run's folder; the oldest are removed first.",
-    )
     remote: bool = Field(
         default=False,
         description="Whether the page shows samples even if metrics.host is not a loopback address.",
@@ -176,17 +170,6 @@ class BufferConfig(Section):
     )
     max_staleness: int = Field(
         default=1, ge=0, le=1024, description="Maximum staleness of a trained row, in policy versions; 0: in step."
-    )
-    stale_policy: Literal["drop", "keep"] = Field(
-        default="drop",
-        description="Treatment of rows that exceed max_staleness nonetheless: dropped and counted, or trained.",
-    )
-    checksum: bool = Field(default=True, description="Whether experience is checked for damage before training.")
-    quarantine_bytes: Bytes = Field(
-        default=1 << 30,
-        ge=0,
-        lt=2**62,
-        description="Maximum bytes of the copies of quarantined experience in the run's folder; 0: no copies.",
     )
     journal_interval_s: float = Field(
         default=0.0,

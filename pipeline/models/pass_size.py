@@ -72,7 +72,7 @@ def width_multiple(device: torch.device, given: int | None) -> int:
 
     Args:
         device: The device of the passes.
-        given: `trainer.width_multiple`.
+        given: Another multiple than the device's.
     """
     return given or (1 if device.type == "cpu" else _GPU_WIDTH_MULTIPLE)
 

@@ -183,7 +183,6 @@ def _load(
         drop_errored=True,
         # The insert gate checks all values, and refused rows are kept in quarantine.
         refuse_not_finite=False,
-        width_multiple=config.trainer.width_multiple,
         telemetry=telemetry,
     )
     judging = judging_of(config, actor, telemetry)
@@ -288,7 +287,7 @@ def share_prompts(config: Config, actor: Any, reference: Any, device: torch.devi
     """Have the log-prob passes of actor and reference compute each prompt once, as configured."""
     passes = [actor] if log_probs_by(config) == "worker" else []
     for model in dict.fromkeys([*passes, *([] if reference is None else [reference])]):
-        prepare_shared_prefix([model], device, config.rollout.shared_prefix, key="rollout.shared_prefix")
+        prepare_shared_prefix([model], device, config.trainer.shared_prefix, key="trainer.shared_prefix")
 
 
 def with_float32_logits(config: Config, model: Any, tokens: Sequence[int], device: torch.device) -> bool:

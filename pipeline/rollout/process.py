@@ -196,7 +196,6 @@ def worker_with(
         index=context.index,
         clock=monotonic_s,
         group_size=config.group_size,
-        checksum=config.buffer.checksum,
         hooks=hooks,
         initial_version=0 if config.trainer.kind == "external" else -1,
     )

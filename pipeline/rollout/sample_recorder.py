@@ -20,7 +20,7 @@ from pipeline.experience.types import Experience
 from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.roller import Rolled
 from pipeline.runtime.messages import Ticket
-from pipeline.telemetry.samples import Sample, SampledResponse, SampleWriter, folder_of
+from pipeline.telemetry.samples import MOST_BYTES, Sample, SampledResponse, SampleWriter, folder_of
 
 _MOST_SHARE: Final = 1 / 200
 _MOST_RESPONSES: Final = 16
@@ -83,7 +83,7 @@ class RolloutSamples(WorkerHook):
             return None
         workers = max(1, config.rollout.workers or 1)
         try:
-            writer = SampleWriter(folder_of(run_dir(config)), worker, config.samples.bytes // workers)
+            writer = SampleWriter(folder_of(run_dir(config)), worker, MOST_BYTES // workers)
         except OSError as error:
             log.warning("no samples are kept: error=%s", error)
             return None
@@ -140,7 +140,7 @@ class RolloutSamples(WorkerHook):
         )
         try:
             if not self._writer.write(sample):
-                log.warning("sample too large for samples.bytes: ticket=%d", ticket.ticket)
+                log.warning("sample too large: ticket=%d", ticket.ticket)
         except OSError as error:
             log.warning("sample not kept: ticket=%d error=%s", ticket.ticket, error)
         now_s = self._clock()

@@ -93,7 +93,6 @@ class RolloutWorker:
         index: int,
         clock: Callable[[], float],
         group_size: int = 1,
-        checksum: bool = True,
         initial_version: int = -1,
         hooks: Sequence[WorkerHook] = (),
     ) -> None:
@@ -108,7 +107,6 @@ class RolloutWorker:
             index: This worker's number.
             clock: Monotonic seconds.
             group_size: Responses of a prompt (G).
-            checksum: Whether sealed extents carry a checksum.
             initial_version: The version of the weights as loaded; -1 if only published weights have a version.
             hooks: Optional behaviour.
         """
@@ -122,7 +120,6 @@ class RolloutWorker:
         self._name = worker_name(index)
         self._clock = clock
         self._group_size = group_size
-        self._checksum = checksum
         self._hooks = hooks
         self._reader: WeightsReader | None = None
         self._incarnation = random.getrandbits(62)
@@ -367,7 +364,7 @@ class RolloutWorker:
         )  # fmt: skip
 
     def _encode(self, ticket: Ticket, experience: Experience) -> codec.Encoded:
-        return codec.encode(experience, self._arena.extent(ticket.offset, ticket.nbytes), checksum=self._checksum)
+        return codec.encode(experience, self._arena.extent(ticket.offset, ticket.nbytes))
 
     def _failed(self, ticket: Ticket, reason: str, *, retry: bool) -> Failed:
         if ticket.evaluation < 0:

@@ -28,6 +28,8 @@ from pipeline.storage.files import UNREADABLE
 FOLDER: Final = "recording"
 LINES: Final = "steps.jsonl"
 ROWS: Final = "rows"
+MOST_BYTES: Final = 4 << 30
+"""Maximum bytes of the recorded rows of a run; the oldest are removed first."""
 _CHECKSUM: Final = b',"xxh3":"'
 _CHECKSUM_BYTES: Final = len(_CHECKSUM) + 16 + len(b'"}')
 

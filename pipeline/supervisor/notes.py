@@ -28,11 +28,11 @@ _PPO_ONLY: Final = (
 )  # fmt: skip
 _LORA: Final = tuple(f"model.lora_{key}" for key in ("alpha", "targets", "kind"))
 _CLIPS: Final = ("trainer.clip_range", "trainer.clip_low", "trainer.clip_high")
-_CORRECTION: Final = ("trainer.importance_correction", "trainer.importance_cap", "trainer.importance_floor")
+_CORRECTION: Final = ("trainer.importance_correction", "trainer.importance_cap")
 _OPTIMIZATION: Final = (
     "trainer.learning_rate", "trainer.weight_decay", "trainer.warmup_steps", "trainer.decay_steps", "trainer.max_steps",
     "trainer.micro_batch_size", "trainer.micro_batch_tokens", "trainer.save_every", "trainer.clip_range",
-    "trainer.activation_checkpointing", "trainer.packing", "trainer.shared_prefix",
+    "trainer.activation_checkpointing", "trainer.packing",
     *(f"trainer.{key}" for key in LossSection.model_fields if key != "mask_cut_responses"),
 )  # fmt: skip
 
@@ -134,8 +134,6 @@ def _unused_by_the_loss(config: Config) -> list[tuple[bool, tuple[str, ...], str
             ("trainer.target_kl",),
             "trainer.epochs = 1 and trainer.mini_batches = 1",
         ),
-        (trainer.kl_coef_target is None, ("trainer.kl_coef_horizon",), "a constant trainer.kl_coef"),
-        (kind != "icepop", ("trainer.importance_floor",), f'trainer.importance_correction = "{kind}"'),
         (kind == "none", ("trainer.importance_cap",), 'trainer.importance_correction = "none"'),
         (config.rollout.log_probs == "engine", _CORRECTION, 'rollout.log_probs = "engine"'),
         # The ratio that they bound is 1 in the first update of a step.

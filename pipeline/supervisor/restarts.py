@@ -5,8 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+from typing import Final
 
 from pipeline.config.schema import DaemonConfig
+
+_MOST_DELAYS: Final = 120
+"""Longest wait before a restart, as a multiple of the first: a minute by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +33,9 @@ class RestartLimits:
 
     @classmethod
     def of(cls, config: DaemonConfig) -> RestartLimits:
-        """Return the configured bounds."""
-        return cls(
-            first_delay_s=min(config.restart_delay_s, config.restart_delay_max_s),
-            longest_delay_s=config.restart_delay_max_s,
-            starts=config.restart_limit,
-            window_s=config.restart_window_s,
-        )
+        """Return the bounds of a configuration."""
+        first_s = config.restart_delay_s
+        return cls(first_delay_s=first_s, longest_delay_s=_MOST_DELAYS * first_s, starts=config.restart_limit)
 
 
 class RestartPolicy:

@@ -250,7 +250,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_padding_ratio", TRAINER, "Share of padding in the tokens of the last step's passes."),
     gauge("rlhfd_rank_imbalance_ratio", TRAINER,
           "Largest sum of squared row lengths of a rank in the last step as a multiple of the mean: of the rows leased "
-          "to each rank, and of those that it trained; absent without trainer.balance_ranks.", rows="leased trained"),
+          "to each rank, and of those that it trained; absent with one rank or several mini-batches.",
+          rows="leased trained"),
     gauge("rlhfd_behaviour_ratio", TRAINER,
           "Ratio of the trainer's to the engine's probability of a token for the same weights, over the last step "
           "(mean, min, max); absent where rows carry no log-probs of the engine.", stat="mean min max"),
@@ -288,7 +289,7 @@ METRICS: Final[tuple[Metric, ...]] = (
                "Unix time of the last complete checkpoint."),
     counter("rlhfd_recordings_total", TRAINER,
             "Results for the rows of recorded steps (trainer.record): kept, removed for newer ones or on a full disk, "
-            "not kept as they exceed trainer.record_bytes (too_large) or could not be written (failed).",
+            "not kept as they exceed 4 GiB (too_large) or could not be written (failed).",
             result="kept removed too_large failed"),
     gauge("rlhfd_recording_bytes", TRAINER, "Bytes of the recorded rows on disk."),
 

@@ -26,6 +26,8 @@ _SUFFIX: Final = ".samples"
 _OLDER: Final = ".1"
 _HEAD: Final = struct.Struct("<4sIQ")
 _MAGIC: Final = b"smp1"
+MOST_BYTES: Final = 16 << 20
+"""Maximum bytes of the samples of a run, of all workers together."""
 _MOST_RECORDS: Final = 512
 """Maximum number of records in a file, whose bytes are bounded as well."""
 _MOST_RECORD_BYTES: Final = 16 << 20

@@ -34,7 +34,7 @@ from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.progress import Telemetry
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.loss.aggregation import StepTotals
-from pipeline.trainer.loss.kl_control import KlControl
+from pipeline.trainer.loss.kl_control import HORIZON_ROWS, KlControl
 from pipeline.trainer.loss.losses import value_loss, whiten
 from pipeline.trainer.loss.mini_batches import MiniBatches
 from pipeline.trainer.loss.objective import Corrected, LossSettings, Objective
@@ -61,7 +61,6 @@ class TrainerSettings(LossSettings, Protocol):
     critic_warmup_steps: int
     micro_batch_size: int | None
     micro_batch_tokens: int | None
-    width_multiple: int | None
     activation_checkpointing: bool | None
     packing: bool | None
     shared_prefix: bool | None
@@ -90,6 +89,8 @@ class Learner:
         computes_log_probs: bool = False,
         reference: nn.Module | None = None,
         telemetry: Telemetry = Telemetry.none(),
+        width: int | None = None,
+        horizon_rows: int = HORIZON_ROWS,
     ) -> None:
         """Take over the models; on several ranks, copy the weights from the group's first rank.
 
@@ -108,6 +109,8 @@ class Learner:
                 its adapters; None for the log-probs of the rows.
             telemetry: Told of each phase, and of each micro-batch that does not fit; the update begins anew with half
                 the tokens.
+            width: Multiple to which the widths of passes are rounded up, in tokens; None: 64 on a GPU, 1 on a CPU.
+            horizon_rows: Rows over which `kl_coef` is adapted.
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
@@ -122,7 +125,7 @@ class Learner:
         self._actor = actor
         self._critic = critic
         self._temperature = temperature
-        self._kl_control = KlControl(kl_coef, trainer.kl_coef_target, trainer.kl_coef_horizon)
+        self._kl_control = KlControl(kl_coef, trainer.kl_coef_target, horizon_rows)
         self._objective = objective or Objective.of(trainer, whitens=algorithm == "ppo" and trainer.whiten_advantages)
         self._computes_log_probs = computes_log_probs
         self._reference = None if reference is None else reference.eval()
@@ -146,7 +149,7 @@ class Learner:
             tokens=trainer.micro_batch_tokens,
             telemetry=telemetry,
         )
-        self._width_multiple = width_multiple(self._device, trainer.width_multiple)
+        self._width_multiple = width_multiple(self._device, width)
         self._part_shape = torch.Size((0, 0))
         rates = trainer.learning_rate, trainer.critic_learning_rate
         self._optimizers = [

@@ -52,7 +52,6 @@ class Gathering(NamedTuple):
     as damaged; a field that it does not need is left out of a batch in which an extent lacks it.
 
     Attributes:
-        verify_checksum: Whether each extent's checksum is verified before its rows are used.
         ahead: Whether the next batch is gathered in the background; None for yes on a GPU, where the copy runs beside
             the computation, and no on a CPU, where the copy would take cores from the computation.
         needs_reference: Whether the log-probs of the reference are needed; not if the trainer computes them.
@@ -60,7 +59,6 @@ class Gathering(NamedTuple):
         needs_cut: Whether it is needed that rows tell whether their response was cut.
     """
 
-    verify_checksum: bool = True
     ahead: bool | None = None
     needs_reference: bool = False
     needs_log_probs: bool = False
@@ -71,7 +69,6 @@ class Gathering(NamedTuple):
         """Return the way of a configuration's trainer."""
         is_external = config.trainer.kind == "external"
         return cls(
-            config.buffer.checksum,
             # An external trainer may use all fields that the workers write.
             needs_reference=config.reference_on == "worker" and (config.trainer_kl_coef > 0 or is_external),
             needs_log_probs=log_probs_by(config) != "trainer",
@@ -151,8 +148,7 @@ class Prefetcher:
         for part in parts:
             memory = self._arena.extent(part.offset, part.nbytes)
             try:
-                checksum = part.checksum if self._gathering.verify_checksum else 0
-                readers.append(codec.ExtentReader(memory, checksum=checksum))
+                readers.append(codec.ExtentReader(memory, checksum=part.checksum))
             except DecodeError as error:
                 damaged[part.ticket] = str(error)
         if damaged or (damaged := self._without_needed_field(parts, readers)):

@@ -30,7 +30,7 @@ from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import Traffic
 from pipeline.storage.card_turns import RankTurn
 from pipeline.storage.recording import FOLDER as RECORDING
-from pipeline.storage.recording import TrainerStart
+from pipeline.storage.recording import MOST_BYTES, TrainerStart
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
 from pipeline.trainer.checkpoints import save_checkpoint
@@ -181,7 +181,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     if config.shards_trainer:
         sharding = Sharding(config, models, connection, device, metrics.in_collective)
     balance = None
-    if config.trainer.balance_ranks and config.trainer.world_size > 1:
+    if deals_rows(config):
         balance = RankBalance(connection, device, exchange_over(device, metrics.in_collective))
     resumption = Resumption(config, connection, learner, models, device, agree=agree, sharding=sharding)
     start = resumption.find()
@@ -255,6 +255,14 @@ def new_hooks(
     if config.rollout.sleep:
         hooks.append(CardTurns(RankTurn(context.folder, context.index, free_cached)))
     return hooks
+
+
+def deals_rows(config: Config) -> bool:
+    """Return whether the rows of a step are dealt to the ranks for equal work.
+
+    With several mini-batches the rows of an update follow from the order of the leases.
+    """
+    return config.trainer.world_size > 1 and config.trainer.mini_batches == 1
 
 
 def new_learner(
@@ -370,7 +378,7 @@ def open_recorder(config: Config, start: Start, device: torch.device, metrics: T
             folder,
             described,
             after_step=start.progress.step,
-            most_bytes=config.trainer.record_bytes if record == "rows" else 0,
+            most_bytes=MOST_BYTES if record == "rows" else 0,
             count=metrics.recorded,
             hold=metrics.recording_holds,
         )

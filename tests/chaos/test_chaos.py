@@ -43,8 +43,7 @@ ENDLESS = (
     *SMALL,
     "trainer.max_steps=0",
     "daemon.restart_limit=100000",
-    "daemon.restart_delay_s=0.02",
-    "daemon.restart_delay_max_s=0.02",
+    "daemon.restart_delay_s=0.0002",
     "daemon.hang_timeout_s=15",
 )
 SETTINGS = (*ENDLESS, "rollout.workers=2", "rollout.max_attempts=255")

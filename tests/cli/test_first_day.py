@@ -359,10 +359,6 @@ def model(folder: Path, **config: int) -> Path:
             "c.toml:2:13: trainer.target_kl: has no effect with trainer.epochs = 1 and trainer.mini_batches = 1",
         ),
         (
-            "[trainer]\nkl_coef_horizon = 500\n",
-            "c.toml:2:19: trainer.kl_coef_horizon: has no effect with a constant trainer.kl_coef",
-        ),
-        (
             '[trainer]\npolicy_loss = "reinforce"\nepochs = 2\n',
             "c.toml:2:15: trainer.policy_loss: reinforce has no ratio: every update of a step but the first is biased, "
             "with trainer.epochs = 2 and trainer.mini_batches = 1",

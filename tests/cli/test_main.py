@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main as cli
 from pipeline.cli import status as status_view
+from pipeline.config.advice import DROPPED
 from pipeline.config.load import LoadedConfig
 from pipeline.errors import ConfigError, ExitCode
 from pipeline.runtime.lock import InstanceLock
@@ -207,6 +208,18 @@ class TestConfig:
 
     def test_check_of_the_embedded_run(self) -> None:
         assert run("config", "check").stdout == "embedded defaults: ok\n"
+
+    @pytest.mark.parametrize("command", [("config", "check"), ("start",)], ids=" ".join)
+    def test_keys_that_are_gone_end_with_78_and_a_line_each(self, folder: Path, command: tuple[str, ...]) -> None:
+        keys = [key.partition(".")[::2] for key in DROPPED]
+        (folder / "old.toml").write_text("".join(f"{section}.{name} = 1\n" for section, name in keys))
+
+        ended = rlhfd(*command, "--config", "old.toml")
+
+        assert (ended.returncode, ended.stdout) == (78, "")
+        assert [line.partition(": ")[2] for line in ended.stderr.splitlines()] == [
+            f"{key} is gone: {holds}" for key, holds in DROPPED.items()
+        ]
 
     def test_check_prints_every_error_in_a_line_and_exits_with_78(self, folder: Path) -> None:
         (folder / "config.toml").write_text("\n" * 6 + "[rollout]\ntemprature = 1\n[buffer]\narena_bytes = -5\n")

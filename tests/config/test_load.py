@@ -76,7 +76,7 @@ class TestLayers:
             ("trainer.learning_rate=1e-5", "trainer", "learning_rate", 1e-5),
             ("trainer.clip_range=1", "trainer", "clip_range", 1.0),
             ("buffer.arena_bytes=2GiB", "buffer", "arena_bytes", 2 << 30),
-            ("buffer.checksum=false", "buffer", "checksum", False),
+            ("metrics.page=false", "metrics", "page", False),
             ("metrics.host=::1", "metrics", "host", "::1"),
             ("model.dtype=bfloat16", "model", "dtype", "bfloat16"),
         ],

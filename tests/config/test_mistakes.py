@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load as config_load
-from pipeline.config.advice import SECTIONS
+from pipeline.config.advice import DROPPED, SECTIONS
 from pipeline.config.load import ConfigErrors
 from pipeline.supervisor.preflight import problems_of_files
 from tests.support.folders import save_shell
@@ -119,10 +120,6 @@ MISTAKES = [
     ("[rollout]\narena_bytes = 1", "2:1: unknown key rollout.arena_bytes, did you mean buffer.arena_bytes?"),
     ("[trainer]\npublish-every = 1", "2:1: unknown key trainer.publish-every, did you mean publish_every?"),
     ("[trainer]\nLearning_Rate = 1", "2:1: unknown key trainer.Learning_Rate, did you mean learning_rate?"),
-    (
-        "[daemon]\ncudnn_attention = true",
-        "2:1: unknown key daemon.cudnn_attention, `rlhfd config show --effective` lists all",
-    ),
     ("[rollout]\nzzz = 1", "2:1: unknown key rollout.zzz, `rlhfd config show --effective` lists all"),
     ('[rollout]\n"a\\nb" = 1', '2:1: unknown key rollout."a\\nb", `rlhfd config show --effective` lists all'),
     ("[rollout.nucleus]\ntop_p = 1", "1:10: unknown key rollout.nucleus, `rlhfd config show --effective` lists all"),
@@ -267,10 +264,6 @@ MISTAKES = [
     ("[rollout]\nnum_generations = 1", "2:19: rollout.num_generations: must be at least 2 with GRPO, got 1"),
     ("[trainer]\npacking = 1", "2:11: trainer.packing: must be true or false, got 1"),
     (
-        '[trainer]\nbalance_ranks = "auto"',
-        '2:17: trainer.balance_ranks: must be true or false, got "auto"',
-    ),
-    (
         '[trainer]\nactivation_checkpointing = "auto"',
         '2:28: trainer.activation_checkpointing: must be true or false, got "auto"',
     ),
@@ -278,10 +271,8 @@ MISTAKES = [
         '[trainer]\nshared_prefix = "auto"',
         '2:17: trainer.shared_prefix: must be true or false, got "auto"',
     ),
-    ("[rollout]\nshared_prefix = 1", "2:17: rollout.shared_prefix: must be true or false, got 1"),
     ("[trainer]\nmicro_batch_tokens = 0", "2:22: trainer.micro_batch_tokens: must be at least 1, got 0"),
     ("[trainer]\nkeep_state_every = 0", "2:20: trainer.keep_state_every: must be at least 1, got 0"),
-    ("[trainer]\nwidth_multiple = 0", "2:18: trainer.width_multiple: must be at least 1, got 0"),
     (
         '[model]\ndtype = "float16"',
         '2:9: model.dtype: must be "bfloat16" or "float32" with trainer.kind = "builtin": gradients underflow in '
@@ -397,8 +388,8 @@ MISTAKES = [
         '2:17: trainer.learning_rate: must be a number, got "1e-6"',
     ),
     ("[trainer]\nmax_steps = 1e3", "2:13: trainer.max_steps: must be an integer, got 1000.0"),
-    ('[buffer]\nchecksum = "yes"', '2:12: buffer.checksum: must be true or false, got "yes"'),
-    ("[buffer]\nchecksum = 0", "2:12: buffer.checksum: must be true or false, got 0"),
+    ('[metrics]\npage = "yes"', '2:8: metrics.page: must be true or false, got "yes"'),
+    ("[metrics]\npage = 0", "2:8: metrics.page: must be true or false, got 0"),
     ('[daemon]\nlog_texts = "off"', '2:13: daemon.log_texts: must be true or false, got "off"'),
     ('[metrics]\nport = "9477"', '2:8: metrics.port: must be an integer, got "9477"'),
     ('[metrics]\nport = ":9477"', '2:8: metrics.port: must be an integer, got ":9477"'),
@@ -462,8 +453,8 @@ MISTAKES = [
         "3:20: reward.requests_deadline_s: must be below the 9 of rollout.reward_timeout_s, got 45",
     ),
     (
-        "[rollout]\nreward_functions = ['math']\nreward_timeout_s = 5\n[reward]\nmath_cpu_s = 6",
-        "5:14: reward.math_cpu_s: must be below the 5 of rollout.reward_timeout_s, got 6",
+        "[rollout]\nreward_functions = ['math']\nreward_timeout_s = 5",
+        "3:20: rollout.reward_timeout_s: must be above the 5 s of CPU that math gives a row, got 5",
     ),
     (
         "[rollout]\nreward_functions = ['exact', 'length']\n[evaluation]\npass_function = 'math'",
@@ -514,10 +505,6 @@ MISTAKES = [
     (
         '[rollout]\nalgorithm = "ppo"\n[trainer]\nkl_coef_target = 0.1',
         "4:18: trainer.kl_coef_target: needs trainer.kl_coef above 0, the first value: a weight of 0 stays 0",
-    ),
-    (
-        "[trainer]\nkl_coef_target = 0.1\nkl_coef_horizon = 255",
-        "3:19: trainer.kl_coef_horizon: must be at least the 256 rows of a step, got 255",
     ),
     (
         '[model]\nlora_rank = 513\n[rollout]\nengine = "vllm"',
@@ -717,6 +704,25 @@ def test_mistake_on_the_command_line_names_its_option(assignment: str, error: st
 )
 def test_mistake_in_the_environment_names_its_variable(variable: str, value: str, error: str) -> None:
     assert errors_of("", environ={variable: value}) == [f"{variable}: {error}"]
+
+
+@pytest.mark.parametrize("key", DROPPED)
+def test_a_key_that_is_gone_is_refused_wherever_it_is_set_and_what_holds_now_is_named(key: str) -> None:
+    section, _, name = key.partition(".")
+    variable, said = f"RLHFD_{section}__{name}".upper(), f"{key} is gone: {DROPPED[key]}"
+
+    assert errors_of(f"[{section}]\n{name} = 1") == [f"config.toml:2:1: {said}"]
+    assert errors_of("", f"{key}=1") == [f"--set {key}: {said}"]
+    assert errors_of(environ={variable: "1"}) == [f"{variable}: {said}"]
+
+
+def test_what_holds_in_place_of_a_key_that_is_gone_names_keys_that_are_there() -> None:
+    keys = {f"{section}.{name}" for section, model in SECTIONS.items() for name in type(model).model_fields}
+    names = {key.partition(".")[2] for key in keys}
+
+    assert not DROPPED.keys() & keys
+    named = [word for holds in DROPPED.values() for word in re.findall(r"[a-z]+(?:_[a-z]+)+", holds)]
+    assert named and set(named) <= names
 
 
 def test_variables_of_others_with_our_prefix_are_left_alone() -> None:

@@ -202,16 +202,6 @@ class TestConflicts:
                 for without in ({"trainer__keep_state": "disk"}, {"trainer__kind": "external"})
             ),
             (
-                {"trainer__balance_ranks": True, "trainer__kind": "external"},
-                "trainer.balance_ranks",
-                'must be false with trainer.kind = "external", which trains the rows it is leased',
-            ),
-            (
-                {"trainer__balance_ranks": True, "trainer__mini_batches": 2},
-                "trainer.balance_ranks",
-                "must be false with trainer.mini_batches above 1: the rows of an update would depend on the dealing",
-            ),
-            (
                 {"rollout__max_turn_tokens": 4},
                 "rollout.max_turn_tokens",
                 "needs rollout.environment",

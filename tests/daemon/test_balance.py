@@ -16,7 +16,6 @@ from tests.support.endings import Ending
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-DEALT = "trainer.balance_ranks=true"
 RATIO = "rlhfd_rank_imbalance_ratio"
 
 
@@ -45,7 +44,7 @@ def test_two_ranks_with_rows_dealt_take_the_step_of_one_rank(tmp_path, task, sha
     small = (*SMALL, "buffer.max_staleness=0", "trainer.max_steps=2")
     _, of_one = ended(tmp_path / "one", task, *small, "trainer.gradient_accumulation_steps=2")
 
-    of_two = ("trainer.world_size=2", f"trainer.sharding={sharding}", DEALT)
+    of_two = ("trainer.world_size=2", f"trainer.sharding={sharding}")
     _, dealt = ended(tmp_path / "two", task, *small, *of_two)
 
     assert len(of_one) == len(dealt) == 2
@@ -56,11 +55,11 @@ def test_two_ranks_with_rows_dealt_take_the_step_of_one_rank(tmp_path, task, sha
 
 @pytest.mark.variant
 def test_kills_change_no_bit_of_a_run_with_rows_dealt(tmp_path, task):  # noqa: F811
-    undisturbed, _ = ended(tmp_path / "undisturbed", task, *SETTINGS, DEALT)
+    undisturbed, _ = ended(tmp_path / "undisturbed", task, *SETTINGS)
     folder = tmp_path / "killed"
     folder.mkdir()
     seen: list[tuple[float, float]] = []
-    with Daemon(folder, *SETTINGS, DEALT, *slow_reward(folder), task=task) as daemon:
+    with Daemon(folder, *SETTINGS, *slow_reward(folder), task=task) as daemon:
         for name, activity, signalled in (("trainer-1", "train", 1), ("trainer-0", "wait_data", 3)):
             daemon.wait_step(signalled)
             killed = strike(daemon, name, activity, signal.SIGKILL)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.daemon import SMALL, Daemon, descendants, is_alive, task, wait_until  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
-SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.02", "daemon.restart_delay_max_s=0.02")
+SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.0002")
 
 
 def title(pid):

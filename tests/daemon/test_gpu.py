@@ -471,8 +471,8 @@ def test_a_step_that_runs_out_of_the_cards_memory_is_taken_in_halves():
     assert experience.sequences.numel() == 88
     expected = whole.update([experience])
     told = Told()
-    trainer = TRAINER.model_copy(update={"width_multiple": 1, "micro_batch_size": 8})
-    card = Learner(trainer, "grpo", cut._actor.cuda(), kl_coef=0.05, telemetry=told)
+    trainer = TRAINER.model_copy(update={"micro_batch_size": 8})
+    card = Learner(trainer, "grpo", cut._actor.cuda(), kl_coef=0.05, telemetry=told, width=1)
     hog = []
 
     def grab(module, words, keywords):

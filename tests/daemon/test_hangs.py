@@ -272,8 +272,7 @@ def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(starter
 
 
 def test_a_setup_that_is_killed_twice_is_started_again_and_the_first_start_goes_on(tmp_path):
-    quick = ("daemon.restart_delay_s=0.02", "daemon.restart_delay_max_s=0.02")
-    with Daemon(tmp_path, *SMALL, *quick, "trainer.max_steps=2") as daemon:
+    with Daemon(tmp_path, *SMALL, "daemon.restart_delay_s=0.02", "trainer.max_steps=2") as daemon:
         ended = set()
         for _ in range(2):
             (setup,) = daemon.wait_until(

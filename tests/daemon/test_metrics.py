@@ -342,7 +342,7 @@ NEVER_IN_SUCH_A_RUN: dict[str, set[tuple[str, ...]]] = {
     },
     "buffer.limit is 0": {("rlhfd_buffer_capacity_items", "0")},
     "its workers compute here": {("rlhfd_weight_sync_bytes_total", "ray")},
-    "trainer.balance_ranks is off": series_of("rlhfd_rank_imbalance"),
+    "it has one rank": series_of("rlhfd_rank_imbalance"),
 }
 
 

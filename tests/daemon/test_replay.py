@@ -230,7 +230,7 @@ def test_the_list_and_the_replay_begin_at_the_same_checkpoint(run: Path) -> None
     with pytest.raises(ConfigError, match="first step 2: the file of its rows is not whole"):
         Replay(run, 3)
     rows.unlink()
-    with pytest.raises(ConfigError, match=r"raise trainer\.record_bytes, or trainer\.keep_checkpoints for a later"):
+    with pytest.raises(ConfigError, match=r"removed for newer ones: raise trainer\.keep_checkpoints for a later"):
         Replay(run, 3)
     # A checkpoint of another history is none for either.
     rewrite(run / "recording", lambda line: with_weights(line, SAVED, 1))

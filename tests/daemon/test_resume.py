@@ -27,7 +27,7 @@ IN_STEP = (
     "buffer.max_staleness=0",
     f"trainer.max_steps={STEPS}",
     "trainer.critic_warmup_steps=2",
-    "daemon.restart_delay_max_s=0.05",
+    "daemon.restart_delay_s=0.0004",
     "daemon.restart_limit=50",
     'rollout.reward_functions=["score:of_first_token"]',
 )
@@ -38,7 +38,6 @@ PPO = (
     "trainer.mini_batches=2",
     "trainer.kl_coef=0.05",
     "trainer.kl_coef_target=1e-9",
-    "trainer.kl_coef_horizon=64",
 )
 # Loaded by Python in every process before all else; roles inherit it from the forkserver. Only a trainer dies of it,
 # counted over all its lives.

@@ -212,9 +212,9 @@ def test_a_model_that_cannot_is_refused_in_one_line_or_left_as_it_is(caplog: pyt
 
     caplog.set_level(logging.INFO)
     with pytest.raises(ConfigError) as refused:
-        prepare_shared_prefix([sliding()], CPU, True, key="rollout.shared_prefix")
+        prepare_shared_prefix([sliding()], CPU, True, key="trainer.shared_prefix")
     assert str(refused.value) == (
-        "rollout.shared_prefix: a MistralForCausalLM cannot share prompts: its attention is not sdpa over whole rows"
+        "trainer.shared_prefix: a MistralForCausalLM cannot share prompts: its attention is not sdpa over whole rows"
     )
     with pytest.raises(ConfigError, match=r"^k: a Custom cannot share prompts: only a model of text alone can$"):
         prepare_shared_prefix([Custom()], CPU, True, key="k")

@@ -218,19 +218,6 @@ def test_with_lora_the_reference_is_the_actor_without_its_adapters(rollers):
     assert (experience.base_action_log_probs - experience.action_log_probs)[mask].abs().max() > 0.1
 
 
-def test_a_worker_rounds_widths_by_the_trainers_key(rollers):
-    roller, _, _ = rollers(trainer={"width_multiple": 48}, rollout={"shared_prefix": False})
-    widths = set()
-    roller._maker.initial_model.base_model.register_forward_pre_hook(
-        lambda _, words, keywords: widths.add(keywords["input_ids"].shape[1]), with_kwargs=True
-    )
-
-    roller.roll(0, 2)
-
-    assert widths == {48}
-    assert roller.engine._generator._width_multiple == 48
-
-
 @pytest.mark.parametrize("asked", [True, None])
 def test_logits_of_actor_and_reference_are_float32_if_the_key_says_so(rollers, asked):
     roller, _, _ = rollers(model={"dtype": "bfloat16", "float32_logits": asked})

@@ -41,7 +41,7 @@ def passes(most_rows: int | None = None) -> ModelPasses:
 
 
 def shared(model: Any, wanted: bool | None = True) -> Any:
-    prepare_shared_prefix([model], CPU, wanted, key="rollout.shared_prefix")
+    prepare_shared_prefix([model], CPU, wanted, key="trainer.shared_prefix")
     return model
 
 
@@ -137,17 +137,23 @@ def test_experience_with_shared_prompts_is_that_without_and_fresh_for_the_traine
 
 
 @pytest.mark.parametrize(
-    ("rollout", "actor", "reference"),
+    ("log_probs", "shared", "actor", "reference"),
     [
-        ({}, False, True),
-        ({"log_probs": "worker"}, True, True),
-        ({"log_probs": "worker", "shared_prefix": True}, True, True),
-        ({"log_probs": "worker", "shared_prefix": False}, False, False),
+        (None, None, False, True),
+        ("worker", None, True, True),
+        ("worker", True, True, True),
+        ("worker", False, False, False),
     ],
     ids=str,
 )
-def test_the_models_whose_log_probs_a_worker_computes_share_prompts(rollers, rollout, actor, reference) -> None:  # noqa: F811
-    roller, _, _ = rollers(rollout=rollout)
+def test_the_models_whose_log_probs_a_worker_computes_share_prompts(
+    rollers,  # noqa: F811
+    log_probs,
+    shared,
+    actor,
+    reference,
+) -> None:
+    roller, _, _ = rollers(rollout={"log_probs": log_probs}, trainer={"shared_prefix": shared})
 
     assert may_share_prompts(roller._maker.actor) == actor
     assert may_share_prompts(roller._maker.initial_model) == reference
@@ -157,5 +163,5 @@ def test_a_worker_whose_model_cannot_is_refused_if_it_is_asked_to(rollers, tmp_p
     model = sliding()
     model.save_pretrained(tmp_path / "reference")
 
-    with pytest.raises(ConfigError, match=r"^rollout\.shared_prefix: a MistralForCausalLM cannot share prompts: its"):
-        rollers(model={"reference": str(tmp_path / "reference")}, rollout={"shared_prefix": True})
+    with pytest.raises(ConfigError, match=r"^trainer\.shared_prefix: a MistralForCausalLM cannot share prompts: its"):
+        rollers(model={"reference": str(tmp_path / "reference")}, trainer={"shared_prefix": True})

@@ -26,9 +26,8 @@ def test_which_keys_are_live_is_what_is_written_here() -> None:
 
     assert {key for key in keys if is_live(key)} == {
         "daemon.log_level", "daemon.drain_timeout_s", "daemon.startup_timeout_s", "daemon.hang_timeout_s",
-        "daemon.progress_timeout_s", "daemon.restart_delay_s", "daemon.restart_delay_max_s", "daemon.restart_limit",
-        "daemon.restart_window_s", "rollout.ticket_timeout_s", "rollout.max_attempts", "trainer.save_every",
-        "metrics.token_file",
+        "daemon.progress_timeout_s", "daemon.restart_delay_s", "daemon.restart_limit", "rollout.ticket_timeout_s",
+        "rollout.max_attempts", "trainer.save_every", "metrics.token_file",
     }  # fmt: skip
 
 

@@ -74,11 +74,9 @@ def test_a_long_start_is_no_healthy_life(policy):
 
 
 def test_the_bounds_are_those_of_the_configuration():
-    config = DaemonConfig(restart_delay_s=3, restart_delay_max_s=2, restart_limit=7, restart_window_s=11)
+    limits = RestartLimits.of(DaemonConfig(restart_delay_s=3, restart_limit=7))
 
-    limits = RestartLimits.of(config)
-
-    assert (limits.first_delay_s, limits.longest_delay_s, limits.starts, limits.window_s) == (2, 2, 7, 11)
+    assert (limits.first_delay_s, limits.longest_delay_s, limits.starts, limits.window_s) == (3, 360, 7, 600)
 
 
 def test_other_bounds_hold_from_then_on(policy):

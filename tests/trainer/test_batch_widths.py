@@ -9,7 +9,7 @@ from tests.trainer.test_learner import TRAINER, disturbed, experience_for, new_l
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_rounded_width_changes_no_step(algorithm):
     plain = new_learner(algorithm)
-    rounded = new_learner(algorithm, TRAINER.model_copy(update={"width_multiple": 64, "micro_batch_size": 2}))
+    rounded = new_learner(algorithm, TRAINER.model_copy(update={"micro_batch_size": 2}), width=64)
     experience = disturbed(experience_for(plain, algorithm))
     widths = []
     rounded._actor.base_model.register_forward_pre_hook(

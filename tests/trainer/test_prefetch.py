@@ -212,7 +212,7 @@ def test_rows_without_log_probs_of_the_engine_are_refused_beside_rows_with_them(
     ("sections", "needed"),
     [
         ({}, Gathering(needs_reference=True, needs_log_probs=True)),
-        ({"trainer": {"kl_coef": 0.0}, "buffer": {"checksum": False}}, Gathering(False, needs_log_probs=True)),
+        ({"trainer": {"kl_coef": 0.0}}, Gathering(needs_log_probs=True)),
         ({"rollout": {"log_probs": "trainer"}}, Gathering(needs_reference=True)),
         (
             {"trainer": {"mask_cut_responses": True}},

@@ -137,8 +137,8 @@ def test_a_row_without_an_action_is_in_no_pass() -> None:
 
 def test_a_pass_with_a_rounded_width_that_runs_out_of_memory_is_cut() -> None:
     """Rows of 11 tokens are padded to 64: half of the 512 that ran out is more than the 88 by which they are cut."""
-    trainer = TRAINER.model_copy(update={"width_multiple": 64, "micro_batch_tokens": 100})
-    whole, cut = new_learner("grpo"), new_learner("grpo", trainer)
+    trainer = TRAINER.model_copy(update={"micro_batch_tokens": 100})
+    whole, cut = new_learner("grpo"), new_learner("grpo", trainer, width=64)
     experience = experience_for(whole, "grpo")
     Device(cut._actor, most_tokens=130)
 

@@ -34,7 +34,6 @@ from pipeline.rollout.generation.interface import Responses, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pipeline.config.schema import Config
     from pipeline.rollout.generation.cuda_graphs import CudaGraphDecoder
     from pipeline.rollout.generation.graph_capture import GraphCapture
 
@@ -81,13 +80,11 @@ def can_replace_generate(actor: object) -> bool:
 
 
 def new_engine(
-    actor: Any, *, directory: Path, device: Any, telemetry: Telemetry, config: Config | None = None
+    actor: Any, *, directory: Path, device: Any, telemetry: Telemetry
 ) -> TransformersGenerator | ActorGenerator:
     """Return the engine for an actor; see `pipeline.rollout.generation.engines.EngineFactory`."""
     return (
-        TransformersGenerator(
-            actor, telemetry, width_multiple=None if config is None else config.trainer.width_multiple
-        )
+        TransformersGenerator(actor, telemetry)
         if can_replace_generate(actor)
         else ActorGenerator(actor, None, telemetry)
     )

@@ -24,6 +24,8 @@ from pipeline.rollout.reward.answers import block_of
 _PYTHON: Final = re.compile(r"i?py(?:thon)?[23]?(?:\.\d+)*")
 _FUTURE: Final = re.compile(r"^\s*from\s+__future__\s", re.MULTILINE)
 _MOST_BYTES: Final = 4096
+MEMORY_BYTES: Final = 512 << 20
+"""Maximum memory of the tests of a row."""
 _TRIAL_S: Final = 60.0
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ def code_reward(settings: RewardConfig) -> Callable[..., float]:
         ConfigError: If this machine cannot isolate the code of responses, and `reward.code_unisolated` is false.
     """
     is_unisolated = settings.code_unisolated
-    _check_isolation(is_unisolated, settings.code_memory_bytes)
+    _check_isolation(is_unisolated)
 
     def code(
         input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, tests: Any = None, **_: Any
@@ -51,7 +53,6 @@ def code_reward(settings: RewardConfig) -> Callable[..., float]:
             passes(
                 [source, *sources],
                 timeout_s=settings.code_timeout_s,
-                memory_bytes=settings.code_memory_bytes,
                 unisolated=is_unisolated,
             )
         )
@@ -83,9 +84,9 @@ def _tests(tests: Any) -> list[str]:
 
 
 @functools.cache
-def _check_isolation(unisolated: bool, memory_bytes: int) -> None:
+def _check_isolation(unisolated: bool) -> None:
     try:
-        kind = isolation(unisolated=unisolated, memory_bytes=memory_bytes)
+        kind = isolation(unisolated=unisolated)
     except RewardError as error:
         raise ConfigError(
             f"rollout.reward_functions: {error}; reward.code_unisolated = true runs it all the same, where it can read "
@@ -97,7 +98,7 @@ def _check_isolation(unisolated: bool, memory_bytes: int) -> None:
         log.info("code of responses is isolated: by=%s", kind)
 
 
-def isolation(*, unisolated: bool = False, memory_bytes: int = 512 << 20) -> str:
+def isolation(*, unisolated: bool = False, memory_bytes: int = MEMORY_BYTES) -> str:
     """Return the way in which this machine isolates the code of responses: "namespaces", "Landlock" or "nothing".
 
     Args:
@@ -113,7 +114,9 @@ def isolation(*, unisolated: bool = False, memory_bytes: int = 512 << 20) -> str
     return kind
 
 
-def passes(sources: Sequence[str], *, timeout_s: float, memory_bytes: int, unisolated: bool = False) -> bool:
+def passes(
+    sources: Sequence[str], *, timeout_s: float, memory_bytes: int = MEMORY_BYTES, unisolated: bool = False
+) -> bool:
     """Return whether Python sources run to their ends without an exception, one after the other in a limited process.
 
     Args:

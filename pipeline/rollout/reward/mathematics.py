@@ -14,12 +14,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import MATH_CPU_S, RewardConfig
 from pipeline.errors import RewardError
 from pipeline.rollout.reward import math_process
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 
 _START_TIMEOUT_S: Final = 120.0
+_MEMORY_BYTES: Final = 1 << 30
+"""Maximum memory in which a row is read and compared; a response that needs more has 0."""
 _SLOWEST: Final = 20.0
 """Wall seconds that a CPU second may take on a machine with other work, before the process counts as stuck."""
 
@@ -32,7 +34,7 @@ class MathProcess:
         memory_bytes: Address space of the process.
     """
 
-    def __init__(self, *, timeout_s: float, memory_bytes: int) -> None:
+    def __init__(self, *, timeout_s: float, memory_bytes: int = _MEMORY_BYTES) -> None:
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._owner = 0
@@ -99,12 +101,12 @@ class MathProcess:
         return reply
 
 
-def math_reward(settings: RewardConfig) -> Callable[[str, str], float]:
+def math_reward(settings: RewardConfig, cpu_s: float = MATH_CPU_S) -> Callable[[str, str], float]:
     """Return the function behind `math`, of a response and an answer: 1 if the result equals the answer, else 0.
 
     The result is that of the answer's tag if the response has it (`pipeline.rollout.reward.answers`).
     """
-    process = MathProcess(timeout_s=settings.math_cpu_s, memory_bytes=settings.math_memory_bytes)
+    process = MathProcess(timeout_s=cpu_s)
 
     def judge(response: str, answer: str) -> float:
         return float(process.is_right(answer, response, list(settings.format_tags)))

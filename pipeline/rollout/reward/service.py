@@ -26,6 +26,8 @@ from pipeline.config.rewards import RewardConfig
 from pipeline.errors import ConfigError, RewardError
 
 T = TypeVar("T")
+ATTEMPTS: Final = 4
+"""Attempts of a request."""
 _REPEATED: Final = frozenset((408, 429, 500, 502, 503, 504))
 _FIRST_DELAY_S: Final = 0.2
 _MOST_BYTES: Final = 1 << 20
@@ -101,11 +103,13 @@ class Service:
     Args:
         url: Address to which each request is posted.
         settings: Limits of the requests, and the variable with the key.
+        attempts: Attempts of a request.
     """
 
-    def __init__(self, url: str, settings: RewardConfig) -> None:
+    def __init__(self, url: str, settings: RewardConfig, attempts: int = ATTEMPTS) -> None:
         self._url = url
         self._settings = settings
+        self._attempts = attempts
         self._breaker = Breaker()
         self._headers = {"accept-encoding": "identity"}
         # No proxy reaches a service of this machine.
@@ -159,7 +163,7 @@ class Service:
     async def _answer(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
         """Return the decoded answer to one request, after as many attempts as it takes and may take."""
         delay_s = _FIRST_DELAY_S
-        for attempt in range(1, self._settings.request_attempts + 1):
+        for attempt in range(1, self._attempts + 1):
             try:
                 # The limit of httpx is for each read: a service that sends a byte now and then would never reach it.
                 async with asyncio.timeout(self._settings.request_timeout_s):
@@ -174,13 +178,11 @@ class Service:
                     self._breaker.answered()
                     raise RewardError(f"the service answered with HTTP {status}{self._way}")
                 problem = f"HTTP {status}"
-            if attempt < self._settings.request_attempts:
+            if attempt < self._attempts:
                 await asyncio.sleep(random.uniform(0, delay_s))
                 delay_s *= 2
         self._breaker.failed()
-        raise RewardError(
-            f"the service failed {self._settings.request_attempts} times, the last time with {problem}{self._way}"
-        )
+        raise RewardError(f"the service failed {self._attempts} times, the last time with {problem}{self._way}")
 
     async def _post(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[int, bytes]:
         read = bytearray()

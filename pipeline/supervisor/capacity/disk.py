@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pipeline.buffer import quarantine
 from pipeline.config.identity import run_dir
 from pipeline.config.plan import Models, Terms, checkpoint_bytes, models_of
 from pipeline.config.schema import Config
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
+from pipeline.storage import recording
 from pipeline.supervisor.capacity.budgets import Budget, size
+from pipeline.telemetry import samples
 
 _SPOOLS = 3
 """Arenas on disk at most: the spool, a snapshot, and the next snapshot while it is written."""
@@ -27,15 +30,13 @@ def disk_budget(config: Config, models: Models, capacity_bytes: int | None = Non
     folder = Path(config.daemon.state_dir)
     terms: Terms = {
         "spool and snapshots of the arena": _SPOOLS * config.buffer.arena_bytes,
-        "quarantine, samples, log": config.buffer.quarantine_bytes
-        + config.samples.bytes
-        + config.daemon.log_file_bytes,
+        "quarantine, samples, log": quarantine.MOST_BYTES + samples.MOST_BYTES + config.daemon.log_file_bytes,
     }
     if config.trainer.kind == "builtin":
         kept = config.trainer.keep_checkpoints or 1
         terms = {f"checkpoints, {kept} and the next one": (kept + 1) * checkpoint_bytes(config, models), **terms}
     if config.trainer.record == "rows":
-        terms["recorded rows"] = config.trainer.record_bytes
+        terms["recorded rows"] = recording.MOST_BYTES
     return Budget(f"disk of {folder}", terms, _room(config) if capacity_bytes is None else capacity_bytes)
 
 

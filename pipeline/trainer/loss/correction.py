@@ -18,12 +18,15 @@ from the training-inference mismatch" (https://richardli.xyz/rl-collapse).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.trainer.loss.policy import ratios_of
+
+ICEPOP_FLOOR: Final = 0.5
+"""Weight below which `icepop` masks an action, as in its paper."""
 
 
 class Correction(NamedTuple):

@@ -1,7 +1,7 @@
 """The weight of the KL in the loss: constant, or led by a controller to a target of the KL.
 
     e       = clip(kl / target - 1, -0.2, 0.2)
-    kl_coef = kl_coef (1 + e rows / horizon)        after each step
+    kl_coef = kl_coef (1 + e min(rows / horizon, 1))        after each step
 
 Ziegler et al. 2019, arXiv:1909.08593 section 2.2, where K = rows / horizon is 0.1.
 """
@@ -9,11 +9,14 @@ Ziegler et al. 2019, arXiv:1909.08593 section 2.2, where K = rows / horizon is 0
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 from torch import Tensor
 
 _MAX_ERROR = 0.2
+HORIZON_ROWS: Final = 10_000
+"""Rows over which a constant error of 1 would double the weight, as in the paper."""
 
 
 def next_kl_coef(kl_coef: float, kl_nats: float, target_nats: float, rows: float, horizon_rows: float) -> float:
@@ -23,7 +26,7 @@ def next_kl_coef(kl_coef: float, kl_nats: float, target_nats: float, rows: float
         kl_coef: The weight of this step.
         kl_nats: The KL to the reference in this step.
         target_nats: The KL at which the weight stays, above 0.
-        rows: Rows of the step.
+        rows: Rows of the step; those beyond the horizon do not count.
         horizon_rows: Rows over which a constant error of 1 would double the weight.
 
     Returns:
@@ -32,7 +35,7 @@ def next_kl_coef(kl_coef: float, kl_nats: float, target_nats: float, rows: float
     if not math.isfinite(kl_nats):
         return kl_coef
     error = min(max(kl_nats / target_nats - 1, -_MAX_ERROR), _MAX_ERROR)
-    return kl_coef * (1 + error * rows / horizon_rows)
+    return kl_coef * (1 + error * min(rows / horizon_rows, 1.0))
 
 
 class KlControl:

@@ -13,7 +13,7 @@ from pipeline.config.losses import KlEstimator as KlName
 from pipeline.experience.advantages import KL_ESTIMATORS, KlEstimator
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.loss.aggregation import AGGREGATIONS, Aggregation, StepTotals
-from pipeline.trainer.loss.correction import importance_weights
+from pipeline.trainer.loss.correction import ICEPOP_FLOOR, importance_weights
 from pipeline.trainer.loss.policy import PolicyInputs, PolicyLossFunction, PolicyTerms, load_policy_loss
 
 
@@ -33,13 +33,11 @@ class LossSettings(Protocol):
     loss_rows: LossRows
     importance_correction: ImportanceCorrection
     importance_cap: float
-    importance_floor: float
     whiten_advantages: bool
     epochs: int
     mini_batches: int
     target_kl: float | None
     kl_coef_target: float | None
-    kl_coef_horizon: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,7 @@ class Objective:
             equal_groups=trainer.loss_rows == "all",
             correction=trainer.importance_correction,
             cap=trainer.importance_cap,
-            floor=trainer.importance_floor,
+            floor=ICEPOP_FLOOR,
             whitens=whitens,
             constant_tokens=constant_tokens or 1,
         )

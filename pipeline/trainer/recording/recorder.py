@@ -1,7 +1,7 @@
 """The writer of a run's recording (`pipeline.storage.recording`, which has the format and the order of the writes).
 
 Rows are recorded as the batch that the step was taken on, encoded again: without padding, each row once. The oldest
-rows are removed beyond `trainer.record_bytes`; lines stay. A full disk stops no step: the older half of the rows is
+rows are removed beyond 4 GiB; lines stay. A full disk stops no step: the older half of the rows is
 removed, for a checkpoint that finds no room too. If that is not enough, it costs the rows of these steps, and lines
 wait.
 """
@@ -189,8 +189,8 @@ class StepRecorder(TrainerHook):
         system = os.statvfs(self._folder)
         free_bytes = system.f_bavail * system.f_frsize
         if self._most_bytes > self._nbytes + free_bytes:
-            log.warning("recorded rows may fill the disk, which the checkpoints need too: lower trainer.record_bytes: "
-                        "trainer.record_bytes=%d recorded_bytes=%d free_bytes=%d path=%s",
+            log.warning("recorded rows may fill the disk, which the checkpoints need too: trainer.record = \"steps\" "
+                        "keeps none: most_bytes=%d recorded_bytes=%d free_bytes=%d path=%s",
                         self._most_bytes, self._nbytes, free_bytes, self._folder)  # fmt: skip
 
     def _keep_rows(self, step: int, batches: Sequence[Batch]) -> tuple[int, list[str]]:
@@ -247,7 +247,7 @@ class StepRecorder(TrainerHook):
         """Remove the oldest rows until `nbytes` more are within the limit; return False if they never are."""
         if nbytes > self._most_bytes:
             if not self._is_failing:
-                log.error("the rows of a step are not recorded: step=%d bytes=%d trainer.record_bytes=%d",
+                log.error("the rows of a step are not recorded: step=%d bytes=%d most_bytes=%d",
                           step, nbytes, self._most_bytes)  # fmt: skip
             self._is_failing = True
             self._count("too_large")

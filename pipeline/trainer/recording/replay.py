@@ -341,8 +341,7 @@ def _why_without_rows(recording: Recording, step: int) -> str:
         return 'its rows were not kept: trainer.record = "rows" keeps them, unless the log tells of a failure'
     if recording.rows_path(step).is_file():
         return "the file of its rows is not whole, as after a power failure"
-    return ("its rows were removed: raise trainer.record_bytes, or trainer.keep_checkpoints for a later checkpoint "
-            "before the step")  # fmt: skip
+    return "its rows were removed for newer ones: raise trainer.keep_checkpoints for a later checkpoint before the step"
 
 
 def _range_of(recording: Recording) -> str:

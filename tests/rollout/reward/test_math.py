@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.rewards import RewardConfig
 from pipeline.errors import RewardError
 from pipeline.rollout.reward.math_text import prepared, quantity_of
 from pipeline.rollout.reward.mathematics import MathProcess
@@ -144,13 +143,12 @@ def test_an_answer_that_has_no_result_or_no_end_is_an_error_and_not_0() -> None:
 
 
 def test_the_limit_holds_in_a_reward_process(tmp_path: Path) -> None:
-    settings = RewardConfig(math_cpu_s=0.5)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     rows = tokenizer(["?" + ENDLESS, r"?\boxed{1}"], padding=True, return_tensors="pt")
     ends = rows["attention_mask"].sum(dim=1)
 
-    with RewardPool(["math"], str(tmp_path), timeout_s=60, settings=settings) as pool:
+    with RewardPool(["math"], str(tmp_path), timeout_s=60) as pool:
         scores = pool(rows["input_ids"], rows["attention_mask"], torch.ones_like(ends), ends, ["1", "1"])
 
     assert scores.tolist() == [0.0, 1.0]

@@ -48,7 +48,7 @@ def _proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(url: str) -> int | RewardError:
-    service = Service(url, RewardConfig(request_attempts=1))
+    service = Service(url, RewardConfig(), attempts=1)
     return asyncio.run(service.ask([{}], lambda answer, number: int(answer)))[0]
 
 

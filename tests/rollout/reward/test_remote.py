@@ -19,6 +19,7 @@ import torch
 from pipeline.config.rewards import RewardConfig
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
+from pipeline.rollout.reward.remote import remote_reward
 from pipeline.rollout.reward.service import Breaker
 from tests.support.daemon import wait_until
 
@@ -99,7 +100,7 @@ def served(reply: Reply, bound: socket.socket | None = None) -> Iterator[Server]
 
 
 def settings(url: str, **options: Any) -> RewardConfig:
-    limits = {"request_timeout_s": 30.0, "requests_deadline_s": 60.0, "request_attempts": 3}
+    limits = {"request_timeout_s": 30.0, "requests_deadline_s": 60.0}
     return RewardConfig(service_url=url, judge_url=url.removesuffix("/score"), judge_model="m", **(limits | options))
 
 
@@ -112,9 +113,11 @@ def results(
     prompts: list[str] | None = None,
     answers: list[Any] | None = None,
     columns: dict[str, Any] | None = None,
+    attempts: int | None = None,
 ) -> list[Any]:
     """Return the score of each response, or its error."""
-    reward = reward or FunctionReward([load_reward_function(name, options)], Letters())
+    made = remote_reward(options, attempts=attempts) if attempts else load_reward_function(name, options)
+    reward = reward or FunctionReward([made], Letters())
     prompts = prompts or ["?!"] * len(responses)
     texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     ids = torch.full((len(responses), max(map(len, texts))), ord(" "))
@@ -169,7 +172,7 @@ def test_a_failure_is_tried_again_after_a_random_delay_that_doubles(monkeypatch:
         return statuses[number] if number < len(statuses) else lengths(server, number, body)
 
     with served(reply) as server:
-        assert results("remote", settings(server.url, request_attempts=7), ["ab"]) == [2.0]
+        assert results("remote", settings(server.url), ["ab"], attempts=7) == [2.0]
     assert len(server.requests) == 7
     assert delays == [(0, 0.2 * 2**attempt) for attempt in range(6)]
 
@@ -179,7 +182,7 @@ def test_the_last_attempt_is_followed_by_no_delay(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("pipeline.rollout.reward.service.random.uniform", lambda *of: delays.append(of) or 0.0)
 
     with served(lambda server, number, body: 503) as server:
-        (found,) = results("remote", settings(server.url, request_attempts=2), ["ab"])
+        (found,) = results("remote", settings(server.url), ["ab"], attempts=2)
 
     assert "the service failed 2 times, the last time with HTTP 503" in str(found)
     assert (len(server.requests), len(delays)) == (2, 1)
@@ -273,7 +276,7 @@ def test_a_service_that_sends_a_byte_now_and_then_is_late_too() -> None:
         thread = threading.Thread(target=drip)
         thread.start()
         began_s = time.monotonic()
-        found = results("remote", settings(url, request_timeout_s=0.5, request_attempts=1), ["a"])
+        found = results("remote", settings(url, request_timeout_s=0.5), ["a"], attempts=1)
         ended.set()
         thread.join(60)
 
@@ -290,9 +293,8 @@ def test_a_dead_service_is_not_asked_after_five_requests_and_found_again() -> No
             f"http://127.0.0.1:{bound.getsockname()[1]}/",
             service_batch_size=1,
             request_concurrency=1,
-            request_attempts=2,
         )
-        reward = FunctionReward([load_reward_function("remote", options)], Letters())
+        reward = FunctionReward([remote_reward(options, attempts=2)], Letters())
 
         found = [str(error) for error in results("remote", options, ["a"] * 8, reward)]
         with served(lengths, bound) as server:

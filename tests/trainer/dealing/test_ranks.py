@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.config.schema import Config
 from pipeline.errors import DecodeError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
@@ -21,6 +22,7 @@ from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.dealing.ranks import Dealt, RankBalance
+from pipeline.trainer.process import deals_rows
 from tests.support.experiences import made_up_vl
 from tests.trainer.test_learner import (
     ROWS,
@@ -192,3 +194,12 @@ def test_damage_that_the_lessee_did_not_find_ends_the_rank(ranks: Ranks) -> None
 
     with pytest.raises(DecodeError, match=r"by ticket: \{1: "):
         ranks.deal(batches)
+
+
+@pytest.mark.parametrize(("ranks", "mini_batches", "dealt"), [(1, 1, False), (2, 1, True), (2, 2, False)])
+def test_rows_are_dealt_to_several_ranks_that_take_one_update_an_epoch(
+    ranks: int, mini_batches: int, dealt: bool
+) -> None:
+    trainer = {"world_size": ranks, "mini_batches": mini_batches}
+
+    assert deals_rows(Config.model_validate({"trainer": trainer})) is dealt

@@ -30,6 +30,11 @@ def test_a_step_changes_the_weight_by_its_clipped_relative_error(kl: float, expe
     assert next_kl_coef(0.01, kl, 0.05, 256, 2560) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("kl", "factor"), [(5.0, 1.2), (0.0, 0.8)])
+def test_rows_of_a_step_beyond_the_horizon_do_not_count(kl: float, factor: float) -> None:
+    assert next_kl_coef(0.01, kl, 0.05, 60_000, 10_000) == pytest.approx(0.01 * factor, rel=1e-12)
+
+
 def test_over_a_horizon_of_rows_a_constant_error_has_the_same_effect_in_many_steps_as_in_few() -> None:
     few, many = KlControl(0.1, 1.0, 1000), KlControl(0.1, 1.0, 1000)
 
@@ -58,8 +63,8 @@ def test_the_state_is_the_weight_and_a_constant_weight_has_none() -> None:
 
 
 def test_a_learner_leads_its_weight_by_the_kl_of_all_its_rows() -> None:
-    settings = {"kl_coef_target": 0.001, "kl_coef_horizon": 80}
-    learner = new_learner("grpo", TRAINER.model_copy(update=settings), kl_coef=0.5)
+    settings = {"kl_coef_target": 0.001}
+    learner = new_learner("grpo", TRAINER.model_copy(update=settings), kl_coef=0.5, horizon_rows=80)
     experience = experience_of(learner._actor, "grpo")
     # Rows without signal count too: the KL is that of the policy, whatever is trained.
     assert experience.info is not None
@@ -74,8 +79,8 @@ def test_a_learner_leads_its_weight_by_the_kl_of_all_its_rows() -> None:
 
 
 def test_near_the_target_the_weight_follows_the_error_itself() -> None:
-    settings = {"kl_coef_target": 0.005, "kl_coef_horizon": 80}
-    learner = new_learner("grpo", TRAINER.model_copy(update=settings), kl_coef=0.5)
+    settings = {"kl_coef_target": 0.005}
+    learner = new_learner("grpo", TRAINER.model_copy(update=settings), kl_coef=0.5, horizon_rows=80)
     kl = math.exp(-REFERENCE_SHIFT) - 1 + REFERENCE_SHIFT
     assert 0.8 < kl / 0.005 < 1
 

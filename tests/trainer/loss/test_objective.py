@@ -44,20 +44,21 @@ CASES: list[dict[str, Any]] = [
     {"loss_aggregation": "dr_grpo", "importance_correction": "none", "mask_cut_responses": True},
 ]
 OF_SEVERAL_UPDATES: list[dict[str, Any]] = [
-    {"epochs": 2, "mini_batches": 3, "loss_aggregation": "dr_grpo", "kl_coef_target": 0.004, "kl_coef_horizon": 8},
+    {"epochs": 2, "mini_batches": 3, "loss_aggregation": "dr_grpo", "kl_coef_target": 0.004},
     {"epochs": 3, "target_kl": 0.1, "whitens": True, "importance_correction": "none"},
 ]
 IDS = [f"{case.get('policy_loss', 'ppo')}-{case.get('loss_aggregation', 'token_mean')}" for case in CASES]
 
 
 def new_learner(case: dict[str, Any], *, seed: int = 0, **settings: Any) -> Learner:
-    changes = {"importance_cap": 1.3, "importance_floor": 0.8, **case}
+    changes = {"importance_cap": 1.3, **case}
     whitens = changes.pop("whitens", False)
     micro_batch_size = settings.pop("micro_batch_size", None)
     trainer = TrainerConfig.model_validate({**TRAINER.model_dump(exclude={"betas"}), **changes})
     trainer = trainer.model_copy(update={"micro_batch_size": micro_batch_size, "gradient_clip_norm": 100.0})
     objective = Objective.of(trainer, whitens=whitens, response_tokens=CONSTANT_TOKENS)
-    return Learner(trainer, "grpo", tiny.llama(seed), kl_coef=0.05, objective=objective, **settings)
+    objective = replace(objective, floor=0.8)
+    return Learner(trainer, "grpo", tiny.llama(seed), kl_coef=0.05, objective=objective, horizon_rows=8, **settings)
 
 
 def sampled() -> Experience:

@@ -36,7 +36,7 @@ SLOW = TRAINER.model_copy(update={"learning_rate": 1e-3})
 
 
 def learner_of(algorithm: Algorithm, **changes: Any) -> Learner:
-    return new_learner(algorithm, SLOW.model_copy(update=changes))
+    return new_learner(algorithm, SLOW.model_copy(update=changes), horizon_rows=8)
 
 
 def slow_step(
@@ -317,7 +317,7 @@ def test_fewer_rows_than_mini_batches_give_the_updates_of_a_row_each() -> None:
 
 
 def test_a_successor_takes_the_updates_of_its_predecessor_bit_for_bit() -> None:
-    settings = {"epochs": 2, "mini_batches": 3, "kl_coef_target": 0.001, "kl_coef_horizon": 8}
+    settings = {"epochs": 2, "mini_batches": 3, "kl_coef_target": 0.001}
     undisturbed, killed, successor = (learner_of("grpo", **settings) for _ in range(3))
     experiences = [experience_for(undisturbed, "grpo", seed) for seed in range(3)]
 

@@ -55,7 +55,7 @@ def test_rows_larger_than_the_limit_are_counted_and_logged_once(
     recorder.close()
 
     assert counts == {"too_large": 2} and [*read_recording(tmp_path).steps] == [1, 2]
-    assert sum("trainer.record_bytes=100" in record.message for record in caplog.records) == 1
+    assert sum("most_bytes=100" in record.message for record in caplog.records) == 1
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, folder: Path, most_bytes: Callable[[], int]) -> None:
@@ -156,7 +156,7 @@ def test_a_limit_above_the_free_space_is_told_at_the_start(tmp_path: Path, caplo
     recorder_in(tmp_path / "more", most_bytes=1 << 62).close()
 
     (record,) = caplog.records
-    assert f"trainer.record_bytes={1 << 62} recorded_bytes=0 free_bytes=" in record.message
+    assert f"most_bytes={1 << 62} recorded_bytes=0 free_bytes=" in record.message
 
 
 def test_rows_of_another_size_than_recorded_are_none(tmp_path: Path) -> None:
