@@ -3,6 +3,7 @@
 advice          the key that a mistyped key or value was meant to be
 changes         the keys that a reload may change
 conflicts       conflicts between keys
+derived         defaults that follow from other keys, the model or the device
 evaluation      keys of the evaluation on held-out prompts
 identity        the identity of a run, and its folder
 lengths         tokens of prompt, response and row; bounds on their bytes

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from pipeline.config import own_model
 from pipeline.config.advice import SECTIONS, describe, problem_of_key, problem_of_section, toml, without_password
 from pipeline.config.conflicts import conflicts
+from pipeline.config.derived import derived
 from pipeline.config.prompts import CACHED_PREFIX
 from pipeline.config.schema import Config
 from pipeline.config.toml_positions import KeyPath, Positions, line_and_column, scan, syntax_errors
@@ -207,17 +208,7 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool, remarks: Mapp
     """
     config, missing = loaded.config, own_model.missing(loaded.config.model.actor, loaded.origins)
     remarks = {**loaded.reasons, **missing, **remarks}
-    in_force = {
-        "buffer.sample_batch_size": config.sample_batch_size,
-        "buffer.row_bytes": config.row_bytes,
-        "rollout.batch_size": config.prompts_per_ticket,
-        "rollout.kl_coef": config.rollout_kl_coef,
-        "rollout.max_length": config.lengths.row,
-        # With max_length alone the other two bound nothing.
-        "rollout.max_prompt_length": None if config.lengths.response is None else config.lengths.prompt,
-        "rollout.max_new_tokens": config.lengths.response,
-        "trainer.kl_coef": config.trainer_kl_coef,
-    }
+    in_force = derived(config, on_cards=loaded.on_cards)
     blocks = []
     for section, defaults in SECTIONS.items():
         lines = []
@@ -226,12 +217,14 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool, remarks: Mapp
             if key not in loaded.origins and not effective:
                 continue
             value = None if key in missing else get(config, key)
-            value = in_force.get(key) if value is None else value
+            default = in_force.get(key) if key not in loaded.origins and key not in remarks else None
+            value = default.value if default is not None and value is None else value
             line = f"# {name} is left out" if value is None else f"{name} = {toml(value)}"
             location = loaded.origins.get(key, Origin("default")).location or "default"
             comments = [
                 *([location] if origin and value is not None else []),
                 *([remarks[key]] if key in remarks else []),
+                *([default.reason] if default is not None and default.reason and (origin or value is None) else []),
             ]
             lines.append(f"{line}  # {'; '.join(comments)}" if comments else line)
         if lines:

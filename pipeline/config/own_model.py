@@ -1,13 +1,6 @@
-"""Defaults of a run with a model of its own; those of the schema belong to the embedded run.
+"""Defaults of a run with a model of its own, in place of those of the schema, which belong to the embedded run.
 
-trainer.learning_rate          1e-6, constant: `trainer.decay_steps` and `trainer.warmup_steps` are 0; adapters 1e-5
-trainer.critic_learning_rate   1e-5
-trainer.betas                  0.9, 0.999
-rollout.reward_functions       none; a run needs them, `model.reward` or `rollout.environment`
-prompts.path                   none; a run needs it or `prompts.sources`
-model.dtype                    bfloat16 where GPUs are
-trainer.save_every             50, as a run of hours on a machine that may be lost
-rollout.max_length             the model's positions, at most 1,024
+`SHOWN` lists them. They differ by adapters, the model's positions and whether GPUs are there.
 """
 
 from __future__ import annotations

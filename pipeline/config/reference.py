@@ -49,7 +49,8 @@ second is that of a run whose `model.actor` is a model of its own.
 def schema() -> dict[str, Any]:
     """Return the JSON schema (draft 7, which editors support) of a configuration file.
 
-    In addition to the standard keywords, each key has ``x-reload``: ``live`` or ``restart``.
+    In addition to the standard keywords, each key has ``x-reload``: ``live`` or ``restart``, and ``x-own-model``: the
+    default for a model of its own, if that is another one.
     """
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -133,6 +134,8 @@ def _key_schema(section: str, name: str, found: dict[str, Any]) -> dict[str, Any
         if kind.get("type") in ("integer", "number"):
             kind |= bounds(field)
     default = SECTIONS[section].model_dump(mode="json")[name]
+    if own := SHOWN.get(f"{section}.{name}"):
+        found["x-own-model"] = own.replace("`", "")
     return {
         **found,
         **({} if default is None else {"default": default}),

@@ -154,8 +154,7 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
         default=None,
         ge=2,
         le=2**20,
-        description="Maximum tokens of prompt and response together; left out: the sum of the next two keys, else 24, "
-        "with your own model its positions, at most 1,024.",
+        description="Maximum tokens of prompt and response together; left out: the sum of the next two keys, else 24.",
     )
     max_prompt_length: int | None = Field(
         default=None,
@@ -248,21 +247,15 @@ class TrainerConfig(LossSection):
         "of `rlhfd plan` says that a whole model does not fit beside each rank.",
     )
     max_steps: int = Field(default=0, ge=0, description="Optimizer steps after which the run ends; 0: no end.")
-    learning_rate: float = Field(
-        default=4e-4, gt=0, description="Maximum learning rate of the actor (AdamW); own model: 1e-6, adapters 1e-5."
-    )
-    critic_learning_rate: float = Field(
-        default=1e-3, gt=0, description="Learning rate of the critic (PPO); own model: 1e-5."
-    )
+    learning_rate: float = Field(default=4e-4, gt=0, description="Maximum learning rate of the actor (AdamW).")
+    critic_learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the critic (PPO).")
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
-    warmup_steps: int = Field(
-        default=10, ge=0, description="Optimizer steps over which the learning rate rises; own model: 0."
-    )
+    warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps over which the learning rate rises.")
     decay_steps: int = Field(
         default=150,
         ge=0,
-        description="Optimizer steps, with warm-up, over which the learning rate falls; 0: no decay; own model: 0.",
+        description="Optimizer steps, with warm-up, over which the learning rate falls; 0: no decay.",
     )
     final_learning_rate_ratio: float = Field(
         default=0.1, ge=0, le=1, description="Final learning rate as a share of the maximum."

@@ -64,7 +64,7 @@ class ModelConfig(Section):
         "is decoded and encoded again with the tokenizer and the chat template of `model.reward`.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="Number format of the models; own model on a GPU: bfloat16."
+        default="float32", description="Number format of the models."
     )
     float32_logits: bool | None = Field(
         default=None,

@@ -1,0 +1,101 @@
+"""Defaults that follow from other keys, the model or the device are shown with the value in force and its origin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load as config_load
+from pipeline.config.advice import SECTIONS
+from pipeline.config.derived import derived
+from tests.config.test_example_runs import SHAPES, write_model
+
+NO_VALUE = {
+    "model.reward", "model.lora_adapter", "prompts.max_characters", "prompts.pass_rate_column",
+    "prompts.system_prompt", "prompts.tools_file", "prompts.tools_column", "rollout.environment",
+    "rollout.stop_token_ids", "rollout.reward_clip", "trainer.target_kl", "trainer.kl_coef_target",
+    "trainer.dual_clip", "trainer.micro_batch_tokens", "metrics.tls_cert", "metrics.tls_key", "metrics.token_file",
+}  # fmt: skip
+"""Keys that are off if they are left out."""
+
+
+def loaded(*sets: str, on_cards: bool = False) -> config_load.LoadedConfig:
+    return config_load.load(None, sets, {}, on_cards=on_cards)
+
+
+def shown(*sets: str, on_cards: bool = False) -> list[str]:
+    return config_load.render(loaded(*sets, on_cards=on_cards), effective=True, origin=True).splitlines()
+
+
+def test_every_key_that_may_be_left_out_has_a_default_with_its_origin_or_is_off() -> None:
+    sets = ("rollout.engine=vllm", "rollout.environment=own:Game", "rollout.reward_functions=[]",
+            "trainer.loss_aggregation=dr_grpo")  # fmt: skip
+    config = loaded(*sets).config
+
+    optional = {
+        f"{section}.{name}"
+        for section, model in SECTIONS.items()
+        if section != "reward"
+        for name, field in type(model).model_fields.items()
+        if field.default is None
+    }
+
+    assert optional - derived(config, on_cards=False).keys() == NO_VALUE
+    assert all(found.reason for found in derived(config, on_cards=True).values())
+
+
+@pytest.mark.parametrize(
+    ("sets", "on_cards", "line"),
+    [
+        ((), False, 'log_probs = "engine"  # default; engine transformers in float32'),
+        (("model.dtype=bfloat16",), True, 'log_probs = "worker"  # default; engine transformers in bfloat16'),
+        (
+            ("trainer.policy_loss=reinforce",),
+            False,
+            'log_probs = "trainer"  # default; trainer.policy_loss reinforce with stale rows',
+        ),
+        ((), False, 'advantages = "grpo"  # default; for grpo'),
+        (("rollout.algorithm=ppo",), False, 'advantages = "gae"  # default; for ppo'),
+        (("rollout.algorithm=ppo",), False, "sample_batch_size = 128  # default; for ppo"),
+        (("trainer.clip_range=0.3",), False, "clip_high = 0.3  # default; trainer.clip_range"),
+        (
+            ("trainer.loss_aggregation=dr_grpo", "rollout.max_length=40", "rollout.max_new_tokens=8"),
+            False,
+            "dr_grpo_tokens = 8  # default; the longest response",
+        ),
+        (("rollout.max_length=40", "rollout.max_new_tokens=8"), False,
+         "max_prompt_length = 32  # default; max_length less max_new_tokens"),
+        ((), False, "# activation_checkpointing is left out  # false: no GPU"),
+        (
+            (),
+            True,
+            "# activation_checkpointing is left out  # true, on a GPU, where a model has layers to checkpoint",
+        ),
+        ((), False, "# micro_batch_size is left out  # by the size of the model: no GPU"),
+        ((), True, "# micro_batch_size is left out  # of 16,384 tokens, on a GPU"),
+        (("rollout.engine=vllm",), False, "# cache_bytes is left out  # 1 GiB: no GPU"),
+        (("evaluation.files=['a']", "rollout.top_p=0.9"), False, "top_p = 0.9  # default; rollout.top_p"),
+        (("evaluation.files=['a']", "evaluation.num_generations=4"), False,
+         "pass_k = 4  # default; evaluation.num_generations"),
+        ((), False, "# float32_logits is left out  # model.dtype is float32"),
+        (("model.dtype=bfloat16",), True, "# float32_logits is left out  # measured at the start, on the GPU"),
+        (("model.dtype=bfloat16",), False, "float32_logits = false  # default; no GPU"),
+        ((), True, 'devices = "auto"  # default; placed by `rlhfd plan`'),
+    ],
+)  # fmt: skip
+def test_a_default_is_shown_with_what_it_follows_from(sets: tuple[str, ...], on_cards: bool, line: str) -> None:
+    assert line in shown(*sets, on_cards=on_cards)
+
+
+def test_a_model_of_its_own_is_in_float32_for_lack_of_a_gpu(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", SHAPES["0.5b"])
+
+    assert 'dtype = "float32"  # default; no GPU' in shown(f"model.actor={tmp_path}/model")
+    assert 'dtype = "bfloat16"  # default; for a model of its own on a GPU' in shown(
+        f"model.actor={tmp_path}/model", on_cards=True
+    )
+
+
+def test_a_key_that_is_set_has_no_other_origin() -> None:
+    assert 'log_probs = "worker"  # --set rollout.log_probs' in shown("rollout.log_probs=worker")
