@@ -156,7 +156,7 @@ def _engine(place: Place, settings: dict[str, object]) -> Iterator[Row]:
         "model.actor": place.model, "prompts.path": place.model / "prompts.jsonl", "prompts.template": "none",
         "rollout.algorithm": "grpo", "rollout.num_generations": place.size(4, 8),
         "rollout.max_prompt_length": _PROMPT_TOKENS, "rollout.max_new_tokens": place.size(*NEW_TOKENS),
-        "rollout.reward_functions": '["telling:score"]', "rollout.reward_timeout_s": 0, "trainer.max_steps": steps,
+        "rewards": '["telling:score"]', "rollout.reward_timeout_s": 0, "trainer.max_steps": steps,
         "buffer.sample_batch_size": rows, "buffer.arena_bytes": place.size("16MiB", "256MiB"),
         "daemon.startup_timeout_s": 150,
     }  # fmt: skip

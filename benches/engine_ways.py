@@ -91,7 +91,7 @@ class Instance:
         own = (
             f"daemon.runtime_dir={self._runtime}", f"daemon.state_dir={folder / name / 'state'}", "metrics.port=0",
             f"daemon.seed={RUN_SEED}", f"model.actor={folder / 'model'}", f"prompts.path={folder / 'prompts.jsonl'}",
-            "prompts.template=none", 'rollout.reward_functions=["lengths:score"]', "rollout.reward_timeout_s=0",
+            "prompts.template=none", 'rewards=["lengths:score"]', "rollout.reward_timeout_s=0",
             "rollout.algorithm=grpo", f"rollout.num_generations={GROUP}", "rollout.kl_coef=0", "trainer.kl_coef=0",
             f"rollout.max_prompt_length={LONGEST_PROMPT}", f"rollout.max_new_tokens={longest}",
             "rollout.temperature=1.0", "samples.per_minute=0", "trainer.kind=external", "trainer.publish_every=1024",

@@ -67,7 +67,7 @@ def evaluate(
         sets = (*sets, f"model.actor={json.dumps(str(model))}")
     if files:
         sets = (*sets, f"evaluation.files={json.dumps([str(file) for file in files])}")
-    unused = ("prompts.path", "rollout.reward_functions") if head and _has_default_reward(head) else ("prompts.path",)
+    unused = ("prompts.path", "rewards") if head and _has_default_reward(head) else ("prompts.path",)
     loaded = load(path, sets, files=True, unused=unused)
     if not loaded.config.evaluation.files:
         raise click.UsageError("give FILES of held-out prompts, or a configuration with evaluation.files")
@@ -131,9 +131,10 @@ def _has_default_reward(head: CheckpointHead) -> bool:
     from pipeline.config.own_model import NEEDED
     from pipeline.config.schema import Config
 
-    defaults, key = Config().model_dump(mode="json"), "rollout.reward_functions"
-    parts = [one.split(".") for one in (key, *NEEDED[key])]
-    return all(head.config.get(section, {}).get(name) == defaults[section][name] for section, name in parts)
+    defaults, key = Config().model_dump(mode="json"), "rewards"
+    parts = [one.split(".") for one in NEEDED[key]]
+    others = all(head.config.get(section, {}).get(name) == defaults[section][name] for section, name in parts)
+    return others and head.config.get(key) == defaults[key]
 
 
 def _as_its_run(loaded: LoadedConfig, head: CheckpointHead) -> Config:

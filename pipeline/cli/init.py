@@ -29,7 +29,9 @@ path = "prompts.jsonl"          # a line: {{"prompt": "7302>", "answer": "0237"}
 num_generations = 8             # responses to each prompt
 max_prompt_length = {prompt:<11} # tokens; a longer prompt is set aside
 max_new_tokens = {response:<14} # tokens of a response
-reward_functions = ["my_rewards:score"]
+
+[[rewards]]
+name = "my_rewards:score"
 
 [buffer]
 sample_batch_size = 64          # responses in an optimizer step

@@ -106,4 +106,5 @@ def _complete_key(context: click.Context, option: click.Parameter, typed: str) -
     from pipeline.config.advice import SECTIONS
 
     keys = [f"{section}.{name}=" for section, model in SECTIONS.items() for name in type(model).model_fields]
+    keys.append("rewards=")
     return [key for key in keys if key.startswith(typed)]

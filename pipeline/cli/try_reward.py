@@ -102,7 +102,8 @@ def _json_lines(found: list[tuple[Row, Trial]]) -> Iterable[str]:
 def _table(found: list[tuple[Row, Trial]], loaded: LoadedConfig) -> Iterable[str]:
     from pipeline.cli.status import table
 
-    names = [*loaded.config.rollout.reward_functions, *(["model.reward"] if loaded.config.model.reward else [])]
+    names = [reward.name for reward in loaded.config.rewards]
+    names += ["model.reward"] if loaded.config.model.reward else []
     columns = ("row", "reward", *names, "tokens", "prompt", "response", "answer")
     rows = []
     for row, result in found:

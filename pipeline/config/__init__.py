@@ -15,7 +15,7 @@ plan            bytes that a run needs on each device
 positions       tokens that a model has positions for
 prompts         files, columns, filters and template of prompts
 reference       docs/configuration.md
-rewards         weights and options of reward functions; their names
+rewards         names, tables and options of reward functions
 schema          every key with type, bound, unit and description
 sections        base of the sections; buffer, HTTP server, trackers, samples, cluster
 toml_positions  line and column of each key and value; places of errors in invalid TOML

@@ -17,7 +17,9 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config.schema import Config
 
-SECTIONS: dict[str, BaseModel] = {name: info.default for name, info in Config.model_fields.items()}
+SECTIONS: dict[str, BaseModel] = {
+    name: info.default for name, info in Config.model_fields.items() if isinstance(info.default, BaseModel)
+}
 _TYPE_MESSAGES = {
     "int_type": "must be an integer",
     "float_type": "must be a number",
@@ -28,6 +30,8 @@ _TYPE_MESSAGES = {
     "finite_number": "must be finite",
     "string_pattern_mismatch": "must be made of a-z, 0-9 and -",
 }
+_FORMER_SECTION = "reward"
+_NEW_REWARDS = 'a table [[rewards]] with a name for each function, or rewards = ["math", "format"] above all sections'
 _SHOWN_CHARACTERS = 60
 _SAME_KEY = 0.8
 """Least likeness of two names that mean one key: below it a pointer is often to a key of another meaning."""
@@ -92,8 +96,6 @@ _ELSEWHERE = {
     "max_seq_len": "rollout.max_length",
     "num_workers": "rollout.workers",
     "gpus": "rollout.devices",
-    "reward_fn": "rollout.reward_functions",
-    "reward_funcs": "rollout.reward_functions",
     "pretrain": "model.actor",
     "model_name_or_path": "model.actor",
     "ref_model": "model.reference",
@@ -145,6 +147,28 @@ DROPPED: Final = {
 }
 """Keys of earlier releases whose right value is built in, by ``section.key``: what holds now."""
 
+MOVED: Final = {
+    "rollout.reward_functions": (),
+    "reward.weights": ("weight",),
+    "reward.pattern": ("pattern", "regex"),
+    "reward.format_tags": ("tags", "format", "math", "code", "json_schema"),
+    "reward.schema_file": ("schema_file", "json_schema"),
+    "reward.length_limit": ("limit_tokens", "length"),
+    "reward.length_buffer": ("buffer_tokens", "length"),
+    "reward.code_timeout_s": ("timeout_s", "code"),
+    "reward.code_unisolated": ("unisolated", "code"),
+    "reward.service_url": ("url", "remote"),
+    "reward.service_batch_size": ("batch_size", "remote"),
+    "reward.judge_url": ("url", "judge"),
+    "reward.judge_model": ("model", "judge"),
+    "reward.judge_template_file": ("template_file", "judge"),
+    "reward.request_timeout_s": ("request_timeout_s", "judge", "remote"),
+    "reward.request_concurrency": ("concurrency", "judge", "remote"),
+    "reward.requests_deadline_s": ("deadline_s", "judge", "remote"),
+    "reward.api_key_variable": ("api_key_variable", "judge", "remote"),
+}
+"""Keys of earlier releases that are options of ``[[rewards]]`` now: the option, and the names that have it."""
+
 # Names in other trainers of values that no key here has in that unit or meaning: a pointer would change the run.
 _NOT_HERE = {
     "total_epochs": "there are no epochs of the prompts, trainer.max_steps is the number of steps",
@@ -173,6 +197,9 @@ _NOT_HERE = {
 
 def problem_of_section(section: str, table: object) -> str:
     """Return the problem of a table or key at the top of a file; empty if it is a section."""
+    if section == _FORMER_SECTION:
+        # Its keys have problems of their own.
+        return "" if isinstance(table, dict) and table else f"[{section}] is now rewards: {_NEW_REWARDS}"
     if section in SECTIONS:
         shown = toml(_without_passwords(table))
         return "" if isinstance(table, dict) else f"{section}: must be a section [{section}], got {shown}"
@@ -186,15 +213,32 @@ def problem_of_section(section: str, table: object) -> str:
 
 def problem_of_key(section: str, name: str) -> str:
     """Return the problem of a key of a section; empty if the section has the key."""
+    if problem := _of_former_key(f"{section}.{name}"):
+        return problem
+    if section not in SECTIONS:
+        return f"unknown key {section}.{key(name)}, {_NEW_REWARDS}"
     if name in type(SECTIONS[section]).model_fields:
         return ""
-    if (holds := DROPPED.get(f"{section}.{name}")) is not None:
-        return f"{section}.{name} is gone: {holds}"
     return f"unknown key {section}.{key(name)}, {_meant(section, name)}"
+
+
+def _of_former_key(former: str) -> str:
+    """Return the problem of a key of earlier releases: what holds now, or its new spelling; empty for another key."""
+    if (holds := DROPPED.get(former)) is not None:
+        return f"{former} is gone: {holds}"
+    if (moved := MOVED.get(former)) is None:
+        return ""
+    if not moved:
+        return f"{former} is now rewards: {_NEW_REWARDS}"
+    option, *names = moved
+    tables = " or ".join(f'name = "{each}"' for each in names) or "the name"
+    return f"{former} is now {option} of the table [[rewards]] with {tables}"
 
 
 def _meant(section: str, name: str) -> str:
     lower = name.lower().replace("-", "_")
+    if lower in ("rewards", "reward_fn", "reward_funcs", "reward_functions"):
+        return f"did you mean rewards? {_NEW_REWARDS}"
     if lower in _NOT_HERE:
         return _NOT_HERE[lower]
     names = type(SECTIONS[section]).model_fields if section else {}
@@ -232,21 +276,47 @@ def describe(section: str, name: str, given: Any, details: ErrorDetails) -> str:
         given: The whole value; the error may be about a part of it.
         details: The error of pydantic.
     """
+    label, nested = _inner(section, name, details)
+    if problem := _of_keys(details, nested):
+        return problem
+    problem = _of_value(details, label=label)
+    return f"{problem}{_suggestion(section, name, given)}"
+
+
+def describe_option(table: type[BaseModel], details: ErrorDetails) -> str:
+    """Return the problem of an option of a reward function.
+
+    Args:
+        table: The table of the function.
+        details: The error of pydantic.
+    """
+    return _of_keys(details, list(table.model_fields)) or _of_value(details)
+
+
+def _of_keys(details: ErrorDetails, names: list[str]) -> str:
+    """Return the problem of a key that a table has not, or lacks; empty for a problem of a value."""
+    name = str(details["loc"][-1]) if details["loc"] else ""
+    if details["type"] == "extra_forbidden":
+        close = _close(name, names)
+        meant = f"did you mean {close}?" if close else f"the keys are {', '.join(names)}"
+        return f"unknown key {key(name)}, {meant}"
+    return f"must have a {name}" if details["type"] == "missing" else ""
+
+
+def _of_value(details: ErrorDetails, *, label: str = "") -> str:
     problem = _TYPE_MESSAGES.get(details["type"]) or re.sub(r"^\w+ should ", "must ", details["msg"])
     problem = problem.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     if details["type"] == "literal_error":
         problem = problem.replace("'", '"')
-    label, nested = _inner(section, name, details)
-    if details["type"] == "extra_forbidden":
-        close = _close(str(details["loc"][-1]), nested)
-        meant = f"did you mean {close}?" if close else f"the keys are {', '.join(nested)}"
-        return f"unknown key {key(str(details['loc'][-1]))}, {meant}"
-    if details["type"] == "missing":
-        return f"must have a {details['loc'][-1]}"
     problem = f"{label} {problem}" if label else problem
-    shown = toml(_without_passwords(details["input"], is_url=name.endswith("_url")))
-    shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
-    return f"{problem}, got {shown}{_suggestion(section, name, given)}"
+    is_url = bool(details["loc"]) and details["loc"][-1] == "url"
+    return f"{problem}, got {shown_value(details['input'], is_url=is_url)}"
+
+
+def shown_value(value: object, *, is_url: bool = False) -> str:
+    """Return a value for an error: short, and without passwords."""
+    shown = toml(_without_passwords(value, is_url=is_url))
+    return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
 
 
 def without_password(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from pipeline.config.conflicts import conflicts
+from pipeline.config.rewards import labels_of
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 
@@ -27,6 +28,8 @@ class Changes(NamedTuple):
 def is_live(key: str) -> bool:
     """Return whether a running instance applies a new value of ``section.key``; declared on the field."""
     section, _, name = key.partition(".")
+    if section == "rewards":
+        return False
     extra = type(getattr(Config(), section)).model_fields[name].json_schema_extra
     return isinstance(extra, dict) and extra.get("x-reload") == "live"
 
@@ -37,10 +40,25 @@ def compare(running: Config, wanted: Config) -> Changes:
     changes = [
         Change(f"{section}.{name}", value, after[section][name])
         for section, values in before.items()
+        if section != "rewards"
         for name, value in values.items()
         if value != after[section][name]
     ]
+    changes += _of_rewards(before["rewards"], after["rewards"])
     return Changes([each for each in changes if is_live(each.key)], [each for each in changes if not is_live(each.key)])
+
+
+def _of_rewards(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Change]:
+    """Return the changed options of the reward functions; other functions are one change, of their names."""
+    names, others = [one["name"] for one in before], [one["name"] for one in after]
+    if names != others:
+        return [Change("rewards", names, others)]
+    return [
+        Change(f"rewards.{label}.{option}", value, other[option])
+        for label, one, other in zip(labels_of(names), before, after, strict=True)
+        for option, value in one.items()
+        if value != other[option]
+    ]
 
 
 def with_live(running: Config, wanted: Config) -> Config:
@@ -52,6 +70,9 @@ def with_live(running: Config, wanted: Config) -> Config:
     sections: dict[str, Any] = {}
     for section in Config.model_fields:
         new, old = getattr(wanted, section), getattr(running, section)
+        if section == "rewards":
+            sections[section] = old
+            continue
         live = {name: getattr(new, name) for name in type(new).model_fields if is_live(f"{section}.{name}")}
         sections[section] = old.model_copy(update=live)
     config = Config.model_construct(**sections)

@@ -43,8 +43,8 @@ def conflicts(config: Config) -> list[Conflict]:
     if rollout.algorithm == "grpo" and rollout.num_generations < 2:
         keys = ("rollout.num_generations", "rollout.algorithm")
         found.append(Conflict(keys, f"must be at least 2 with GRPO, got {rollout.num_generations}"))
-    if not rollout.reward_functions and config.model.reward is None and rollout.environment is None:
-        keys = ("rollout.reward_functions", "model.reward", "rollout.environment")
+    if not config.rewards and config.model.reward is None and rollout.environment is None:
+        keys = ("rewards", "model.reward", "rollout.environment")
         found.append(Conflict(keys, "is empty and model.reward is not set: nothing would score a response"))
     if config.model.reward_tokenizer == "own" and config.model.reward is None:
         found.append(Conflict(("model.reward_tokenizer",), "needs model.reward"))

@@ -45,7 +45,7 @@ class EvaluationConfig(Section):
     pass_function: str | None = Field(
         default=None,
         min_length=1,
-        description="One of rollout.reward_functions, as it stands there: a response is right by its score alone, "
+        description="Name of one of rewards, as it stands there: a response is right by its score alone, "
         "before the weight; left out: by the whole reward.",
     )
     temperature: float | None = Field(
@@ -101,10 +101,10 @@ def conflict_of_evaluation(config: Config) -> tuple[tuple[str, ...], str] | None
         keys = ("evaluation.pass_k", "evaluation.num_generations")
         message = f"must be at most the {evaluation.num_generations} of evaluation.num_generations"
         return keys, f"{message}, got {evaluation.pass_k}"
-    if evaluation.pass_function is not None and evaluation.pass_function not in config.rollout.reward_functions:
-        keys = ("evaluation.pass_function", "rollout.reward_functions")
-        names = ", ".join(config.rollout.reward_functions) or "none"
-        return keys, f"must be one of rollout.reward_functions ({names}), got {evaluation.pass_function}"
+    names = [reward.name for reward in config.rewards]
+    if evaluation.pass_function is not None and evaluation.pass_function not in names:
+        keys = ("evaluation.pass_function", "rewards")
+        return keys, f"must be one of rewards ({', '.join(names) or 'none'}), got {evaluation.pass_function}"
     if evaluation.temperature == 0 and evaluation.num_generations > 1:
         keys = ("evaluation.num_generations", "evaluation.temperature")
         message = "must be 1 with evaluation.temperature = 0, where all responses to a prompt are equal"

@@ -1,6 +1,8 @@
 """Reads a configuration: file, environment and ``--set`` into one `Config`, all errors at once, each with its location.
 
-Precedence, highest first: ``--set section.key=value``, the variable ``RLHFD_SECTION__KEY``, the file, the defaults. The
+Precedence, highest first: ``--set section.key=value``, the variable ``RLHFD_SECTION__KEY``, the file, the defaults.
+``--set rewards=math,format`` takes the place of all reward functions, ``--set rewards.judge.url=...`` sets an option of
+one; their origins are by ``rewards.LABEL.OPTION``, the label that of the metrics. The
 file is the given one, else the one that RLHFD_CONFIG names, else none. RLHFD_RUNTIME_DIR is a short name for
 RLHFD_DAEMON__RUNTIME_DIR and takes precedence over it.
 
@@ -22,10 +24,27 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config import own_model
-from pipeline.config.advice import SECTIONS, describe, problem_of_key, problem_of_section, toml, without_password
+from pipeline.config.advice import (
+    SECTIONS,
+    describe,
+    describe_option,
+    problem_of_key,
+    problem_of_section,
+    shown_value,
+    toml,
+    without_password,
+)
 from pipeline.config.conflicts import conflicts
 from pipeline.config.derived import derived
 from pipeline.config.prompts import CACHED_PREFIX
+from pipeline.config.rewards import (
+    DEFAULT_REWARD,
+    RewardConfig,
+    labels_of,
+    problem_of_name,
+    rewards_in_force,
+    table_of,
+)
 from pipeline.config.schema import Config
 from pipeline.config.toml_positions import KeyPath, Positions, line_and_column, scan, syntax_errors
 from pipeline.config.types import BUILTIN_PREFIX
@@ -40,8 +59,13 @@ MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
 FUNCTION_KEYS = ("trainer.policy_loss", "rollout.advantages", "rollout.environment")
 _PATH_KEYS = {
     *FOLDER_KEYS, *MODEL_KEYS, *SECRET_KEYS, "model.lora_adapter", "prompts.path", "prompts.tools_file",
-    "reward.schema_file", "reward.judge_template_file", "evaluation.files",
+    "evaluation.files",
 }  # fmt: skip
+
+
+_REWARDS = "rewards"
+_REWARD_PATHS = ("schema_file", "template_file")
+_REWARD_KEY = r"rewards(?:\.[\w.-]+(?::[\w.-]+)?)?"
 
 
 class ConfigErrors(ConfigError):
@@ -88,7 +112,7 @@ class LoadedConfig:
 
     def where(self, key: str) -> str:
         """Return the prefix of an error about ``section.key``: location and name."""
-        return _where(self.origins.get(key, Origin("default")), key)
+        return _where(self._origin(key) or Origin("default"), key)
 
     @property
     def dtype_follows_gpus(self) -> bool:
@@ -97,11 +121,17 @@ class LoadedConfig:
 
     def placed(self, error: str) -> str:
         """Return a one-line error that begins with its key, preceded by the key's location."""
-        key = re.match(r"[a-z]+\.[a-z_]+", error)
-        origin = self.origins.get(key[0]) if key else None
+        key = re.match(rf"{_REWARD_KEY}|[a-z]+\.[a-z_]+", error)
+        origin = self._origin(key[0]) if key else None
         if key is None or origin is None:
             return error
         return f"{origin.location}: {error}" if origin.layer == "file" else f"{origin.location}{error[key.end() :]}"
+
+    def _origin(self, key: str) -> Origin | None:
+        """Return the origin of ``section.key``; of a reward function's default option that of the function."""
+        label = key.rpartition(".")[0]
+        near = (key, f"{key}.name", f"{label}.name", _REWARDS) if key.startswith(f"{_REWARDS}.") else (key,)
+        return next((self.origins[one] for one in near if one in self.origins), None)
 
 
 FileChecks = Callable[[LoadedConfig], list[str]]
@@ -139,8 +169,9 @@ def load(
     base = path.parent if path else Path()
     given = own_model.defaults({key: value.value for key, value in values.items()}, base, on_cards=on_cards)
     own = {key: _Value(default.value, Origin("default")) for key, default in given.items()}
-    config = _validate({**values, **own}, base, errors)
-    origins = {key: value.origin for key, value in values.items()}
+    values |= own
+    config = _validate(values, base, errors)
+    origins = {key: value.origin for key, value in values.items() if value.origin.layer != "default"}
     ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
     reasons = {key: default.reason for key, default in given.items()}
     loaded = LoadedConfig(config, origins, path, tuple(sets), ours, reasons, on_cards)
@@ -168,7 +199,10 @@ def overridden(loaded: LoadedConfig) -> dict[str, str]:
     errors: list[str] = []
     given = _from_file(loaded.path, errors) if loaded.path else {}
     above = {key: origin for key, origin in loaded.origins.items() if origin.layer in ("set", "environment")}
-    forced = {**_from_environment(loaded.environ, errors), **_from_sets(loaded.sets, errors)}
+    forced = {**given, **_from_environment(loaded.environ, errors), **_from_sets(loaded.sets, errors)}
+    for values in (given, forced):
+        # Each option has a key of its own from then on.
+        _validate_rewards(values, errors, set())
     return {key: above[key].location for key in given if key in above and given[key].value != forced[key].value}
 
 
@@ -210,6 +244,13 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool, remarks: Mapp
     remarks = {**loaded.reasons, **missing, **remarks}
     in_force = derived(config, on_cards=loaded.on_cards)
     blocks = []
+    if not config.rewards or _REWARDS in missing:
+        line = "# rewards are left out" if _REWARDS in missing else "rewards = []"
+        location = loaded.origins.get(_REWARDS, Origin("default")).location or "default"
+        comments = [*([location] if origin and _REWARDS not in missing else []), *filter(None, [remarks.get(_REWARDS)])]
+        if effective or _REWARDS in loaded.origins:
+            # A key without a table stands above all tables.
+            blocks.append(f"{line}  # {'; '.join(comments)}\n" if comments else f"{line}\n")
     for section, defaults in SECTIONS.items():
         lines = []
         for name in type(defaults).model_fields:
@@ -229,7 +270,29 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool, remarks: Mapp
             lines.append(f"{line}  # {'; '.join(comments)}" if comments else line)
         if lines:
             blocks.append("\n".join([f"[{section}]", *lines, ""]))
+    if _REWARDS not in missing:
+        blocks += _rendered_rewards(loaded, effective=effective, origin=origin)
     return "\n".join(blocks)
+
+
+def _rendered_rewards(loaded: LoadedConfig, *, effective: bool, origin: bool) -> list[str]:
+    blocks, rewards = [], loaded.config.rewards
+    if not effective and not any(key == _REWARDS or key.startswith(f"{_REWARDS}.") for key in loaded.origins):
+        return []
+    labels = labels_of([reward.name for reward in rewards])
+    for label, reward, in_force in zip(labels, rewards, rewards_in_force(loaded.config), strict=True):
+        lines = []
+        for option in type(reward).model_fields:
+            given = loaded.origins.get(f"{_REWARDS}.{label}.{option}")
+            if given is None and not effective and option != "name":
+                continue
+            value, own = getattr(in_force, option), getattr(reward, option)
+            line = f"# {option} is left out" if value is None else f"{option} = {toml(value)}"
+            reason = "" if own == value else "; by the length of a response"
+            comment = (given.location if given else f"default{reason}") if origin and value is not None else ""
+            lines.append(f"{line}  # {comment}" if comment else line)
+        blocks.append("\n".join(["[[rewards]]", *lines, ""]))
+    return blocks
 
 
 def get(config: Config, key: str) -> Any:
@@ -261,6 +324,13 @@ def _from_file(path: Path, errors: list[str]) -> dict[str, _Value]:
         return Origin("file", f"{path}:{line}:{column}")
 
     for section, table in tables.items():
+        if section == _REWARDS:
+            mark = positions.marks[section,]
+            inner = {path[1:]: one for path, one in positions.marks.items() if path[:1] == (section,)}
+            elements = {path: origin(one.value) for path, one in inner.items()}
+            value = _resolved_rewards(table, path.parent)
+            values[section] = _Value(value, origin(mark.value), element_origins=elements)
+            continue
         if problem := problem_of_section(section, table):
             errors.append(f"{origin(positions.marks[section,].key).location}: {problem}")
             continue
@@ -310,7 +380,10 @@ def _from_environment(environ: Mapping[str, str], errors: list[str]) -> dict[str
     values: dict[str, _Value] = {}
     for variable in sorted(environ):
         section, separator, name = variable.removeprefix(_PREFIX).lower().partition("__")
-        if variable.startswith(_PREFIX) and separator:
+        if variable.startswith(_PREFIX) and section == _REWARDS:
+            key = f"{_REWARDS}.{name.replace('__', '.')}" if separator else _REWARDS
+            values[key] = _reward_value(key, environ[variable], Origin("environment", variable))
+        elif variable.startswith(_PREFIX) and separator:
             values |= _from_text(section, name, environ[variable], Origin("environment", variable), errors)
         elif variable.startswith(_PREFIX) and (meant := _variable_meant(variable, environ[variable])):
             errors.append(f"{variable}: unknown variable, did you mean {meant}?")
@@ -346,7 +419,9 @@ def _from_sets(sets: Sequence[str], errors: list[str]) -> dict[str, _Value]:
     for assignment in sets:
         key, separator, text = (part.strip() for part in assignment.partition("="))
         section, dot, name = key.partition(".")
-        if not (section and dot and name and separator):
+        if separator and (key == _REWARDS or (section == _REWARDS and name)):
+            values[key] = _reward_value(key, text, Origin("set", f"--set {key}"))
+        elif not (section and dot and name and separator):
             shown = without_password(assignment)
             errors.append(f"--set {shown}: must be of the form section.key=value{_assignment_meant(shown)}")
         else:
@@ -366,17 +441,32 @@ def _assignment_meant(assignment: str) -> str:
 
 
 def _from_text(section: str, name: str, text: str, origin: Origin, errors: list[str]) -> dict[str, _Value]:
-    if problem := problem_of_section(section, {}) or problem_of_key(section, name):
+    if problem := problem_of_section(section, {name: text}) or problem_of_key(section, name):
         errors.append(f"{origin.location}: {problem}")
         return {}
+    key = f"{section}.{name}"
+    return {key: _Value(_resolve(key, _parsed(text), Path()), origin, text=text)}
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a text in TOML, or else the text."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
-        parsed = {}
+        return text
     # More than one key: the text holds line breaks and is no single value.
-    value = parsed["value"] if list(parsed) == ["value"] else text
-    key = f"{section}.{name}"
-    return {key: _Value(_resolve(key, value, Path()), origin, text=text)}
+    return parsed["value"] if list(parsed) == ["value"] else text
+
+
+def _reward_value(key: str, text: str, origin: Origin) -> _Value:
+    """Return the value of ``rewards``, names divided by commas or TOML, or that of an option of one function."""
+    value = _parsed(text)
+    if key != _REWARDS:
+        option = key.rpartition(".")[2]
+        return _Value(_resolved_option(option, value, Path()), origin, text=text)
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",") if name.strip()]
+    return _Value(_resolved_rewards(value, Path()), origin)
 
 
 def _resolve(key: str, value: Any, base: Path) -> Any:
@@ -397,9 +487,25 @@ def _with_resolved_path(source: Any, base: Path) -> Any:
     return {**source, "path": _resolve("prompts.path", source["path"], base)}
 
 
-def _validate(values: Mapping[str, _Value], base: Path, errors: list[str]) -> Config:
+def _resolved_rewards(value: Any, base: Path) -> Any:
+    if not isinstance(value, list):
+        return value
+    tables = [one if isinstance(one, dict) else {} for one in value]
+    paths = [{option: _resolved_option(option, given, base) for option, given in table.items()} for table in tables]
+    return [resolved or one for one, resolved in zip(value, paths, strict=True)]
+
+
+def _resolved_option(option: str, value: Any, base: Path) -> Any:
+    if option not in _REWARD_PATHS or not isinstance(value, str) or not value:
+        return value
+    return os.path.abspath(base / os.path.expanduser(value))
+
+
+def _validate(values: dict[str, _Value], base: Path, errors: list[str]) -> Config:
     wrong: set[str] = set()
     sections: dict[str, Any] = {name: _validate_section(name, values, base, errors, wrong) for name in SECTIONS}
+    if (rewards := _validate_rewards(values, errors, wrong)) is not None:
+        sections[_REWARDS] = rewards
     # Without validation: conflicts are looked for here, where their locations are known.
     config = Config.model_construct(**sections)
     for keys, message in conflicts(config):
@@ -437,6 +543,79 @@ def _validate_section(
                 wrong.add(key)
                 origin = value.element_origins.get(details["loc"][1:], value.origin)
                 errors.append(f"{_where(origin, key)}: {describe(section, name, value.value, details)}")
+
+
+def _validate_rewards(values: dict[str, _Value], errors: list[str], wrong: set[str]) -> list[RewardConfig] | None:
+    """Return the reward functions that are set, with options that ``--set`` gives one of them; None for the default.
+
+    In `values` each option has a key of its own from then on, ``rewards.LABEL.OPTION``.
+    """
+    options = {key: values.pop(key) for key in [*values] if key.startswith(f"{_REWARDS}.")}
+    if _REWARDS not in values and not options:
+        return None
+    whole = values.get(_REWARDS, _Value([DEFAULT_REWARD.name], Origin("default")))
+    if not isinstance(whole.value, list):
+        shown = shown_value(whole.value)
+        errors.append(f"{_where(whole.origin, _REWARDS)}: must be tables [[rewards]], or a list of names, got {shown}")
+        wrong.add(_REWARDS)
+        return None
+    tables: list[dict[str, _Value]] = []
+    origins = whole.element_origins
+    for number, one in enumerate(whole.value):
+        at = origins.get((number,), whole.origin)
+        table = {"name": one} if isinstance(one, str) else one
+        problem = (
+            f"must be a name or a table, got {shown_value(one)}" if not isinstance(table, dict)
+            else "must have a name" if "name" not in table
+            else f"{problem}, got {shown_value(table['name'])}" if (problem := problem_of_name(table["name"]))
+            else ""
+        )  # fmt: skip
+        if problem:
+            errors.append(f"{_where(origins.get((number, 'name'), at), _REWARDS)}: {problem}")
+            wrong.add(_REWARDS)
+            continue
+        tables.append({key: _Value(value, origins.get((number, key), at)) for key, value in table.items()})
+    labels = labels_of([table["name"].value for table in tables])
+    for key, option in options.items():
+        label, _, name = key.removeprefix(f"{_REWARDS}.").rpartition(".")
+        found = [table for own, table in zip(labels, tables, strict=True) if label == own]
+        found = found or [table for table in tables if label == table["name"].value]
+        if len(found) == 1 and name != "name":
+            found[0][name] = option
+        elif _REWARDS not in wrong:
+            said = f"must be rewards.NAME.OPTION, with a name of {', '.join(labels) or 'no function'}"
+            errors.append(f"{option.origin.location}: {said}")
+    rewards = []
+    for label, table in zip(labels, tables, strict=True):
+        if (reward := _validate_reward(label, table, errors, wrong)) is not None:
+            rewards.append(reward)
+        values |= {f"{_REWARDS}.{label}.{option}": value for option, value in table.items()}
+    return rewards
+
+
+def _validate_reward(
+    label: str, table: Mapping[str, _Value], errors: list[str], wrong: set[str]
+) -> RewardConfig | None:
+    model = table_of(table["name"].value)
+    given = {option: value.value for option, value in table.items()}
+    while True:
+        try:
+            return model.model_validate(given)
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                option = str(details["loc"][0])
+                value = table.get(option, table["name"])
+                bare = None if value.text is None else _resolved_option(option, value.text, Path())
+                if details["type"] in ("string_type", "path") and bare is not None and given.get(option) != bare:
+                    given[option] = bare
+                    continue
+                wrong.update((_REWARDS, f"{_REWARDS}.{label}.{option}"))
+                is_of_table = details["type"] in ("missing", "extra_forbidden")
+                key = f"{_REWARDS}.{label}" if is_of_table else f"{_REWARDS}.{label}.{option}"
+                errors.append(f"{_where(value.origin, key)}: {describe_option(model, details)}")
+                given.pop(option, None)
+            if any(field.is_required() and option not in given for option, field in model.model_fields.items()):
+                return None
 
 
 def _where(origin: Origin, key: str) -> str:

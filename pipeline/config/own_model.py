@@ -17,7 +17,7 @@ MOST_TOKENS: Final = 1024
 SAVED_STEPS: Final = 50
 LENGTH_KEYS: Final = ("rollout.max_length", "rollout.max_prompt_length", "rollout.max_new_tokens")
 NEEDED: Final = {
-    "rollout.reward_functions": ("model.reward", "rollout.environment"),
+    "rewards": ("model.reward", "rollout.environment"),
     "prompts.path": ("prompts.sources",),
 }
 """The keys without a default for a model of its own, each with the keys that may be set in its place."""
@@ -25,7 +25,7 @@ NEEDED: Final = {
 SHOWN: Final = {
     "model.dtype": '`"bfloat16"` on GPUs',
     "prompts.path": "none: this or `prompts.sources` must be set",
-    "rollout.reward_functions": "none: this, `model.reward` or `rollout.environment` must be set",
+    "rewards": "none: this, `model.reward` or `rollout.environment` must be set",
     "rollout.max_length": f"the model's positions, at most {MOST_TOKENS:,}",
     "trainer.learning_rate": "`1e-6`, adapters `1e-5`",
     "trainer.critic_learning_rate": "`1e-5`",
@@ -66,7 +66,7 @@ def defaults(values: Mapping[str, Any], base: Path, *, on_cards: bool) -> dict[s
         "trainer.save_every": Default(SAVED_STEPS, "for a model of its own: a lost machine costs these steps at most"),
     }
     if "model.reward" in values or "rollout.environment" in values:
-        found["rollout.reward_functions"] = Default([], "the embedded task's reward is for that task alone")
+        found["rewards"] = Default([], "the embedded task's reward is for that task alone")
     if on_cards:
         found["model.dtype"] = Default("bfloat16", "for a model of its own on a GPU")
     positions = _positions(base / actor)

@@ -17,6 +17,9 @@ from pydantic.fields import FieldInfo
 from pipeline.config.advice import SECTIONS, toml
 from pipeline.config.changes import is_live
 from pipeline.config.own_model import SHOWN
+from pipeline.config.rewards import DEFAULT_REWARD, REWARD_NAMES, RewardConfig, table_of
+from pipeline.config.schema import Config
+from pipeline.config.types import FUNCTION
 
 _INTRODUCTION: Final = """\
 # Configuration
@@ -57,13 +60,14 @@ def schema() -> dict[str, Any]:
         "title": "Configuration of rlhfd",
         "type": "object",
         "additionalProperties": False,
-        "properties": {section: _section_schema(section) for section in SECTIONS},
+        "properties": {**{section: _section_schema(section) for section in SECTIONS}, "rewards": _rewards_schema()},
     }
 
 
 def reference() -> str:
     """Return docs/configuration.md."""
-    return "\n".join([_INTRODUCTION, *(line for section in SECTIONS for line in _section_lines(section))])
+    lines = (line for section in SECTIONS for line in _section_lines(section))
+    return "\n".join([_INTRODUCTION, *lines, *_rewards_lines()])
 
 
 def bounds(field: FieldInfo) -> dict[str, int | float]:
@@ -95,6 +99,52 @@ def _section_schema(section: str) -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {name: _key_schema(section, name, properties[name]) for name in model.model_fields},
     }
+
+
+def _rewards_schema() -> dict[str, Any]:
+    """Return the schema of the reward functions: names, and a kind of table for each name."""
+    name = {"type": "string", "pattern": f"^({'|'.join(REWARD_NAMES)}|{FUNCTION.pattern})$"}
+    return {
+        "type": "array",
+        "description": Config.model_fields["rewards"].description,
+        "items": {"anyOf": [name, *(_reward_schema(one) for one in (*REWARD_NAMES, ""))]},
+        "default": [DEFAULT_REWARD.name],
+        "x-reload": "restart",
+    }
+
+
+def _reward_schema(name: str) -> dict[str, Any]:
+    """Return the schema of the table of a name; of one of your own if it is empty."""
+    model = table_of(name)
+    properties = {key: _plain(found) for key, found in model.model_json_schema()["properties"].items()}
+    for described in properties.values():
+        if described.get("default", 0) is None:
+            del described["default"]
+    meaning = {"description": RewardConfig.model_fields["name"].description}
+    kind = {"const": name} if name else {"type": "string", "pattern": f"^{FUNCTION.pattern}$"}
+    properties["name"] = {**kind, **meaning}
+    return {
+        "type": "object",
+        "description": model.__doc__,
+        "additionalProperties": False,
+        "required": [key for key, field in model.model_fields.items() if field.is_required()],
+        "properties": properties,
+    }
+
+
+def _rewards_lines() -> Iterator[str]:
+    yield "## [[rewards]]\n"
+    yield f"{Config.model_fields['rewards'].description} [rewards.md](rewards.md) has examples.\n"
+    yield f"Left out: `{DEFAULT_REWARD.name}`; with a model of its own {SHOWN['rewards']}.\n"
+    own = _reward_schema("")["properties"]
+    yield from _rows({"name": {"type": "string", "description": own["name"]["description"]}, "weight": own["weight"]})
+    for name in REWARD_NAMES:
+        described = _reward_schema(name)
+        options = {key: found for key, found in described["properties"].items() if key not in own}
+        if options:
+            yield f'### name = "{name}"\n'
+            yield f"{described['description']}\n"
+            yield from _rows(options)
 
 
 def _table_schema(found: dict[str, Any]) -> dict[str, Any]:

@@ -1,62 +1,27 @@
-"""The section of the rewards by name: weights, and the options of each of them; the keys of the environment."""
+"""The reward functions, each a name or a table ``[[rewards]]`` with its weight and options; keys of the environment."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from typing import TYPE_CHECKING, Annotated, Final
-from urllib.parse import urlsplit
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from pipeline.config.sections import Section
-from pipeline.config.types import FUNCTION, AnyPath
+from pipeline.config.types import FUNCTION, AnyPath, Url
 from pipeline.config.user_modules import install_command
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
-
-REWARD_NAMES: Final = ("code", "exact", "format", "json_schema", "judge", "length", "math", "regex", "remote")
-"""Reward functions of this package, by the names that `rollout.reward_functions` takes."""
-
-OPTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "code": ("reward.code_timeout_s", "reward.format_tags"),
-    "format": ("reward.format_tags",),
-    "json_schema": ("reward.schema_file", "reward.format_tags"),
-    "judge": ("reward.judge_url", "reward.judge_model", "reward.judge_template_file"),
-    "length": ("reward.length_limit", "reward.length_buffer"),
-    "math": ("reward.format_tags",),
-    "regex": ("reward.pattern",),
-    "remote": ("reward.service_url", "reward.service_batch_size"),
-}  # fmt: skip
-"""The keys of each name."""
 
 MATH_CPU_S: Final = 5.0
 """CPU seconds that `math` gives a row to be read and compared; a response that needs more has 0."""
 
 MOST_FUNCTIONS: Final = 16
 """Reward functions with a metric of their own."""
-
-
-def _check_reward(value: str) -> str:
-    if value not in REWARD_NAMES and FUNCTION.fullmatch(value) is None:
-        kind = "reward" if value.isidentifier() else ""
-        problem = f'must be one of {", ".join(REWARD_NAMES)}, or of the form "module:function"'
-        raise PydanticCustomError(
-            "function",
-            "{problem}",
-            # Quoted names are the ones that a wrong one is compared with.
-            {"problem": problem if kind else 'must be of the form "module:function"',
-             "expected": ", ".join(f"'{name}'" for name in REWARD_NAMES) if kind else ""},
-        )  # fmt: skip
-    return value
-
-
-RewardName = Annotated[
-    str,
-    AfterValidator(_check_reward),
-    Field(json_schema_extra={"pattern": f"^({'|'.join(REWARD_NAMES)}|{FUNCTION.pattern})$"}),
-]
 
 
 def _check_environment(value: str) -> str:
@@ -100,98 +65,230 @@ class EnvironmentSection(Section):
     )
 
 
-def _check_url(value: str) -> str:
-    try:
-        parts = urlsplit(value)
-    except ValueError:
-        parts = urlsplit("")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise PydanticCustomError("url", "must be an address such as http://127.0.0.1:8000/score")
-    if parts.username is not None or parts.password is not None:
-        raise PydanticCustomError("url", "must have no password: reward.api_key_variable names a variable with one")
-    return value
-
-
-Url = Annotated[str, AfterValidator(_check_url), Field(json_schema_extra={"pattern": "^https?://[^/@]+([/?].*)?$"})]
+Tags = Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]], Field(min_length=1)]
 
 
 class RewardConfig(Section):
-    """The weights of the reward functions, and the options of those that are known by name."""
+    """A reward function: its name and its weight, which the functions of this package have as well."""
 
-    weights: list[Annotated[float, Field(ge=-1e9, le=1e9)]] = Field(
-        default=[],
-        description="Weight of each of rollout.reward_functions, in their order, negative for a penalty; left out: 1 "
-        "each.",
+    name: str = Field(description='Name of a function of this package, or "module:function" of your own.')
+    weight: float = Field(
+        default=1.0,
+        ge=-1e9,
+        le=1e9,
+        description="Factor of the score; the weighted scores of all functions and that of the reward model are added "
+        "up; negative for a penalty.",
     )
-    pattern: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Regular expression of regex, unless the prompt's row has a column of this name.",
-    )
-    format_tags: list[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]] = Field(
+
+
+class OwnReward(RewardConfig):
+    """A function of your own, "module:function"."""
+
+
+class ExactReward(RewardConfig):
+    """1 if response and answer are equal."""
+
+    name: Literal["exact"]
+
+
+class _TaggedReward(RewardConfig):
+    tags: Tags = Field(
         default=["think", "answer"],
-        min_length=1,
-        description="Tags that format expects, each once, in this order, with text in each and none outside; math, "
-        "code and json_schema read the text of the last one, if the response has it.",
+        description="Tags of a response; the text of the last one is read, if the response has it.",
     )
-    schema_file: AnyPath | None = Field(
-        default=None,
-        description="JSON schema of json_schema, unless the prompt's row has a column named schema.",
-    )
-    length_limit: int | None = Field(
-        default=None,
-        ge=1,
-        le=2**20,
-        description="Tokens of a response from which length is -1; left out: the maximum of a response.",
-    )
-    length_buffer: int | None = Field(
-        default=None,
-        ge=1,
-        le=2**20,
-        description="Tokens below length_limit over which length falls from 0 to -1; left out: a fifth of the limit.",
-    )
-    code_timeout_s: float = Field(
+
+
+class CodeReward(_TaggedReward):
+    """1 if the tests of the row pass after the response's code."""
+
+    name: Literal["code"]
+    timeout_s: float = Field(
         default=5.0,
         gt=0,
         le=3600,
-        description="Seconds that code gives the tests of a row, of CPU and of wall time; below "
-        "rollout.reward_timeout_s.",
+        description="Seconds that the tests of a row get, of CPU and of wall time; below rollout.reward_timeout_s.",
     )
-    code_unisolated: bool = Field(
+    unisolated: bool = Field(
         default=False,
         description="Run code where this kernel has neither namespaces nor Landlock for its process: it can then read "
         "the files and the memory of this user's processes.",
     )
-    service_url: Url | None = Field(
-        default=None, description="Address that remote posts rows to, such as http://127.0.0.1:8000/score."
+
+
+class FormatReward(RewardConfig):
+    """1 if the response is its tags, in order."""
+
+    name: Literal["format"]
+    tags: Tags = Field(
+        default=["think", "answer"],
+        description="Tags that are expected, each once, in this order, with text in each and none outside.",
     )
-    service_batch_size: int = Field(default=16, ge=1, le=4096, description="Rows of a request of remote.")
-    judge_url: Url | None = Field(
-        default=None, description="OpenAI-compatible endpoint of judge, such as http://127.0.0.1:8000/v1."
+
+
+class JsonSchemaReward(_TaggedReward):
+    """1 if the JSON of the response is what a schema admits."""
+
+    name: Literal["json_schema"]
+    schema_file: AnyPath | None = Field(
+        default=None, description="JSON schema, unless the prompt's row has a column named schema."
     )
-    judge_model: str | None = Field(default=None, min_length=1, description="Model that judge asks.")
-    judge_template_file: AnyPath | None = Field(
+
+
+class LengthReward(RewardConfig):
+    """0 down to -1 as the response approaches a limit of tokens."""
+
+    name: Literal["length"]
+    limit_tokens: int | None = Field(
         default=None,
-        description="Text of a request of judge with {prompt}, {response}, {answer}, {best} and columns in braces; "
-        "left out: a short one.",
+        ge=1,
+        le=2**20,
+        description="Tokens of a response from which the score is -1; left out: the maximum of a response.",
     )
-    request_timeout_s: float = Field(
-        default=10.0, gt=0, le=3600, description="Seconds of an attempt of a request of remote or judge."
+    buffer_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**20,
+        description="Tokens below limit_tokens over which the score falls from 0 to -1; left out: a fifth of them.",
     )
-    request_concurrency: int = Field(
-        default=8, ge=1, le=1024, description="Requests of remote or judge at the same time, of each worker."
+
+
+class MathReward(_TaggedReward):
+    """1 if the result of the response equals the answer."""
+
+    name: Literal["math"]
+
+
+class RegexReward(RewardConfig):
+    """1 if a pattern is found."""
+
+    name: Literal["regex"]
+    pattern: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Regular expression, unless the prompt's row has a column of this name.",
     )
-    requests_deadline_s: float = Field(
+
+
+class ServiceReward(RewardConfig):
+    """The options of a reward that asks a service."""
+
+    url: Url = Field(description="Address of the service.")
+    request_timeout_s: float = Field(default=10.0, gt=0, le=3600, description="Seconds of an attempt of a request.")
+    concurrency: int = Field(default=8, ge=1, le=1024, description="Requests at the same time, of each worker.")
+    deadline_s: float = Field(
         default=45.0,
         gt=0,
         le=86400,
-        description="Seconds of all requests of remote or judge for a call's rows; below rollout.reward_timeout_s.",
+        description="Seconds of all requests for a call's rows; below rollout.reward_timeout_s.",
     )
     api_key_variable: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="Environment variable with the key that remote and judge send as a bearer token.",
+        description="Environment variable with the key that is sent as a bearer token.",
     )
+
+
+class JudgeReward(ServiceReward):
+    """The score of a model behind an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."""
+
+    name: Literal["judge"]
+    model: str = Field(min_length=1, description="Model that is asked.")
+    template_file: AnyPath | None = Field(
+        default=None,
+        description="Text of a request with {prompt}, {response}, {answer}, {best} and columns in braces; left out: a "
+        "short one.",
+    )
+
+
+class RemoteReward(ServiceReward):
+    """The score of a service that gets rows, such as http://127.0.0.1:8000/score."""
+
+    name: Literal["remote"]
+    batch_size: int = Field(default=16, ge=1, le=4096, description="Rows of a request.")
+
+
+REWARDS: Final[dict[str, type[RewardConfig]]] = {
+    "code": CodeReward,
+    "exact": ExactReward,
+    "format": FormatReward,
+    "json_schema": JsonSchemaReward,
+    "judge": JudgeReward,
+    "length": LengthReward,
+    "math": MathReward,
+    "regex": RegexReward,
+    "remote": RemoteReward,
+}
+"""The table of each reward function of this package, by its name."""
+
+REWARD_NAMES: Final = tuple(REWARDS)
+
+
+def table_of(name: str) -> type[RewardConfig]:
+    """Return the table of a name."""
+    return REWARDS.get(name, OwnReward)
+
+
+def problem_of_name(name: object) -> str:
+    """Return the problem of the name of a reward function; empty if it may be one."""
+    if not isinstance(name, str):
+        return "must be a string"
+    if name in REWARDS or FUNCTION.fullmatch(name) is not None:
+        return ""
+    one_of = f"one of {', '.join(REWARD_NAMES)}, or " if name.isidentifier() else ""
+    return f'must be {one_of}of the form "module:function"'
+
+
+def _checked(value: object) -> object:
+    """Return the table of a name without options; any other value as it is."""
+    table = {"name": value} if isinstance(value, str) else value
+    if isinstance(table, dict) and "name" in table and (problem := problem_of_name(table["name"])):
+        raise PydanticCustomError("reward", "{problem}", {"problem": problem})
+    return table
+
+
+def _kind(value: Any) -> str:
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    return name if name in REWARDS else "own"
+
+
+Reward = Annotated[
+    Annotated[CodeReward, Tag("code")]
+    | Annotated[ExactReward, Tag("exact")]
+    | Annotated[FormatReward, Tag("format")]
+    | Annotated[JsonSchemaReward, Tag("json_schema")]
+    | Annotated[JudgeReward, Tag("judge")]
+    | Annotated[LengthReward, Tag("length")]
+    | Annotated[MathReward, Tag("math")]
+    | Annotated[RegexReward, Tag("regex")]
+    | Annotated[RemoteReward, Tag("remote")]
+    | Annotated[OwnReward, Tag("own")],
+    Discriminator(_kind),
+    BeforeValidator(_checked),
+]
+
+DEFAULT_REWARD: Final = OwnReward(name="pipeline.sort_digits:exact_answer")
+"""The reward of the embedded task."""
+
+
+def to_json(rewards: Sequence[RewardConfig]) -> str:
+    """Return reward functions as text for another process."""
+    return _adapter().dump_json(list(rewards)).decode()
+
+
+def of_json(text: str) -> list[RewardConfig]:
+    """Return the reward functions of `to_json`."""
+    rewards: list[RewardConfig] = _adapter().validate_json(text)
+    return rewards
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Any]:
+    return TypeAdapter(list[Reward])
+
+
+def reward_of(one: str | RewardConfig) -> RewardConfig:
+    """Return the table of a reward function that is given by its name alone."""
+    return table_of(one)(name=one) if isinstance(one, str) else one
 
 
 _PACKAGES: Final = {
@@ -230,38 +327,30 @@ def labels_of(functions: list[str]) -> list[str]:
 
 def part_labels(config: Config) -> list[str]:
     """Return the names of the parts of a reward that have a metric and a column in `info`; none if there is one."""
-    labels = labels_of(config.rollout.reward_functions)
+    labels = labels_of([reward.name for reward in config.rewards])
     labels += ["model"] if config.model.reward is not None else []
     return labels if len(labels) > 1 else []
 
 
 def conflict_of_rewards(config: Config) -> tuple[tuple[str, ...], str] | None:
     """Return the keys and the message of a conflict between reward functions and their options; None if none."""
-    functions, reward = config.rollout.reward_functions, config.reward
-    keys: tuple[str, ...]
-    if len(functions) > MOST_FUNCTIONS:
-        return ("rollout.reward_functions",), f"must name at most {MOST_FUNCTIONS} functions, got {len(functions)}"
-    if reward.weights and len(reward.weights) != len(functions):
-        keys = ("reward.weights", "rollout.reward_functions")
-        return keys, f"has {len(reward.weights)} weights for {len(functions)} functions of rollout.reward_functions"
-    for name, needed in (("remote", ("service_url",)), ("judge", ("judge_url", "judge_model"))):
-        for key in needed:
-            if name in functions and getattr(reward, key) is None:
-                keys = (f"reward.{key}", "rollout.reward_functions")
-                return keys, f'must be set with "{name}" in rollout.reward_functions'
-    limit_s = config.rollout.reward_timeout_s
-    if {"remote", "judge"} & set(functions) and 0 < limit_s <= reward.requests_deadline_s:
-        keys = ("reward.requests_deadline_s", "rollout.reward_timeout_s", "rollout.reward_functions")
-        return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {reward.requests_deadline_s:g}"
-    if "code" in functions and 0 < limit_s <= reward.code_timeout_s:
-        keys = ("reward.code_timeout_s", "rollout.reward_timeout_s", "rollout.reward_functions")
-        return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {reward.code_timeout_s:g}"
-    if "math" in functions and 0 < limit_s <= MATH_CPU_S:
-        keys = ("rollout.reward_timeout_s", "rollout.reward_functions")
-        return keys, f"must be above the {MATH_CPU_S:g} s of CPU that math gives a row, got {limit_s:g}"
-    if reward.length_limit and reward.length_buffer and reward.length_buffer > reward.length_limit:
-        keys = ("reward.length_buffer", "reward.length_limit")
-        return keys, f"must be at most the {reward.length_limit} of reward.length_limit, got {reward.length_buffer}"
+    rewards, limit_s = config.rewards, config.rollout.reward_timeout_s
+    if len(rewards) > MOST_FUNCTIONS:
+        return ("rewards",), f"must name at most {MOST_FUNCTIONS} functions, got {len(rewards)}"
+    for label, reward in zip(labels_of([reward.name for reward in rewards]), rewards, strict=True):
+        timeouts = {"deadline_s": reward.deadline_s} if isinstance(reward, ServiceReward) else {}
+        timeouts |= {"timeout_s": reward.timeout_s} if isinstance(reward, CodeReward) else {}
+        for option, seconds in timeouts.items():
+            if 0 < limit_s <= seconds:
+                keys: tuple[str, ...] = (f"rewards.{label}.{option}", "rollout.reward_timeout_s", "rewards")
+                return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {seconds:g}"
+        if isinstance(reward, MathReward) and 0 < limit_s <= MATH_CPU_S:
+            keys = ("rollout.reward_timeout_s", "rewards")
+            return keys, f"must be above the {MATH_CPU_S:g} s of CPU that math gives a row, got {limit_s:g}"
+        if isinstance(reward, LengthReward) and reward.limit_tokens and reward.buffer_tokens:
+            keys = (f"rewards.{label}.buffer_tokens", f"rewards.{label}.limit_tokens")
+            if reward.buffer_tokens > reward.limit_tokens:
+                return keys, f"must be at most the {reward.limit_tokens} of limit_tokens, got {reward.buffer_tokens}"
     return None
 
 
@@ -276,8 +365,8 @@ def conflict_of_environment(config: Config) -> tuple[tuple[str, ...], str] | Non
     if config.cluster.engine == "ray":
         keys = ("rollout.environment", "cluster.engine")
         return keys, 'must be left out with cluster.engine = "ray", whose actors run no environments'
-    if "reward_functions" not in rollout.model_fields_set:
-        keys = ("rollout.reward_functions", "rollout.environment")
+    if "rewards" not in config.model_fields_set:
+        keys = ("rewards", "rollout.environment")
         return keys, "must be set with rollout.environment; [] for the rewards of its turns alone"
     longest = config.lengths.response or config.lengths.row - 1
     if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > longest:
@@ -286,13 +375,14 @@ def conflict_of_environment(config: Config) -> tuple[tuple[str, ...], str] | Non
     return None
 
 
-def weights_of(config: Config) -> list[float]:
-    """Return the weight of each reward function."""
-    return list(config.reward.weights or [1.0] * len(config.rollout.reward_functions))
+def rewards_in_force(config: Config) -> list[RewardConfig]:
+    """Return the reward functions, with the values in force of options that follow from other keys."""
+    return [_in_force(reward, config) for reward in config.rewards]
 
 
-def reward_settings(config: Config) -> RewardConfig:
-    """Return the options with the values in force where they follow from other keys."""
-    limit = config.reward.length_limit or config.lengths.response or config.lengths.row
-    buffer = config.reward.length_buffer or max(1, limit // 5)
-    return config.reward.model_copy(update={"length_limit": limit, "length_buffer": min(buffer, limit)})
+def _in_force(reward: RewardConfig, config: Config) -> RewardConfig:
+    if not isinstance(reward, LengthReward):
+        return reward
+    limit = reward.limit_tokens or config.lengths.response or config.lengths.row
+    buffer = reward.buffer_tokens or max(1, limit // 5)
+    return reward.model_copy(update={"limit_tokens": limit, "buffer_tokens": min(buffer, limit)})

@@ -19,7 +19,7 @@ from pipeline.config.evaluation import EvaluationConfig
 from pipeline.config.lengths import Lengths, lengths_of, row_bytes_bound
 from pipeline.config.losses import AdvantageSection, LossSection
 from pipeline.config.prompts import PromptsConfig
-from pipeline.config.rewards import EnvironmentSection, RewardConfig, RewardName
+from pipeline.config.rewards import DEFAULT_REWARD, EnvironmentSection, Reward
 from pipeline.config.sections import (
     LIVE,
     BufferConfig,
@@ -206,11 +206,6 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
         description="Whether the text of a response has its special tokens, but ends and padding, for rewards and "
         "environments; false: it has none of them.",
     )
-    reward_functions: list[RewardName] = Field(
-        default=["pipeline.sort_digits:exact_answer"],
-        description='Functions that score a response, by name or as "module:function"; their scores by reward.weights '
-        "and that of the reward model are added up.",
-    )
     reward_timeout_s: float = Field(
         default=60.0,
         ge=0,
@@ -346,13 +341,17 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = PromptsConfig()
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     metrics: MetricsConfig = MetricsConfig()
     samples: SamplesConfig = SamplesConfig()
     cluster: ClusterConfig = ClusterConfig()
+    rewards: list[Reward] = Field(
+        default=[DEFAULT_REWARD],
+        description="Functions that score a response: names, or a table [[rewards]] for each, with its weight and the "
+        "options of its name; [] for none.",
+    )
 
     @property
     def group_size(self) -> int:

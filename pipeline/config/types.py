@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -103,6 +104,18 @@ def _check_engine(value: str) -> str:
     return value
 
 
+def _check_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise PydanticCustomError("url", "must be an address such as http://127.0.0.1:8000/score")
+    if parts.username is not None or parts.password is not None:
+        raise PydanticCustomError("url", "must have no password: api_key_variable names a variable with one")
+    return value
+
+
 _BytesText = Annotated[str, Field(pattern=rf"^{_BYTES_TEXT.pattern}$")]
 
 _Natural = Annotated[int, Field(ge=0)]
@@ -133,6 +146,8 @@ LoraTargets = Annotated[
 AnyPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
 
 Source = Annotated[str, AfterValidator(_check_source)]
+
+Url = Annotated[str, AfterValidator(_check_url), Field(json_schema_extra={"pattern": "^https?://[^/@]+([/?].*)?$"})]
 
 EngineName = Annotated[str, AfterValidator(_check_engine), Field(json_schema_extra={"pattern": f"^{_ENGINE.pattern}$"})]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pipeline.config.losses import log_probs_by, worker_holds_actor
-from pipeline.config.rewards import labels_of, reward_settings, weights_of
+from pipeline.config.rewards import labels_of, rewards_in_force
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, RlhfdError
 from pipeline.experience.vision_rows import VisionRows
@@ -109,7 +109,7 @@ def _load(
     vision = VisionPrompts(config.model.actor, tokenizer) if takes_images else None
     # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
     # functions' processes are forks of this one as long as it has no GPU.
-    functions = reward_functions(config, tokenizer, telemetry) if config.rollout.reward_functions else None
+    functions = reward_functions(config, tokenizer, telemetry) if config.rewards else None
     if isinstance(functions, RewardPool):
         undone.callback(functions.close)
     environment = load_environment(config, tokenizer, telemetry)
@@ -223,7 +223,7 @@ def _load(
         message = (
             error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
         )
-        raise ConfigError(f"rollout.reward_functions: {message}, prompt {roller.last_location}") from error
+        raise ConfigError(f"rewards: {message}, prompt {roller.last_location}") from error
     return roller
 
 
@@ -377,29 +377,29 @@ def reward_functions(config: Config, tokenizer: Any, telemetry: Telemetry) -> Fu
         ConfigError: If one cannot be loaded.
     """
     rollout = config.rollout
-    settings = reward_settings(config)
-    if not rollout.reward_timeout_s or all(name.startswith("pipeline.") for name in rollout.reward_functions):
-        loaded = [load_reward_function(name, settings) for name in rollout.reward_functions]
+    rewards = rewards_in_force(config)
+    weights, labels = [reward.weight for reward in rewards], labels_of([reward.name for reward in rewards])
+    if not rollout.reward_timeout_s or all(reward.name.startswith("pipeline.") for reward in rewards):
+        loaded = [load_reward_function(reward) for reward in rewards]
         return FunctionReward(
             loaded,
             tokenizer,
             telemetry,
-            weights=weights_of(config),
+            weights=weights,
             timeout_s=rollout.reward_timeout_s,
-            labels=labels_of(rollout.reward_functions),
+            labels=labels,
             text=ResponseText(tokenizer, hidden_ids(config, tokenizer)),
             problems=RewardProblems(telemetry),
         )
     pool = RewardPool(
-        rollout.reward_functions,
+        rewards,
         config.model.actor,
         timeout_s=rollout.reward_timeout_s,
         processes=rollout.reward_processes,
         telemetry=telemetry,
         may_fork=True,
-        settings=settings,
-        weights=weights_of(config),
-        labels=labels_of(rollout.reward_functions),
+        weights=weights,
+        labels=labels,
         hidden=hidden_ids(config, tokenizer),
     )
     try:

@@ -56,7 +56,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
         WeightsMismatchError: If the model does not compute with its weights; the worker is reported as unusable.
     """
     torch.set_num_threads(config.rollout.threads)
-    if load is None and config.rollout.reward_functions and not config.rollout.reward_timeout_s:
+    if load is None and config.rewards and not config.rollout.reward_timeout_s:
         # Functions of the user run in this process; what they start ends with it.
         end_group_with_this()
     # Before sockets and memory: the processes of the reward functions are forks of this one while it is alone.

@@ -246,7 +246,7 @@ class RolloutSamples(WorkerHook):
 
 def reward_names(config: Config) -> list[str]:
     """Return the names of the parts of a reward: the functions in their order, then model and environment together."""
-    functions = config.rollout.reward_functions
+    functions = [reward.name for reward in config.rewards]
     others = [
         name for name, key in (("model", config.model.reward), ("environment", config.rollout.environment)) if key
     ]

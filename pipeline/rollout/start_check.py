@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pipeline.config import user_modules
 from pipeline.config.evaluation import held_out
 from pipeline.config.prompts import PromptsConfig
-from pipeline.config.rewards import reward_settings
+from pipeline.config.rewards import rewards_in_force
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, PromptError
 from pipeline.models.loading import load_tokenizer, outline_of_actor, refuse_large_tokenizer, sees_images
@@ -69,11 +69,10 @@ class _Check:
             return
         if config.rollout.engine == "vllm":
             self.tried(refuse_missing)
-        settings = reward_settings(config)
         # Functions of the user are imported elsewhere.
-        for name in config.rollout.reward_functions:
-            if ":" not in name or name.startswith("pipeline."):
-                self.tried(load_reward_function, name, settings)
+        for reward in rewards_in_force(config):
+            if ":" not in reward.name or reward.name.startswith("pipeline."):
+                self.tried(load_reward_function, reward)
 
     def of_model(self, config: Config, tokenizer: Any) -> None:
         actor = config.model.actor

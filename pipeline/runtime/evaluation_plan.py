@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Sequence
 
 from pipeline.config.evaluation import held_out, names_of, prompts_per_ticket
-from pipeline.config.rewards import weights_of
 from pipeline.config.schema import Config
 from pipeline.config.types import stop_sequences_of
 from pipeline.errors import ConfigError
@@ -55,8 +54,8 @@ class EvaluationPlan:
         digest.update(repr([
             settings, prompts_per_ticket(config), config.daemon.seed, config.lengths, rollout.temperature,
             rollout.top_p, rollout.top_k, stop_sequences_of(rollout.stop_token_ids), rollout.stop,
-            rollout.special_tokens, rollout.reward_functions, weights_of(config),
-            config.reward.model_dump(mode="json"), config.model.reward, held_out(config, "").model_dump(mode="json"),
+            rollout.special_tokens, [reward.model_dump(mode="json") for reward in config.rewards],
+            config.model.reward, held_out(config, "").model_dump(mode="json"),
             rollout.environment, rollout.max_turns, rollout.max_turn_tokens,
         ]).encode())  # fmt: skip
         prompts = []

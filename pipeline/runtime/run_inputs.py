@@ -86,7 +86,7 @@ def inputs_of(config: Config) -> dict[str, str]:
             if source.exists() and own not in source.parents:
                 files = sorted(source.rglob("*")) if source.is_dir() else [source]
                 digests[f"{key} {source}"] = _digest_of_files([file for file in files if file.is_file()])
-    functions = [*config.rollout.reward_functions, config.rollout.environment, config.rollout.advantages,
+    functions = [*(reward.name for reward in config.rewards), config.rollout.environment, config.rollout.advantages,
                  config.trainer.policy_loss]  # fmt: skip
     for function in functions:
         file = user_modules.file_of(function) if function and ":" in function else None

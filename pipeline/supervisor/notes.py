@@ -13,7 +13,6 @@ from pipeline.config.load import LoadedConfig
 from pipeline.config.losses import LossSection, lacks_ratio_for_staleness, log_probs_by
 from pipeline.config.model_files import processors_of
 from pipeline.config.positions import positions_of
-from pipeline.config.rewards import OPTIONS
 from pipeline.config.schema import Config
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
@@ -88,16 +87,15 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             'cluster.engine = "local"',
         ),
         (
-            not config.rollout.reward_functions,
+            not config.rewards,
             ("rollout.reward_timeout_s", "rollout.reward_processes"),
-            "rollout.reward_functions = []",
+            "rewards = []",
         ),
         (
             config.rollout.environment is None,
             ("rollout.max_turns", "rollout.environment_timeout_s", "rollout.environment_processes"),
             "no rollout.environment",
         ),
-        *_unused_by_rewards(config.rollout.reward_functions),
         (
             not config.evaluation.files,
             tuple(f"evaluation.{key}" for key in EvaluationConfig.model_fields if key != "files"),
@@ -108,13 +106,6 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     ]
     for is_unused, keys, by in unused:
         yield from ((key, f"has no effect with {by}") for key in keys if is_unused and key in loaded.origins)
-
-
-def _unused_by_rewards(functions: list[str]) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-    for key in dict.fromkeys(itertools.chain(*OPTIONS.values())):
-        names = [name for name, keys in OPTIONS.items() if key in keys]
-        said = f'"{names[0]}" not' if len(names) == 1 else f"none of {json.dumps(names)[1:-1]}"
-        yield not set(names) & set(functions), (key,), f"{said} in rollout.reward_functions"
 
 
 def _unused_by_the_loss(config: Config) -> list[tuple[bool, tuple[str, ...], str]]:

@@ -85,7 +85,7 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
     searched = _module_folders(loaded)
     for name in own_modules(loaded):
         if problem := user_modules.missing(name, searched):
-            errors.append(f"{loaded.where('rollout.reward_functions')}: {problem}")
+            errors.append(f"{loaded.where('rewards')}: {problem}")
     for key in FUNCTION_KEYS:
         name = get(loaded.config, key)
         if key == "rollout.advantages" and loaded.config.cluster.engine == "ray":
@@ -93,8 +93,8 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         if name and ":" in name and (problem := user_modules.missing(name, searched)):
             errors.append(f"{loaded.where(key)}: {problem}")
     errors += [
-        f"{loaded.where('rollout.reward_functions')}: {problem}"
-        for name in loaded.config.rollout.reward_functions
+        f"{loaded.where('rewards')}: {problem}"
+        for name in (reward.name for reward in loaded.config.rewards)
         if (problem := missing_package(name)) and loaded.config.cluster.engine == "local"
     ]
     errors += [
@@ -194,7 +194,7 @@ def own_modules(loaded: LoadedConfig) -> list[str]:
     """Return the reward functions of the user that this machine imports; in a cluster the actors' machines do."""
     if loaded.config.cluster.engine == "ray":
         return []
-    names = loaded.config.rollout.reward_functions
+    names = [reward.name for reward in loaded.config.rewards]
     return [name for name in names if ":" in name and not name.startswith("pipeline.")]
 
 
@@ -202,7 +202,7 @@ def problems_of_imports(loaded: LoadedConfig) -> list[str]:
     """Import the modules of reward functions and environment in processes of their own; return the problems."""
     environment, problems = loaded.config.rollout.environment, []
     for key, names, kind in (
-        ("rollout.reward_functions", own_modules(loaded), "reward"),
+        ("rewards", own_modules(loaded), "reward"),
         ("rollout.environment", [environment] if environment else [], "environment"),
     ):
         if names:

@@ -292,10 +292,13 @@ def load_whole(
 
 def _changes(before: Mapping[str, Any], config: Config) -> list[str]:
     """Return the keys whose values differ from the checkpoint's, as ``trainer.learning_rate=0.0004->0.0001``."""
-    return [
+    after = config.model_dump(mode="json")
+    found = [
         f"{section}.{key}={was[key]}->{value}"
-        for section, now in config.model_dump(mode="json").items()
+        for section, now in after.items()
         if isinstance(was := before.get(section), dict)
         for key, value in now.items()
         if key in was and was[key] != value
     ]
+    was = before.get("rewards", after["rewards"])
+    return found if was == after["rewards"] else [*found, f"rewards={was}->{after['rewards']}"]

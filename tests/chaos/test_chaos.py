@@ -187,7 +187,7 @@ def filtering(folder: Path, task: Path) -> tuple[str, ...]:  # noqa: F811
         sources.append(f'{{path="{file}", weight={weight}}}')
     return (
         f"model.actor={task / 'model'}", f"prompts.sources=[{', '.join(sources)}]", "rollout.max_refill=1",
-        'rollout.reward_functions=["rare:score"]', "rollout.reward_timeout_s=0", "trainer.learning_rate=1e-5",
+        'rewards=["rare:score"]', "rollout.reward_timeout_s=0", "trainer.learning_rate=1e-5",
         *held_out(folder, task),
     )  # fmt: skip
 

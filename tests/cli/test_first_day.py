@@ -8,7 +8,7 @@
 | ``strat`` | no such command | names ``start`` |
 | prompts as one JSON array, or an object over several lines | up to 20 lines of "not JSON" | one line with jq |
 | prompts as Parquet or gzip | "not UTF-8" | the format's name |
-| ``reward_functions = ["my_rewards.py:exact"]`` | a worker fails | "did you mean my_rewards:exact?" |
+| ``rewards = ["my_rewards.py:exact"]`` | a worker fails | "did you mean my_rewards:exact?" |
 | ``def reward(completions, answer)`` of other trainers | a worker fails, TypeError | the parameters |
 | an adapter's folder as ``model.actor`` | "no config.json" | says that it is an adapter |
 | a model cloned without Git LFS, cut, or without one of its files | five starts of each process, "header too large" | \
@@ -41,14 +41,14 @@ from click.testing import CliRunner, Result
 from pipeline.cli.main import main
 from pipeline.config import sections
 from pipeline.config.load import load
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import table_of
 from pipeline.errors import ConfigError, ExitCode
 from pipeline.rollout.reward.named import named_reward
 from pipeline.supervisor import preflight
 from pipeline.supervisor.notes import notes
 from tests.support.folders import save_shell
 
-OWN = '[prompts]\npath = "builtin:sort-digits"\n[rollout]\nreward_functions = ["exact"]\n'
+OWN = '[prompts]\npath = "builtin:sort-digits"\n[[rewards]]\nname = "exact"\n'
 """Tables without which a model of its own is refused."""
 
 
@@ -146,18 +146,18 @@ def test_reward_modules_that_do_not_import_are_found_by_the_check(folder: Path, 
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "broken.py").write_text("raise ValueError('no luck')\n")
 
-    result = check(f'[rollout]\nreward_functions = ["{name}"]\n')
+    result = check(f'rewards = ["{name}"]\n')
 
     assert result.exit_code == ExitCode.BAD_CONFIG
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"c.toml:2:20: rollout.reward_functions: {message.replace('{folder}', str(folder))}")
+    assert line.startswith(f"c.toml:1:11: rewards: {message.replace('{folder}', str(folder))}")
 
 
 @pytest.mark.parametrize("name", ["exact", "columns", "scorer"])
 def test_reward_functions_of_any_form_that_can_be_called_are_right(folder: Path, name: str) -> None:
     (folder / "my_rewards.py").write_text(REWARDS)
 
-    result = check(f'[rollout]\nreward_functions = ["my_rewards:{name}"]\n')
+    result = check(f'rewards = ["my_rewards:{name}"]\n')
 
     assert result.exit_code == 0, result.stderr
 
@@ -178,7 +178,7 @@ def test_losses_and_advantages_of_ones_own_are_found_by_the_check(folder: Path) 
 def test_reward_modules_are_looked_up_in_the_configurations_folder(folder: Path) -> None:
     (folder / "there").mkdir()
     (folder / "there/rewards_there.py").write_text(REWARDS)
-    (folder / "there/c.toml").write_text('[rollout]\nreward_functions = ["rewards_there:exact"]\n')
+    (folder / "there/c.toml").write_text('rewards = ["rewards_there:exact"]\n')
 
     result = rlhfd("config", "check", "--config", "there/c.toml")
 
@@ -287,17 +287,18 @@ def test_a_file_of_another_kind_is_named_with_the_way_out_wherever_one_is_named(
         (line,) = result.stderr.splitlines()
         assert (result.exit_code, message in line) == (ExitCode.BAD_CONFIG, True), line
 
-    for key, file, message in (
-        ("judge_template_file", "pointer", f"{folder}/pointer{OF_LFS}"),
-        ("judge_template_file", "wide", "the file is UTF-16, not UTF-8"),
-        ("judge_template_file", "table", "table has no {response}, the place of the response"),
-        ("schema_file", "pointer", f"{folder}/pointer{OF_LFS}"),
-        ("schema_file", "table", "table is CSV, not JSON"),
+    tables = {"judge": {"url": "http://h", "model": "m"}, "json_schema": {}}
+    for name, key, file, message in (
+        ("judge", "template_file", "pointer", f"{folder}/pointer{OF_LFS}"),
+        ("judge", "template_file", "wide", "the file is UTF-16, not UTF-8"),
+        ("judge", "template_file", "table", "table has no {response}, the place of the response"),
+        ("json_schema", "schema_file", "pointer", f"{folder}/pointer{OF_LFS}"),
+        ("json_schema", "schema_file", "table", "table is CSV, not JSON"),
     ):
-        settings = RewardConfig.model_validate({"judge_url": "http://h", "judge_model": "m", key: str(folder / file)})
+        settings = table_of(name).model_validate({"name": name, **tables[name], key: str(folder / file)})
         with pytest.raises(ConfigError) as refused:
-            named_reward("judge" if key == "judge_template_file" else "json_schema", settings)
-        assert str(refused.value).startswith(f"reward.{key}: ") and message in str(refused.value)
+            named_reward(settings)
+        assert str(refused.value).startswith(f"rewards.{name}.{key}: ") and message in str(refused.value)
 
     for file, message in (
         ("pointer", f"{folder}/pointer{OF_LFS}"), ("wide", "the file is UTF-16, not UTF-8"),
@@ -322,7 +323,7 @@ def test_weights_of_torch_are_taken_and_a_reference_may_be_quantized(folder: Pat
 def test_a_reward_module_behind_an_installed_one_is_told_both_files(folder: Path) -> None:
     (folder / "test.py").write_text("def exact(*_, **__):\n    return 1.0\n")
 
-    result = check('[rollout]\nreward_functions = ["test:exact"]\n')
+    result = check('rewards = ["test:exact"]\n')
 
     assert result.exit_code == ExitCode.BAD_CONFIG
     assert "test has no function exact: it is " in result.stderr
@@ -340,11 +341,6 @@ def model(folder: Path, **config: int) -> Path:
     ("text", "note"),
     [
         ("[rollout]\nmax_turns = 4\n", "c.toml:2:13: rollout.max_turns: has no effect with no rollout.environment"),
-        (
-            '[reward]\nformat_tags = ["a"]\n',
-            'c.toml:2:15: reward.format_tags: has no effect with none of "code", "format", "json_schema", "math" in '
-            "rollout.reward_functions",
-        ),
         ("[rollout]\nlam = 0.9\n", 'c.toml:2:7: rollout.lam: has no effect with rollout.algorithm = "grpo"'),
         ("[trainer]\ndr_grpo_tokens = 9\n",
          'c.toml:2:18: trainer.dr_grpo_tokens: has no effect with trainer.loss_aggregation = "token_mean"'),
@@ -402,7 +398,7 @@ def model(folder: Path, **config: int) -> Path:
             "(rollout.num_generations): groups are divided between batches; multiples are 96 and 104",
         ),
         (
-            f'[model]\nactor = "m"\n{OWN}max_length = 1024\n',
+            f'[model]\nactor = "m"\n{OWN}[rollout]\nmax_length = 1024\n',
             "c.toml:2:9: model.actor: the model was made for 512 tokens (max_position_embeddings), rows have up to "
             "1,024 (rollout.max_length)",
         ),
@@ -417,7 +413,7 @@ def model(folder: Path, **config: int) -> Path:
             "functions is then None; prompts.answer_column refuses such rows",
         ),
         (
-            '[model]\nactor = "m"\n[prompts]\npath = "p"\n[rollout]\nreward_functions = ["exact"]\n',
+            '[model]\nactor = "m"\n[prompts]\npath = "p"\n[[rewards]]\nname = "exact"\n',
             "prompts.template: the prompts are texts, and the model's chat template is not applied to them: \"chat\" "
             'applies it, "none" states that none is wanted',
         ),

@@ -43,8 +43,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Path) -> Path:
     module = f"rewards_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{module}.py").write_text(REWARDS)
     (tmp_path / "run.toml").write_text(
+        f"rewards = ['{module}:length', '{module}:right']\n"
         f"[model]\nactor = '{task / 'model'}'\n[prompts]\npath = '{task / 'prompts.jsonl'}'\n"
-        f"[rollout]\nmax_length = 12\nreward_functions = ['{module}:length', '{module}:right']\n"
+        f"[rollout]\nmax_length = 12\n"
         f"[daemon]\nstate_dir = 'state'\n"
     )
     return tmp_path
@@ -68,7 +69,7 @@ def test_rows_of_a_file_need_no_prompts(folder: Path) -> None:
     assert scored.exit_code == 0, scored.output
     assert not (folder / "state").exists(), "no embedded model was made for another one"
     assert (refused.exit_code, refused.stderr) == (
-        78, "run.toml:2:9: prompts.path: must be set with a model of its own, or prompts.sources\n",
+        78, "run.toml:3:9: prompts.path: must be set with a model of its own, or prompts.sources\n",
     )  # fmt: skip
 
 
@@ -165,13 +166,13 @@ def test_a_file_without_rows_is_refused(folder: Path, text: str | None, message:
 
 def test_a_function_that_does_not_import_has_the_place_of_its_key(folder: Path) -> None:
     (folder / "run.toml").write_text(
-        (folder / "run.toml").read_text().replace("reward_functions = [", "reward_functions = ['nosuch:at_all', ")
+        (folder / "run.toml").read_text().replace("rewards = [", "rewards = ['nosuch:at_all', ")
     )
 
     refused = run("--response", "1")
 
     assert refused.exit_code == ExitCode.BAD_CONFIG
-    assert refused.stderr.startswith("run.toml:7:20: rollout.reward_functions: ") and "nosuch" in refused.stderr
+    assert refused.stderr.startswith("run.toml:1:11: rewards: ") and "nosuch" in refused.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["rows.jsonl", "--response", "1"]])

@@ -29,14 +29,13 @@ def shown(*sets: str, on_cards: bool = False) -> list[str]:
 
 
 def test_every_key_that_may_be_left_out_has_a_default_with_its_origin_or_is_off() -> None:
-    sets = ("rollout.engine=vllm", "rollout.environment=own:Game", "rollout.reward_functions=[]",
+    sets = ("rollout.engine=vllm", "rollout.environment=own:Game", "rewards=[]",
             "trainer.loss_aggregation=dr_grpo")  # fmt: skip
     config = loaded(*sets).config
 
     optional = {
         f"{section}.{name}"
         for section, model in SECTIONS.items()
-        if section != "reward"
         for name, field in type(model).model_fields.items()
         if field.default is None
     }

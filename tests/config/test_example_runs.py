@@ -161,13 +161,13 @@ class TestDefaults:
     def test_a_reward_model_or_an_environment_is_not_joined_by_the_embedded_tasks_reward(self, tmp_path: Path) -> None:
         for alone in (f"model.reward={tmp_path}/model", "rollout.environment=own:Game"):
             loaded = self.loaded(tmp_path, alone)
-            assert loaded.config.rollout.reward_functions == []
+            assert loaded.config.rewards == []
             shown = config_load.render(loaded, effective=True, origin=True)
-            assert "reward_functions = []  # default; the embedded task's reward is for that task alone\n" in shown
+            assert "rewards = []  # default; the embedded task's reward is for that task alone\n" in shown
             assert "betas = [0.9, 0.999]  # default; for a model of its own\n" in shown
 
-        both = self.loaded(tmp_path, f"model.reward={tmp_path}/model", 'rollout.reward_functions=["length"]')
-        assert both.config.rollout.reward_functions == ["length"]
+        both = self.loaded(tmp_path, f"model.reward={tmp_path}/model", 'rewards=["length"]')
+        assert [reward.name for reward in both.config.rewards] == ["length"]
 
     def test_the_page_shows_each_default_of_a_model_of_its_own(self, tmp_path: Path) -> None:
         loaded = self.loaded(tmp_path, f"model.reward={tmp_path}/model")
@@ -184,7 +184,7 @@ class TestDefaults:
         shown = config_load.render(self.loaded(tmp_path), effective=True, origin=True)
 
         needed = "must be set with a model of its own, or"
-        assert f"# reward_functions is left out  # {needed} model.reward or rollout.environment\n" in shown
+        assert f"# rewards are left out  # {needed} model.reward or rollout.environment\n" in shown
         assert f"# path is left out  # {needed} prompts.sources\n" in shown
         assert "sort_digits" not in shown.replace(str(tmp_path), "")
 

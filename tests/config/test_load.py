@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import load as config_load
 from pipeline.config.load import ConfigErrors, Origin, overridden
+from pipeline.config.rewards import OwnReward
 from pipeline.config.schema import Config
 
 EMBEDDED = Path(__file__).parents[2] / "config.toml"
@@ -134,11 +135,11 @@ class TestPaths:
         assert self.load(etc, '[model]\nactor = "~/m"').model.actor == "/home/me/m"
 
     def test_builtin_and_functions_are_no_paths(self, etc: Path) -> None:
-        config = self.load(etc, '[model]\nactor = "builtin:sort-digits"\n[rollout]\nreward_functions = ["a.b:c"]')
+        config = self.load(etc, '[model]\nactor = "builtin:sort-digits"\n[[rewards]]\nname = "a.b:c"')
 
         assert config.model.actor == "builtin:sort-digits"
         assert config.model.reference is None
-        assert config.rollout.reward_functions == ["a.b:c"]
+        assert config.rewards == [OwnReward(name="a.b:c")]
 
     def test_runtime_dir_variable_goes_before_the_file_and_gives_way_to_set(self, etc: Path, folder: Path) -> None:
         text = '[daemon]\nruntime_dir = "r"'

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load as config_load
-from pipeline.config.advice import DROPPED, SECTIONS
+from pipeline.config.advice import DROPPED, MOVED, SECTIONS
 from pipeline.config.load import ConfigErrors
+from pipeline.config.rewards import REWARD_NAMES, table_of
 from pipeline.supervisor.preflight import problems_of_files
 from tests.support.folders import save_shell
 
@@ -164,19 +165,31 @@ MISTAKES = [
     ),
     ("[rollout]\ndevices = [-1]", '2:11: rollout.devices: must be "auto" or a list of device numbers, got [-1]'),
     (
-        '[rollout]\nreward_functions = [\n  "a.b:c",  # [\n  "nonsense",\n]',
-        "4:3: rollout.reward_functions: must be one of code, exact, format, json_schema, judge, length, math, regex, "
-        'remote, or of the form "module:function", got "nonsense"',
+        'rewards = [\n  "a.b:c",  # [\n  "nonsense",\n]',
+        f'3:3: rewards: must be one of {", ".join(REWARD_NAMES)}, or of the form "module:function", got "nonsense"',
     ),
     (
-        "[rollout]\nreward_functions = ['mth']",
-        "2:21: rollout.reward_functions: must be one of code, exact, format, json_schema, judge, length, math, regex, "
-        'remote, or of the form "module:function", got "mth"',
+        "rewards = ['mth']",
+        f'1:12: rewards: must be one of {", ".join(REWARD_NAMES)}, or of the form "module:function", got "mth"',
     ),
-    ("[rollout]\nreward_functions = ['a:b', 3]", "2:28: rollout.reward_functions: must be a string, got 3"),
+    ("rewards = ['a:b', 3]", "1:19: rewards: must be a name or a table, got 3"),
+    ("rewards = 'a:b'", '1:11: rewards: must be tables [[rewards]], or a list of names, got "a:b"'),
+    ("[rewards]\nname = 'a:b'", '1:2: rewards: must be tables [[rewards]], or a list of names, got {name = "a:b"}'),
+    ("[[rewards]]\nweight = 2.0", "1:3: rewards: must have a name"),
+    ("[[rewards]]\nname = 3", "2:8: rewards: must be a string, got 3"),
     (
-        "[rollout]\nreward_functions = 'a:b'",
-        '2:20: rollout.reward_functions: must be a list, got "a:b"',
+        "[[rewards]]\nname = 'judge'\nurl = 'http://h'\nmodel = 'm'\nmodle = 'n'",
+        "5:9: rewards.judge: unknown key modle, did you mean model?",
+    ),
+    (
+        "rewards = ['math', {name = 'regex', tags = ['a']}]",
+        "1:44: rewards.regex: unknown key tags, the keys are name, weight, pattern",
+    ),
+    ("[[rewards]]\nname = 'a:b'\nurl = 'x'", "3:7: rewards.b: unknown key url, the keys are name, weight"),
+    (
+        "[metrics]\nport = 1\nrewards = ['math']",
+        "3:1: unknown key metrics.rewards, did you mean rewards? a table [[rewards]] with a name for each function, or "
+        'rewards = ["math", "format"] above all sections',
     ),
     (
         "[rollout]\nstop_token_ids = [[1], []]",
@@ -365,8 +378,8 @@ MISTAKES = [
         '2:13: rollout.algorithm: must be "grpo" or "ppo", got "GRPO"',
     ),
     (
-        '[rollout]\nreward_functions = ["my.rewards.exact"]',
-        ('2:21: rollout.reward_functions: must be of the form "module:function", got "my.rewards.exact"'),
+        'rewards = ["my.rewards.exact"]',
+        '1:12: rewards: must be of the form "module:function", got "my.rewards.exact"',
     ),
     (
         '[rollout]\ndevices = "0,1"',
@@ -413,15 +426,11 @@ MISTAKES = [
         "3:15: trainer.decay_steps: must be 0 or at least the 20 of trainer.warmup_steps, got 10",
     ),
     (
-        "[rollout]\nreward_functions = []",
-        ("2:20: rollout.reward_functions: is empty and model.reward is not set: nothing would score a response"),
+        "rewards = []",
+        "1:11: rewards: is empty and model.reward is not set: nothing would score a response",
     ),
     (
-        "[rollout]\nreward_functions = ['exact', 'math']\n[reward]\nweights = [1.0]",
-        "4:11: reward.weights: has 1 weights for 2 functions of rollout.reward_functions",
-    ),
-    (
-        "[rollout]\nreward_functions = []\nenvironment = 'calculator.Calculator'",
+        "rewards = []\n[rollout]\nenvironment = 'calculator.Calculator'",
         '3:15: rollout.environment: must be of the form "module:Factory", got "calculator.Calculator"',
     ),
     ("[rollout]\nmax_turns = 0", "2:13: rollout.max_turns: must be at least 1, got 0"),
@@ -434,62 +443,52 @@ MISTAKES = [
         "[rollout]\nenvironment_processes = 0",
         "2:25: rollout.environment_processes: must be at least 1, got 0",
     ),
-    ("[reward]\nweights = [1e12]", "2:12: reward.weights: must be at most 1000000000, got 1000000000000.0"),
-    ("[reward]\nweights = [nan]", "2:12: reward.weights: must be finite, got nan"),
     (
-        "[reward]\nlength_limit = 5\nlength_buffer = 6",
-        "3:17: reward.length_buffer: must be at most the 5 of reward.length_limit, got 6",
+        "[[rewards]]\nname = 'math'\nweight = 1e12",
+        "3:10: rewards.math.weight: must be at most 1000000000, got 1000000000000.0",
+    ),
+    ("[[rewards]]\nname = 'a:b'\nweight = nan", "3:10: rewards.b.weight: must be finite, got nan"),
+    (
+        "[[rewards]]\nname = 'length'\nlimit_tokens = 5\nbuffer_tokens = 6",
+        "4:17: rewards.length.buffer_tokens: must be at most the 5 of limit_tokens, got 6",
+    ),
+    ("rewards = ['remote']", "1:12: rewards.remote: must have a url"),
+    ("[[rewards]]\nname = 'judge'\nurl = 'http://h/v1'", "2:8: rewards.judge: must have a model"),
+    (
+        "[rollout]\nreward_timeout_s = 9\n[[rewards]]\nname = 'remote'\nurl = 'http://h/s'",
+        "2:20: rewards.remote.deadline_s: must be below the 9 of rollout.reward_timeout_s, got 45",
     ),
     (
-        "[rollout]\nreward_functions = ['remote']",
-        '2:20: reward.service_url: must be set with "remote" in rollout.reward_functions',
-    ),
-    (
-        "[rollout]\nreward_functions = ['judge']\n[reward]\njudge_url = 'http://h/v1'",
-        '2:20: reward.judge_model: must be set with "judge" in rollout.reward_functions',
-    ),
-    (
-        "[rollout]\nreward_functions = ['remote']\nreward_timeout_s = 9\n[reward]\nservice_url = 'http://h/s'",
-        "3:20: reward.requests_deadline_s: must be below the 9 of rollout.reward_timeout_s, got 45",
-    ),
-    (
-        "[rollout]\nreward_functions = ['math']\nreward_timeout_s = 5",
+        "rewards = ['math']\n[rollout]\nreward_timeout_s = 5",
         "3:20: rollout.reward_timeout_s: must be above the 5 s of CPU that math gives a row, got 5",
     ),
     (
-        "[rollout]\nreward_functions = ['exact', 'length']\n[evaluation]\npass_function = 'math'",
-        "4:17: evaluation.pass_function: must be one of rollout.reward_functions (exact, length), got math",
+        "rewards = ['exact', 'length']\n[evaluation]\npass_function = 'math'",
+        "3:17: evaluation.pass_function: must be one of rewards (exact, length), got math",
     ),
     (
-        "[rollout]\nreward_functions = ['exact', 'code']\nreward_timeout_s = 5\n[reward]\ncode_timeout_s = 5",
-        "5:18: reward.code_timeout_s: must be below the 5 of rollout.reward_timeout_s, got 5",
+        "rewards = ['exact', {name = 'code', timeout_s = 5}]\n[rollout]\nreward_timeout_s = 5",
+        "1:49: rewards.code.timeout_s: must be below the 5 of rollout.reward_timeout_s, got 5",
+    ),
+    *(
+        (f"[[rewards]]\nname = 'remote'\nurl = {url}", f"3:7: rewards.remote.url: {problem}")
+        for url, problem in (
+            ("'host:8000'", 'must be an address such as http://127.0.0.1:8000/score, got "host:8000"'),
+            (
+                "'http://me:secret@h/v1'",
+                'must have no password: api_key_variable names a variable with one, got "http://***@h/v1"',
+            ),
+            ("'ftp://me:sec@ret@h/v1'", 'must be an address such as http://127.0.0.1:8000/score, got "ftp://***@h/v1"'),
+            ("'me:se/cret \"x@h'", 'must be an address such as http://127.0.0.1:8000/score, got "***@h"'),
+            ("['http://me:secret@h']", 'must be a string, got ["http://***@h"]'),
+            ("'http://me:secret@[h'", 'must be an address such as http://127.0.0.1:8000/score, got "http://***@[h"'),
+        )
     ),
     (
-        "[reward]\nservice_url = 'host:8000'",
-        '2:15: reward.service_url: must be an address such as http://127.0.0.1:8000/score, got "host:8000"',
+        "reward = 'http://me:secret@h'",
+        "1:1: [reward] is now rewards: a table [[rewards]] with a name for each function, or "
+        'rewards = ["math", "format"] above all sections',
     ),
-    (
-        "[reward]\njudge_url = 'http://me:secret@h/v1'",
-        "2:13: reward.judge_url: must have no password: reward.api_key_variable names a variable with one, got "
-        '"http://***@h/v1"',
-    ),
-    (
-        "[reward]\nservice_url = 'ftp://me:sec@ret@h/v1'",
-        '2:15: reward.service_url: must be an address such as http://127.0.0.1:8000/score, got "ftp://***@h/v1"',
-    ),
-    (
-        "[reward]\nservice_url = 'me:se/cret \"x@h'",
-        '2:15: reward.service_url: must be an address such as http://127.0.0.1:8000/score, got "***@h"',
-    ),
-    (
-        "[reward]\nservice_url = ['http://me:secret@h']",
-        '2:15: reward.service_url: must be a string, got ["http://***@h"]',
-    ),
-    (
-        "[reward]\nservice_url = 'http://me:secret@[h'",
-        '2:15: reward.service_url: must be an address such as http://127.0.0.1:8000/score, got "http://***@[h"',
-    ),
-    ("reward = 'http://me:secret@h'", '1:1: reward: must be a section [reward], got "http://***@h"'),
     ("[trainer]\nmini_batches = 257", "2:16: trainer.mini_batches: must be at most the 256 rows of a step, got 257"),
     (
         "[buffer]\nsample_batch_size = 16\n[trainer]\nmini_batches = 65\nworld_size = 2\n"
@@ -629,7 +628,7 @@ def test_a_step_may_have_a_mini_batch_for_each_row_of_all_its_batches() -> None:
 
 
 def test_a_line_that_is_no_toml_is_named_without_its_password() -> None:
-    assert errors_of("[reward]\nservice_url = http://me:secret@h/") == ["config.toml:2:15: invalid value"]
+    assert errors_of("[metrics]\nhost = http://me:secret@h/") == ["config.toml:2:8: invalid value"]
 
 
 SET_MISTAKES = [
@@ -664,10 +663,15 @@ SET_MISTAKES = [
     ),
     ("daemon.hang_timeout_s=5m", '--set daemon.hang_timeout_s: must be a number, got "5m"'),
     (
-        "service_url=http://me:se cret@h",
-        "--set service_url=http://***@h: must be of the form section.key=value, "
-        "did you mean --set reward.service_url=http://***@h?",
+        "host=http://me:se cret@h",
+        "--set host=http://***@h: must be of the form section.key=value, did you mean --set metrics.host=http://***@h?",
     ),
+    ("rewards.judge.url=http://h", "--set rewards.judge.url: must be rewards.NAME.OPTION, with a name of exact_answer"),
+    (
+        "rewards=math,mth",
+        f'--set rewards: must be one of {", ".join(REWARD_NAMES)}, or of the form "module:function", got "mth"',
+    ),
+    ("rewards.exact_answer.weight=many", '--set rewards.exact_answer.weight: must be a number, got "many"'),
     (
         "daemon.name=http://me:secret@h",
         '--set daemon.name: must be made of a-z, 0-9 and -, got "http://***@h"',
@@ -716,13 +720,30 @@ def test_a_key_that_is_gone_is_refused_wherever_it_is_set_and_what_holds_now_is_
     assert errors_of(environ={variable: "1"}) == [f"{variable}: {said}"]
 
 
+@pytest.mark.parametrize("key", MOVED)
+def test_a_key_with_a_new_spelling_is_refused_wherever_it_is_set_and_the_new_one_is_named(key: str) -> None:
+    section, _, name = key.partition(".")
+    option, *tables = MOVED[key] or ("name",)
+    variable = f"RLHFD_{section}__{name}".upper()
+
+    for (error,), place in (
+        (errors_of(f"[{section}]\n{name} = 1"), "config.toml:2:1"),
+        (errors_of("", f"{key}=1"), f"--set {key}"),
+        (errors_of(environ={variable: "1"}), variable),
+    ):
+        assert error.startswith(f"{place}: {key} is now ") and "[[rewards]]" in error
+        assert MOVED[key] == () or f" {option} of the table" in error
+        assert all(f'"{table}"' in error and option in table_of(table).model_fields for table in tables)
+
+
 def test_what_holds_in_place_of_a_key_that_is_gone_names_keys_that_are_there() -> None:
     keys = {f"{section}.{name}" for section, model in SECTIONS.items() for name in type(model).model_fields}
     names = {key.partition(".")[2] for key in keys}
 
     assert not DROPPED.keys() & keys
+    options = {option for name in REWARD_NAMES for option in table_of(name).model_fields}
     named = [word for holds in DROPPED.values() for word in re.findall(r"[a-z]+(?:_[a-z]+)+", holds)]
-    assert named and set(named) <= names
+    assert named and set(named) <= names | options
 
 
 def test_variables_of_others_with_our_prefix_are_left_alone() -> None:
@@ -923,8 +944,7 @@ class TestFiles:
         (folder / "p.jsonl").write_text(f'{{"prompt": "a"}}\n{row}')
         (folder / "b.png").touch()
         (folder / "c.toml").write_text(
-            '[rollout]\nengine = "vllm"\nreward_functions = ["exact"]\n'
-            '[model]\nactor = "m"\n[prompts]\npath = "p.jsonl"'
+            '[rollout]\nengine = "vllm"\n[[rewards]]\nname = "exact"\n[model]\nactor = "m"\n[prompts]\npath = "p.jsonl"'
         )
 
         problems = problems_of_files(config_load.load(folder / "c.toml", [], {}))
@@ -947,7 +967,7 @@ class TestFiles:
         text = "[model]\n" + "".join(f'{name} = "{path}"\n' for name, path in models.items())
         algorithm = "ppo" if key == "critic" else "grpo"
         text += f'[prompts]\npath = "p.jsonl"\n[rollout]\nmax_length = 33\nalgorithm = "{algorithm}"\n'
-        text += 'reward_functions = ["exact"]\n'
+        text += '[[rewards]]\nname = "exact"\n'
         (folder / "c.toml").write_text(text)
 
         problems = problems_of_files(config_load.load(folder / "c.toml", [], {}))
@@ -960,7 +980,7 @@ class TestFiles:
         save_shell(folder / "m")
         (folder / "p.jsonl").write_text('{"prompt": "a"}')
 
-        sets = ["model.actor=m", "prompts.path=p.jsonl", 'rollout.reward_functions=["exact"]']
+        sets = ["model.actor=m", "prompts.path=p.jsonl", 'rewards=["exact"]']
         config_load.load(None, sets, {}, check_files=problems_of_files)
 
     def test_a_model_of_its_own_gets_neither_reward_nor_prompts_of_the_embedded_task(self, folder: Path) -> None:
@@ -970,9 +990,9 @@ class TestFiles:
         (folder / "p.jsonl").write_text('{"prompt": "a"}')
         (folder / "c.toml").write_text('[model]\nactor = "m"\n')
         needed = "must be set with a model of its own, or"
-        reward = f"{folder}/c.toml:2:9: rollout.reward_functions: {needed} model.reward or rollout.environment"
+        reward = f"{folder}/c.toml:2:9: rewards: {needed} model.reward or rollout.environment"
         prompts = f"{folder}/c.toml:2:9: prompts.path: {needed} prompts.sources"
-        exact = 'rollout.reward_functions=["pipeline.sort_digits:exact_answer"]'
+        exact = 'rewards=["pipeline.sort_digits:exact_answer"]'
 
         for sets, missing in (
             ([], [reward, prompts]),

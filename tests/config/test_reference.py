@@ -62,7 +62,14 @@ def test_bounds_are_those_of_the_field() -> None:
 def test_the_schema_takes_the_embedded_configuration_and_every_default() -> None:
     validate(tomllib.loads((ROOT / "config.toml").read_text()))
     defaults = Config().model_dump(mode="json")
-    validate({s: {n: v for n, v in values.items() if v is not None} for s, values in defaults.items()})
+    defaults["rewards"] = [{n: v for n, v in table.items() if v is not None} for table in defaults["rewards"]]
+    sections = {s: values for s, values in defaults.items() if s != "rewards"}
+    validate(
+        {
+            "rewards": defaults["rewards"],
+            **{s: {n: v for n, v in values.items() if v is not None} for s, values in sections.items()},
+        }
+    )
     validate({"buffer": {"arena_bytes": "2GiB", "row_bytes": "4 MiB"}, "rollout": {"stop_token_ids": [[1, 2], [3]]}})
 
 
@@ -70,8 +77,8 @@ def test_the_schema_takes_the_embedded_configuration_and_every_default() -> None
 BEYOND = (
     r"got \d+\.0$|with GRPO|each needs|must be finite|one of builtin:|must be a path|1979|group of|rows of buffer|"
     r"at least the|must be below rollout|must be the sum|a row has at|with rollout\.algorithm = |tokens of a response|"
-    "rows of a step|of reward.length_limit|of rollout.reward_timeout_s|at most 512 with|of your own|sets itself|"
-    "carry a signal|that math gives|must be one of rollout.reward_functions"
+    "rows of a step|of limit_tokens|of rollout.reward_timeout_s|at most 512 with|of your own|sets itself|"
+    "carry a signal|that math gives|must be one of rewards"
 )
 
 

@@ -14,31 +14,41 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.buffer import admission
 from pipeline.config.conflicts import conflicts
+from pipeline.config.rewards import REWARD_NAMES, table_of
 from pipeline.config.schema import Config
 
-SECTIONS: dict[str, type[BaseModel]] = {name: type(info.default) for name, info in Config.model_fields.items()}
+SECTIONS: dict[str, type[BaseModel]] = {
+    name: type(info.default) for name, info in Config.model_fields.items() if isinstance(info.default, BaseModel)
+}
 FIELDS = [
     (f"{section}.{name}", info) for section, model in SECTIONS.items() for name, info in model.model_fields.items()
 ]
+OPTIONS = [
+    (f"rewards.{name}.{option}", info) for name in REWARD_NAMES for option, info in table_of(name).model_fields.items()
+    if option != "name"
+]  # fmt: skip
 
 
 def build(**values: Any) -> Config:
     """A configuration of ``section__key=value``."""
-    tables: dict[str, dict[str, Any]] = {}
+    tables: dict[str, Any] = {}
     for name, value in values.items():
-        section, _, key = name.partition("__")
-        tables.setdefault(section, {})[key] = value
+        section, separator, key = name.partition("__")
+        if separator:
+            tables.setdefault(section, {})[key] = value
+        else:
+            tables[section] = value
     return Config.model_validate(tables)
 
 
-@pytest.mark.parametrize(("key", "info"), FIELDS, ids=[key for key, _ in FIELDS])
+@pytest.mark.parametrize(("key", "info"), [*FIELDS, *OPTIONS], ids=[key for key, _ in [*FIELDS, *OPTIONS]])
 def test_every_key_says_in_one_sentence_what_it_is(key: str, info: Any) -> None:
     assert info.description and info.description.endswith(".")
     assert len(re.findall(r"\. ", info.description)) == 0
-    assert not info.is_required()
+    assert not info.is_required() or key in {"rewards.judge.url", "rewards.judge.model", "rewards.remote.url"}
 
 
-@pytest.mark.parametrize(("key", "info"), FIELDS, ids=[key for key, _ in FIELDS])
+@pytest.mark.parametrize(("key", "info"), [*FIELDS, *OPTIONS], ids=[key for key, _ in [*FIELDS, *OPTIONS]])
 def test_every_number_has_a_bound(key: str, info: Any) -> None:
     numeric = typing.get_origin(info.annotation) is not tuple and {
         *(typing.get_args(info.annotation) or [info.annotation])
@@ -144,8 +154,8 @@ class TestConflicts:
                 "must be at least 2 with GRPO, got 1",
             ),
             (
-                {"rollout__reward_functions": []},
-                "rollout.reward_functions",
+                {"rewards": []},
+                "rewards",
                 "is empty and model.reward is not set: nothing would score a response",
             ),
             (
@@ -208,16 +218,16 @@ class TestConflicts:
             ),
             (
                 {"rollout__environment": "a:B"},
-                "rollout.reward_functions",
+                "rewards",
                 "must be set with rollout.environment; [] for the rewards of its turns alone",
             ),
             (
-                {"rollout__environment": "a:B", "rollout__reward_functions": [], "cluster__engine": "ray"},
+                {"rollout__environment": "a:B", "rewards": [], "cluster__engine": "ray"},
                 "rollout.environment",
                 'must be left out with cluster.engine = "ray", whose actors run no environments',
             ),
             (
-                {"rollout__environment": "a:B", "rollout__reward_functions": [], "rollout__max_turn_tokens": 24},
+                {"rollout__environment": "a:B", "rewards": [], "rollout__max_turn_tokens": 24},
                 "rollout.max_turn_tokens",
                 "must be at most the 23 tokens of a row's response, got 24",
             ),
@@ -236,8 +246,8 @@ class TestConflicts:
         "values",
         [
             {"rollout__num_generations": 1, "rollout__algorithm": "ppo"},
-            {"rollout__reward_functions": [], "model__reward": "/models/reward"},
-            {"rollout__reward_functions": [], "rollout__environment": "a:B", "rollout__max_turn_tokens": 23},
+            {"rewards": [], "model__reward": "/models/reward"},
+            {"rewards": [], "rollout__environment": "a:B", "rollout__max_turn_tokens": 23},
             {"buffer__sample_batch_size": 20, "buffer__max_staleness": 0, "trainer__world_size": 2},
             {"buffer__sample_batch_size": 4, "buffer__max_staleness": 2},
             {"trainer__decay_steps": 0},

@@ -202,23 +202,23 @@ BROKEN_REWARDS = [
 def test_broken_reward_function_ends_the_start(tmp_path: Path, task: Path, function: str, message: str) -> None:
     (tmp_path / "rewards_of_test.py").write_text(REWARDS)
     # A trainer would only load, and be ended.
-    settings = (*SMALL, f'rollout.reward_functions=["{function}"]', "trainer.kind=external")
+    settings = (*SMALL, f'rewards=["{function}"]', "trainer.kind=external")
 
     shown = refused(Daemon(tmp_path, *settings, task=task))
 
     # A log line of the supervisor's: time and level stand before it. A module that is missing is found before.
-    assert f"rollout.reward_functions: {message}" in shown[-1]
+    assert f"rewards: {message}" in shown[-1]
 
 
 @pytest.mark.variant
 @pytest.mark.parametrize(("function", "message"), [BROKEN_REWARDS[-1]])
 def test_broken_reward_function_ends_a_serial_start(tmp_path: Path, task: Path, function: str, message: str) -> None:
     (tmp_path / "rewards_of_test.py").write_text(REWARDS)
-    settings = (*SMALL, f'rollout.reward_functions=["{function}"]')
+    settings = (*SMALL, f'rewards=["{function}"]')
 
     shown = refused(Daemon(tmp_path, *settings, task=task, arguments=("--serial",)))
 
-    assert shown[-1].startswith(f"--set rollout.reward_functions: {message}")
+    assert shown[-1].startswith(f"--set rewards: {message}")
 
 
 # A GPU that cannot be used: no run computes on the CPU in its place.

@@ -82,7 +82,7 @@ def settings(folder: Path) -> tuple[str, ...]:
     folder.mkdir(exist_ok=True)
     (folder / "answering.py").write_text(ENVIRONMENT)
     return (
-        *SMALL, "rollout.environment=answering:Telling", "rollout.reward_functions=[]", "rollout.max_turns=3",
+        *SMALL, "rollout.environment=answering:Telling", "rewards=[]", "rollout.max_turns=3",
         "rollout.max_turn_tokens=5", "rollout.max_prompt_length=9", "rollout.max_new_tokens=20",
         "buffer.max_staleness=0", f"trainer.max_steps={STEPS}", "trainer.critic_warmup_steps=1",
         "rollout.environment_processes=2", "samples.per_minute=600",
@@ -206,12 +206,12 @@ def test_an_environment_that_cannot_work_ends_the_start_with_78(
 
 def test_a_check_imports_the_environment(tmp_path: Path) -> None:
     (tmp_path / "answering.py").write_text("class Telling:\n    def __init__(self, size): pass\n")
-    (tmp_path / "c.toml").write_text('[rollout]\nenvironment = "answering:Telling"\nreward_functions = []\n')
+    (tmp_path / "c.toml").write_text('rewards = []\n[rollout]\nenvironment = "answering:Telling"\n')
 
     checked = rlhfd("config", "check", "--config", "c.toml", folder=tmp_path)
 
     assert checked.returncode == 78
-    assert "c.toml:2:15: rollout.environment: answering:Telling cannot be called without arguments" in (
+    assert "c.toml:3:15: rollout.environment: answering:Telling cannot be called without arguments" in (
         checked.stdout + checked.stderr
     )
 

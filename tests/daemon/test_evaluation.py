@@ -30,7 +30,7 @@ def settings(folder: Path, task: Path) -> tuple[str, ...]:  # noqa: F811
     held_out = [{**json.loads(line), "held_out": True} for line in lines]
     (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     return (
-        *SMALL, "buffer.max_staleness=0", 'rollout.reward_functions=["telling:score"]', "rollout.reward_timeout_s=0",
+        *SMALL, "buffer.max_staleness=0", 'rewards=["telling:score"]', "rollout.reward_timeout_s=0",
         "trainer.max_steps=4", "trainer.keep_checkpoints=1", f"evaluation.files=['{folder / 'held.jsonl'}']",
         "evaluation.every=2", "evaluation.num_generations=3", "evaluation.batch_size=2", "evaluation.pass_reward=2.0",
     )  # fmt: skip

@@ -310,7 +310,7 @@ def spin_until(condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S
 
 def stuck_daemon(folder: Path, task: Path, *, drain_timeout_s: float, arguments: tuple[str, ...] = ()) -> Daemon:
     (folder / "stuck_reward.py").write_text(STUCK_REWARD)
-    settings = ('rollout.reward_functions=["stuck_reward:score"]', f"daemon.drain_timeout_s={drain_timeout_s}")
+    settings = ('rewards=["stuck_reward:score"]', f"daemon.drain_timeout_s={drain_timeout_s}")
     return Daemon(folder, *SMALL, *settings, task=task, arguments=arguments)
 
 

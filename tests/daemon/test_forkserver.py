@@ -81,7 +81,7 @@ def test_the_supervisor_reaps_what_its_descendants_leave_behind(tmp_path, task):
         "    subprocess.run([sys.executable, '-c', 'import os; os.fork() or os._exit(0)'])\n"
         "    return 0.0\n"
     )
-    own = ('rollout.reward_functions=["leaving:score"]', "rollout.batch_size=8", "buffer.sample_batch_size=8")
+    own = ('rewards=["leaving:score"]', "rollout.batch_size=8", "buffer.sample_batch_size=8")
     with Daemon(tmp_path, *SETTINGS, *own, "rollout.num_generations=2", task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(1)

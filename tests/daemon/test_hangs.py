@@ -30,7 +30,7 @@ HANG_S = 4.0
 SETTINGS = (
     *SMALL,
     "trainer.max_steps=0",
-    "rollout.reward_functions=['hanging:score']",
+    "rewards=['hanging:score']",
     # Called in the worker itself, where nothing else ends one that hangs.
     "rollout.reward_timeout_s=0",
 )

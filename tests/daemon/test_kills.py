@@ -270,7 +270,7 @@ def test_what_was_undelivered_at_a_stop_is_trained_later_though_a_start_between_
 
     # The module is found before anything is made; its function is missed by the worker, once the spool is taken in.
     tmp_path.joinpath("empty_rewards.py").touch()
-    broken = 'rollout.reward_functions=["empty_rewards:score"]'
+    broken = 'rewards=["empty_rewards:score"]'
     with Daemon(tmp_path, *settings, broken, task=task, name="broken", arguments=arguments) as daemon:
         assert daemon.wait() == 78, daemon.errors
         assert f"spool taken in: rows={rows} " in daemon.errors
@@ -338,7 +338,7 @@ def test_starts_that_fail_and_an_error_nobody_foresaw_leave_what_a_killed_superv
     full = executable(tmp_path / "full", f"#!/bin/sh\nexec unshare --mount sh -c '{mount}' sh \"$@\"\n")
     fails("full-disk", program=full, message="No space left on device")
     tmp_path.joinpath("empty_rewards.py").touch()
-    broken = 'rollout.reward_functions=["empty_rewards:score"]'
+    broken = 'rewards=["empty_rewards:score"]'
     fails("serial", broken, arguments=("--serial",), message="empty_rewards has no function score")
     # Refused by buffer and trainer, so that no checkpoint is written.
     latest = daemon.run_dir / "checkpoints" / "latest.json"

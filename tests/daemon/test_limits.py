@@ -378,7 +378,7 @@ def prompt_file(folder: Path, count: int) -> Path:
 
 def test_a_whole_epoch_that_gives_nothing_ends_the_run_and_says_so(tmp_path: Path, task: Path) -> None:
     path = prompt_file(tmp_path, 3)
-    settings = (f"prompts.path={path}", 'rollout.reward_functions=["rewards_of_test:fails_after_the_start"]')
+    settings = (f"prompts.path={path}", 'rewards=["rewards_of_test:fails_after_the_start"]')
 
     with Daemon(tmp_path, *SMALL_ARENA, *settings, task=task) as daemon:
         assert daemon.wait() == GAVE_UP, daemon.errors
@@ -393,7 +393,7 @@ def test_groups_that_teach_nothing_are_counted_and_told_and_every_epoch_takes_ea
     tmp_path: Path, task: Path
 ) -> None:
     path = prompt_file(tmp_path, 5)
-    settings = (f"prompts.path={path}", 'rollout.reward_functions=["rewards_of_test:constant"]', "daemon.seed=3")
+    settings = (f"prompts.path={path}", 'rewards=["rewards_of_test:constant"]', "daemon.seed=3")
 
     with Daemon(tmp_path, *SMALL_ARENA, *settings, task=task) as daemon:
         daemon.wait_logged("nothing to learn from, in every group all rewards are equal: steps_in_a_row=20")

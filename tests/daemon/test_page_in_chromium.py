@@ -60,7 +60,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Seen]
     (folder / "prompts.jsonl").write_text("\n".join(prompts))
     settings = (
         *SMALL, f"model.actor={task / 'model'}", f"prompts.path={folder / 'prompts.jsonl'}", "samples.per_minute=600",
-        'rollout.reward_functions=["two:first", "two:second"]', "daemon.hang_timeout_s=0",
+        'rewards=["two:first", "two:second"]', "daemon.hang_timeout_s=0",
     )  # fmt: skip
     with Browser() as browser:
         with Daemon(folder, *settings) as daemon:

@@ -172,7 +172,7 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
 
 @pytest.mark.variant
 def test_what_is_wrong_where_the_actor_is_ends_the_start(tmp_path, task, cluster):  # noqa: F811
-    wrong = 'rollout.reward_functions=["no_such_module:score"]'
+    wrong = 'rewards=["no_such_module:score"]'
     with Daemon(tmp_path, *SETTINGS, *cluster.settings, wrong, task=task) as daemon:
         assert daemon.wait(90.0) == 78
         assert f"on {socket.gethostname()}: " in daemon.errors and "no_such_module" in daemon.errors

@@ -26,7 +26,7 @@ def settings(folder, task):  # noqa: F811
     source = f'{{path="{task / "prompts.jsonl"}"'
     return (
         *SMALL, f"trainer.max_steps={STEPS}", "trainer.save_every=4", "buffer.max_staleness=0", "rollout.max_refill=8",
-        'rollout.reward_functions=["rare:score"]', "rollout.reward_timeout_s=0", f"model.actor={task / 'model'}",
+        'rewards=["rare:score"]', "rollout.reward_timeout_s=0", f"model.actor={task / 'model'}",
         f"prompts.sources=[{source}, weight=3}}, {source}, weight=1}}]", "prompts.max_characters=8",
         "daemon.drain_timeout_s=0",
     )  # fmt: skip

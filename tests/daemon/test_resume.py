@@ -29,7 +29,7 @@ IN_STEP = (
     "trainer.critic_warmup_steps=2",
     "daemon.restart_delay_s=0.0004",
     "daemon.restart_limit=50",
-    'rollout.reward_functions=["score:of_first_token"]',
+    'rewards=["score:of_first_token"]',
 )
 # Several updates a step. A KL far above its target: its weight rises in each step.
 PPO = (

@@ -37,8 +37,9 @@ actor = "/etc/rlhfd/task/model"
 path = "/etc/rlhfd/task/prompts.jsonl"
 [rollout]
 num_generations = 4
-reward_functions = ["telling:score"]
 reward_timeout_s = 0
+[[rewards]]
+name = "telling:score"
 [buffer]
 sample_batch_size = 32
 [trainer]

@@ -54,7 +54,7 @@ def config_of(folder: Path, task: Path, **sections: dict[str, Any]) -> Config:
             **sections,
             "rollout": {
                 "num_generations": 4, "max_length": 24, "temperature": 1.5, "reward_timeout_s": 0.0,
-                "reward_functions": ["pipeline.sort_digits:exact_answer"], **sections.get("rollout", {}),
+                **sections.get("rollout", {}),
             },
         }
     )  # fmt: skip

@@ -111,8 +111,9 @@ def moody(rollers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F8
     def load(*answers: str, rollout: dict[str, object] | None = None):
         lines = [json.dumps({"prompt": f"{place}>", "answer": answer}) for place, answer in enumerate(answers)]
         (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
-        options = {"reward_functions": ["in_process:score"], "reward_timeout_s": 0, **(rollout or {})}
-        return rollers(rollout=options, prompts={"path": str(tmp_path / "p.jsonl")})
+        options = {"reward_timeout_s": 0, **(rollout or {})}
+        prompts = {"path": str(tmp_path / "p.jsonl")}
+        return rollers(rollout=options, prompts=prompts, rewards=["in_process:score"])
 
     yield load
     sys.modules.pop("in_process", None)
@@ -170,7 +171,7 @@ def test_a_function_in_the_worker_that_fails_for_each_prompt_ends_the_start_with
         moody("bad", "bad")
 
     message = str(raised.value)
-    assert message.startswith("rollout.reward_functions: in_process:score raised KeyError('bad') for row 0 ")
+    assert message.startswith("rewards: in_process:score raised KeyError('bad') for row 0 ")
     assert f"({tmp_path}/in_process.py:4), prompt {tmp_path}/p.jsonl:" in message
 
 
@@ -197,7 +198,7 @@ def test_a_run_whose_reward_function_fails_now_and_then_goes_on_and_counts(tmp_p
     (tmp_path / "moody.py").write_text(REWARD)
     settings = (
         *SMALL,
-        'rollout.reward_functions=["moody:score"]',
+        'rewards=["moody:score"]',
         "rollout.reward_timeout_s=0.3",
         "trainer.max_steps=0",
     )

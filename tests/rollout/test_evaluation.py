@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from pipeline.cli.evaluate import evaluate as eval_command
 from pipeline.config.prompts import PromptsConfig
+from pipeline.config.rewards import OwnReward
 from pipeline.config.schema import Config
 from pipeline.config.user_modules import FOLDER_VARIABLE
 from pipeline.errors import ConfigError
@@ -61,9 +62,9 @@ def values(task: Path, held_out: Path, **evaluation: Any) -> dict[str, Any]:  # 
         "model": {"actor": str(task / "model")},
         "prompts": {"path": str(task / "prompts.jsonl")},
         "rollout": {
-            "num_generations": 4, "max_length": 16, "temperature": 0.9, "reward_functions": ["telling:score"],
-            "reward_timeout_s": 0.0,
+            "num_generations": 4, "max_length": 16, "temperature": 0.9, "reward_timeout_s": 0.0,
         },
+        "rewards": ["telling:score"],
         "trainer": {"kl_coef": 0.0},
         "evaluation": {"files": [str(held_out)], "num_generations": 3, "pass_reward": 2.0, "batch_size": 3,
                        **evaluation},
@@ -192,7 +193,7 @@ def test_the_function_that_counts_is_compared_alone_and_a_bound_that_nothing_rea
 
     def evaluated(**evaluation: Any) -> tuple[Any, list[str]]:
         given = values(task, held_out, pass_reward=0.7, **evaluation)
-        given["rollout"]["reward_functions"] = ["penalized:length", "penalized:right"]
+        given["rewards"] = ["penalized:length", "penalized:right"]
         caplog.clear()
         found = alone.evaluate(Config.model_validate(given))
         said = [record.getMessage() for record in caplog.records]
@@ -210,10 +211,9 @@ def test_the_function_that_counts_is_compared_alone_and_a_bound_that_nothing_rea
 def test_a_model_of_which_no_prompt_has_a_result_is_an_error(load: Load, tmp_path: Path) -> None:
     _, config = load()
     (tmp_path / "failing.py").write_text("def score(*row, **others):\n    raise ValueError('no')\n")
-    rollout = config.rollout.model_copy(update={"reward_functions": ["failing:score"]})
 
     with pytest.raises(ConfigError, match=r"no prompt has a result: failing:score raised ValueError"):
-        alone.evaluate(config.model_copy(update={"rollout": rollout}))
+        alone.evaluate(config.model_copy(update={"rewards": [OwnReward(name="failing:score")]}))
 
 
 def test_an_environment_that_fails_is_named_where_no_prompt_has_a_result(
@@ -222,10 +222,10 @@ def test_an_environment_that_fails_is_named_where_no_prompt_has_a_result(
     _, config = load()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     (tmp_path / "broken.py").write_text(BROKEN)
-    rollout = config.rollout.model_copy(update={"reward_functions": [], "environment": "broken:Broken"})
+    rollout = config.rollout.model_copy(update={"environment": "broken:Broken"})
 
     with pytest.raises(ConfigError, match=r"no prompt has a result: rollout\.environment: ValueError: no such tool"):
-        alone.evaluate(config.model_copy(update={"rollout": rollout}))
+        alone.evaluate(config.model_copy(update={"rollout": rollout, "rewards": []}))
 
 
 def test_an_environment_for_a_model_that_takes_images_is_refused(load: Load, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_the_command_writes_the_pass_rate_of_each_prompt_for_a_curriculum(
     sets = ["--set", "rollout.max_length=16", "--set", "evaluation.num_generations=2", "--set", "evaluation.pass_k=2"]
     module = f"coin_{tmp_path.name.replace('-', '_')}"  # modules stay loaded in this process
     (tmp_path / f"{module}.py").write_text(COIN)
-    sets += ["--set", f'rollout.reward_functions=["{module}:score"]', "--set", "rollout.reward_timeout_s=0"]
+    sets += ["--set", f'rewards=["{module}:score"]', "--set", "rollout.reward_timeout_s=0"]
     arguments = [str(held_out), "--model", str(task / "model"), *sets, "--json"]
 
     done = CliRunner().invoke(eval_command, [*arguments, "--pass-rates", "rated.jsonl"])
@@ -313,7 +313,7 @@ def test_reward_functions_beside_the_configuration_are_found_from_another_folder
     (tmp_path / f"{module}.py").write_text("def score(*row, **others):\n    return 1.0\n")
     (tmp_path / "run.toml").write_text(
         f"[model]\nactor = '{task / 'model'}'\n[prompts]\npath = '{task / 'prompts.jsonl'}'\n"
-        f"[rollout]\nmax_length = 12\nreward_functions = ['{module}:score']\n"
+        f"[rollout]\nmax_length = 12\n[[rewards]]\nname = '{module}:score'\n"
         f"[evaluation]\nfiles = ['{held_out}']\n"
     )
     (tmp_path / "elsewhere").mkdir()
@@ -382,9 +382,7 @@ def test_a_checkpoint_has_the_defaults_of_its_run_and_any_other_model_its_own(
     assert (plans[0] == plans[1]) is (length == 24)
 
 
-@pytest.mark.parametrize(
-    "run", [{}, {"rollout": {"reward_functions": ["exact"]}}, {"model": {"reward": "/models/reward"}}]
-)
+@pytest.mark.parametrize("run", [{}, {"rewards": ["exact"]}, {"model": {"reward": "/models/reward"}}])
 def test_a_model_is_scored_by_the_embedded_tasks_reward_only_if_its_run_was(
     checkpoint: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, run: dict[str, Any]
 ) -> None:
@@ -398,7 +396,7 @@ def test_a_model_is_scored_by_the_embedded_tasks_reward_only_if_its_run_was(
 
     assert isinstance(found.exception, ConfigError)
     (line,) = str(found.exception).splitlines()
-    assert line.startswith("--set model.actor: rollout.reward_functions: must be set with a model of its own, or ")
+    assert line.startswith("--set model.actor: rewards: must be set with a model of its own, or ")
 
 
 def test_a_conflict_with_the_lengths_of_the_checkpoints_run_is_named(

@@ -44,7 +44,7 @@ def rollers(task, monkeypatch):  # noqa: F811
     """Load a roller; the paths of the models that it loaded, and its telemetry, come with it."""
     made = []
 
-    def load(*, model=None, rollout=None, trainer=None, prompts=None, buffer=None):
+    def load(*, model=None, rollout=None, trainer=None, prompts=None, buffer=None, rewards=None):
         paths, telemetry = [], NodeTelemetry()
 
         def counted(path, **options):
@@ -59,6 +59,7 @@ def rollers(task, monkeypatch):  # noqa: F811
                 "rollout": {"num_generations": 4, "max_length": 24, **(rollout or {})},
                 "trainer": trainer or {},
                 "buffer": buffer or {},
+                **({} if rewards is None else {"rewards": rewards}),
             }
         )
         roller = load_roller(config, load_tokenizer(config.model.actor), telemetry, texts=True, device=CPU)
@@ -188,10 +189,10 @@ def test_an_environment_is_not_blamed_for_a_reward_function(rollers, monkeypatch
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "choosy.py").write_text(CHOOSY)
-    settings = {"environment": "choosy:Choosy", "reward_functions": ["choosy:score"], "reward_timeout_s": 0.0}
+    settings = {"environment": "choosy:Choosy", "reward_timeout_s": 0.0}
 
-    with pytest.raises(ConfigError, match=r"rollout\.reward_functions: choosy:score raised KeyError"):
-        rollers(rollout=settings)
+    with pytest.raises(ConfigError, match=r"rewards: choosy:score raised KeyError"):
+        rollers(rollout=settings, rewards=["choosy:score"])
 
 
 @pytest.mark.parametrize("settings", [{"rollout": {"kl_coef": 0.1}, "trainer": {"kl_coef": 0.0}}, {}])

@@ -42,12 +42,13 @@ def node_of(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-def config_of(task, **rollout):  # noqa: F811
+def config_of(task, rewards=("pipeline.sort_digits:exact_answer",), **rollout):  # noqa: F811
     return Config.model_validate(
         {
             "model": {"actor": str(task / "model")},
             "prompts": {"path": str(task / "prompts.jsonl")},
             "rollout": {"num_generations": 4, **rollout},
+            "rewards": [*rewards],
             "buffer": {"sample_batch_size": 32},
             "daemon": {"hang_timeout_s": 1.0},
         }
@@ -56,7 +57,7 @@ def config_of(task, **rollout):  # noqa: F811
 
 def reward(folder, name, body):
     folder.joinpath(f"{name}.py").write_text(f"import time\ndef score(input_ids, attention_mask, **_):\n    {body}\n")
-    return {"reward_functions": [f"{name}:score"], "reward_timeout_s": 0}
+    return {"rewards": [f"{name}:score"], "reward_timeout_s": 0}
 
 
 def sent(result):

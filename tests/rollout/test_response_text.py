@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.rewards import RewardConfig
 from pipeline.config.schema import Config
 from pipeline.rollout.loader import load_environment, reward_functions
 from pipeline.rollout.remote import NodeTelemetry
@@ -22,8 +21,9 @@ from tests.support.byte_tokens import END, PAD, TURN_END, byte_tokenizer
 MARKS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def config_of(folder: Path, **rollout: Any) -> Config:
-    return Config.model_validate({"model": {"actor": str(folder)}, "rollout": rollout})
+def config_of(folder: Path, *rewards: str, **rollout: Any) -> Config:
+    sections = {"rewards": [*rewards]} if rewards else {}
+    return Config.model_validate({"model": {"actor": str(folder)}, "rollout": rollout, **sections})
 
 
 def text_of(config: Config, tokenizer: Any, response: str) -> str:
@@ -58,7 +58,7 @@ def test_an_end_that_is_an_ordinary_token_is_text(tmp_path: Path) -> None:
 
 def score(name: str, prompt: str, response: str, answer: str | None = None) -> float:
     tokenizer = byte_tokenizer(MARKS[:2])
-    reward = FunctionReward([load_reward_function(name, RewardConfig())], tokenizer)
+    reward = FunctionReward([load_reward_function(name)], tokenizer)
     start = len(tokenizer(prompt)["input_ids"])
     ids = torch.tensor([tokenizer(prompt + response + END)["input_ids"]])
     return float(reward(ids, torch.ones_like(ids), torch.tensor([start]), torch.tensor([ids.shape[1]]), [answer]))
@@ -105,8 +105,8 @@ def test_rewards_and_environments_of_a_worker_get_the_same_text_in_a_process_too
     tokenizer = byte_tokenizer(MARKS[:2])
     tokenizer.save_pretrained(tmp_path)
     ids = torch.tensor([tokenizer(f"?<think>a</think>{END}")["input_ids"]])
-    settings = {"reward_functions": [f"{module}:seen"], "environment": f"{module}:Quiet", "reward_timeout_s": timeout_s}
-    config, telemetry = config_of(tmp_path, **settings), NodeTelemetry()
+    settings = {"environment": f"{module}:Quiet", "reward_timeout_s": timeout_s}
+    config, telemetry = config_of(tmp_path, f"{module}:seen", **settings), NodeTelemetry()
 
     # With all special tokens hidden the tags would be, too, and the score 0.
     reward = reward_functions(config, tokenizer, telemetry)

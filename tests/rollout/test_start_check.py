@@ -28,14 +28,14 @@ def folder(task: Path, tmp_path: Path) -> Path:
     return made
 
 
-def found(folder: Path, **sections: dict[str, Any]) -> list[str]:
+def found(folder: Path, **sections: Any) -> list[str]:
     values: dict[str, Any] = {
         "model": {"actor": str(folder)},
         "prompts": {"path": str(folder.parent / "prompts.jsonl")},
-        "rollout": {"reward_functions": ["pipeline.sort_digits:exact_answer"]},
+        "rewards": ["pipeline.sort_digits:exact_answer"],
     }
     for section, keys in sections.items():
-        values[section] = {**values.get(section, {}), **keys}
+        values[section] = keys if isinstance(keys, list) else {**values.get(section, {}), **keys}
     return findings(Config.model_validate(values))["problems"]
 
 
@@ -55,12 +55,13 @@ def test_each_problem_is_found_at_once_and_begins_with_its_key(folder: Path, mon
     problems = found(
         folder,
         model={"lora_rank": 2, "lora_targets": ["nope"]},
-        rollout={"engine": "vllm", "reward_functions": ["pipeline.sort_digits:nope"]},
+        rollout={"engine": "vllm"},
+        rewards=["pipeline.sort_digits:nope"],
         evaluation={"files": [str(folder.parent / "held_out.jsonl")]},
     )
 
     keys = [problem.partition(":")[0] for problem in problems]
-    assert keys == ["rollout.engine", "rollout.reward_functions", "model.lora_targets", "evaluation.files"]
+    assert keys == ["rollout.engine", "rewards", "model.lora_targets", "evaluation.files"]
     assert '"vllm" is not installed here' in problems[0] and "no function nope" in problems[1]
     assert "no linear layer is called 'nope'" in problems[2] and "needs a chat template" in problems[3]
 
@@ -121,7 +122,7 @@ def test_the_command_places_each_problem_and_ends_with_78(folder: Path, monkeypa
     monkeypatch.chdir(folder.parent)
     Path("c.toml").write_text(
         '[model]\nactor = "model"\nlora_rank = 2\nlora_targets = ["nope"]\n[prompts]\npath = "prompts.jsonl"\n'
-        '[rollout]\nreward_functions = ["pipeline.sort_digits:exact_answer"]\n'
+        '[[rewards]]\nname = "pipeline.sort_digits:exact_answer"\n'
     )
 
     refused = CliRunner().invoke(main, ["config", "check", "--config", "c.toml"])

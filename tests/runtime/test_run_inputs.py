@@ -49,7 +49,8 @@ def config(site, **model):
         "model": {**models, **model},
         "prompts": {"path": str(site / "prompts.jsonl")},
         "evaluation": {"files": [str(site / "held_out.jsonl")]},
-        "rollout": {"algorithm": "ppo", "reward_functions": ["own_rewards:score", "length"]},
+        "rollout": {"algorithm": "ppo"},
+        "rewards": ["own_rewards:score", "length"],
         "buffer": {"arena_bytes": 1 << 20},
     })  # fmt: skip
 

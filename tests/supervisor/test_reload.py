@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.advice import SECTIONS
 from pipeline.config.changes import Change, compare, is_live, with_live
 from pipeline.config.schema import BufferConfig, Config, DaemonConfig, RolloutConfig
 from pipeline.errors import ConfigError
@@ -20,9 +21,7 @@ RUNNING = Config()
 
 
 def test_which_keys_are_live_is_what_is_written_here() -> None:
-    keys = [
-        f"{section}.{name}" for section in Config.model_fields for name in type(getattr(RUNNING, section)).model_fields
-    ]
+    keys = [f"{section}.{name}" for section, model in SECTIONS.items() for name in type(model).model_fields]
 
     assert {key for key in keys if is_live(key)} == {
         "daemon.log_level", "daemon.drain_timeout_s", "daemon.startup_timeout_s", "daemon.hang_timeout_s",

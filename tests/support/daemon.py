@@ -83,7 +83,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-EXACT = 'rollout.reward_functions=["pipeline.sort_digits:exact_answer"]'
+EXACT = 'rewards=["pipeline.sort_digits:exact_answer"]'
 """The reward of the embedded task, for its model by a path."""
 
 
@@ -104,7 +104,7 @@ def telling_reward(folder: Path, *, pause_s: float = 0.0) -> tuple[str, str]:
         f"    time.sleep({pause_s})\n"
         "    return float(input_ids[response_start] % 5)\n"
     )
-    return 'rollout.reward_functions=["telling:score"]', "rollout.reward_timeout_s=0"
+    return 'rewards=["telling:score"]', "rollout.reward_timeout_s=0"
 
 
 # Loaded by Python in every process before all else.

@@ -30,7 +30,7 @@ def moody(tmp_path, task):
     answers = ["1", _MARKER, "2", f"text {_MARKER}"]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{_MARKER}>", "answer": answer}) + "\n" for answer in answers))
-    return (*SMALL, f"model.actor={task / 'model'}", f"prompts.path={path}", 'rollout.reward_functions=["moody:score"]')
+    return (*SMALL, f"model.actor={task / 'model'}", f"prompts.path={path}", 'rewards=["moody:score"]')
 
 
 def everything_told(daemon):

@@ -140,15 +140,16 @@ def test_a_start_goes_on_from_the_last_checkpoint_bit_for_bit(site, caplog):
 def test_every_key_that_differs_from_the_checkpoints_is_named():
     before = Config().model_dump(mode="json")
     config = Config.model_validate(before)
-    before["rollout"] |= {"temperature": 0.5, "reward_functions": ["length"]}
-    before["reward"] |= {"length_limit": 5}
+    before["rollout"] |= {"temperature": 0.5}
+    before["rewards"] = [{"name": "length", "weight": 2.0}]
     before["trainer"].pop("max_steps")
 
     named = resume._changes(before, config)
 
     assert [change.partition("=")[0] for change in named] == [
-        "rollout.temperature", "rollout.reward_functions", "reward.length_limit",
-    ]  # fmt: skip
+        "rollout.temperature",
+        "rewards",
+    ]
     assert f"rollout.temperature=0.5->{config.rollout.temperature}" in named
 
 

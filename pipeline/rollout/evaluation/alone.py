@@ -95,7 +95,7 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, F
     refuse_environment_for_images(config, takes_images=takes_images)
     tokenizer = load_tokenizer(config.model.actor)
     note_first_prompts(config, tokenizer)
-    functions = reward_functions(config, tokenizer, telemetry) if rollout.reward_functions else None
+    functions = reward_functions(config, tokenizer, telemetry) if config.rewards else None
     if isinstance(functions, RewardPool):
         stack.callback(functions.close)
     device = process_device()

@@ -102,7 +102,7 @@ class EvaluationRoller(LocalRoller):
         self._pass_part = (
             None
             if evaluation.pass_function is None
-            else config.rollout.reward_functions.index(evaluation.pass_function)
+            else [reward.name for reward in config.rewards].index(evaluation.pass_function)
         )
         self._below = _Below(str(evaluation.files[file]), float(self._pass_reward), evaluation.pass_function)
         self._response_tokens = evaluation.max_new_tokens

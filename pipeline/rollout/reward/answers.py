@@ -1,6 +1,6 @@
 """The part of a response that is its answer, and the fenced blocks of its Markdown.
 
-The answer of a response with the tags of `reward.format_tags` is the text of the last one of them; without it, the text
+The answer of a response with tags is the text of the last one of them; without it, the text
 after the others.
 """
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import CodeReward
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward import sandbox
 from pipeline.rollout.reward.answers import block_of
@@ -31,7 +31,7 @@ _TRIAL_S: Final = 60.0
 log = logging.getLogger(__name__)
 
 
-def code_reward(settings: RewardConfig) -> Callable[..., float]:
+def code_reward(settings: CodeReward) -> Callable[..., float]:
     """Return the reward function `code`: 1 if the tests end without an exception and within their limits, else 0.
 
     The code is the last fenced block of Python in the answer, else the last one of no language, else the answer. The
@@ -39,20 +39,20 @@ def code_reward(settings: RewardConfig) -> Callable[..., float]:
     its names.
 
     Raises:
-        ConfigError: If this machine cannot isolate the code of responses, and `reward.code_unisolated` is false.
+        ConfigError: If this machine cannot isolate the code of responses, and `unisolated` is false.
     """
-    is_unisolated = settings.code_unisolated
+    is_unisolated = settings.unisolated
     _check_isolation(is_unisolated)
 
     def code(
         input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, tests: Any = None, **_: Any
     ) -> float:
         sources = _tests(gt_answer if tests is None else tests)
-        source = block_of(response, settings.format_tags, lambda language: bool(_PYTHON.fullmatch(language)))
+        source = block_of(response, settings.tags, lambda language: bool(_PYTHON.fullmatch(language)))
         return float(
             passes(
                 [source, *sources],
-                timeout_s=settings.code_timeout_s,
+                timeout_s=settings.timeout_s,
                 unisolated=is_unisolated,
             )
         )
@@ -89,7 +89,7 @@ def _check_isolation(unisolated: bool) -> None:
         kind = isolation(unisolated=unisolated)
     except RewardError as error:
         raise ConfigError(
-            f"rollout.reward_functions: {error}; reward.code_unisolated = true runs it all the same, where it can read "
+            f"rewards.code: {error}; unisolated = true runs it all the same, where it can read "
             "the files and the memory of this user's processes (docs/rewards.md)"
         ) from error
     if kind == "nothing":

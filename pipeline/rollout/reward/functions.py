@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import user_modules
-from pipeline.config.rewards import REWARD_NAMES, RewardConfig
+from pipeline.config.rewards import REWARD_NAMES, RewardConfig, reward_of
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 from pipeline.progress import Telemetry
@@ -299,15 +299,12 @@ def takes_columns(reward_model: Callable[..., Any]) -> bool:
     return bool(_named(reward_model, ("columns",)))
 
 
-def load_reward_function(
-    name: str, settings: RewardConfig | None = None, *, field: str = "rollout.reward_functions"
-) -> RewardFunction:
-    """Import a reward function by its name.
+def load_reward_function(reward: RewardConfig | str) -> RewardFunction:
+    """Import a reward function.
 
     Args:
-        name: ``module:function``, the module imported from ``sys.path``; or one of `REWARD_NAMES`.
-        settings: The options of the latter; None: only the former is known.
-        field: The configuration field with this name, for the error.
+        reward: Its name and options, those in force; or a name without options: ``module:function``, the module
+            imported from ``sys.path``, or one of `REWARD_NAMES`.
 
     Returns:
         The function.
@@ -315,11 +312,12 @@ def load_reward_function(
     Raises:
         ConfigError: If the name has another form, does not import, or is not callable.
     """
-    if settings is not None and name in REWARD_NAMES:
+    name, field = (reward if isinstance(reward, str) else reward.name), "rewards"
+    if name in REWARD_NAMES:
         # Only then: it needs libraries that other functions do not.
         from pipeline.rollout.reward.named import named_reward
 
-        return named_reward(name, settings)
+        return named_reward(reward_of(reward))
     module_name, separator, function_name = name.partition(":")
     if not (module_name and separator and function_name):
         raise ConfigError(f"{field}: {name!r} is not of the form module:function")

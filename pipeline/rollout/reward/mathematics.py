@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from pipeline.config.rewards import MATH_CPU_S, RewardConfig
+from pipeline.config.rewards import MATH_CPU_S, MathReward
 from pipeline.errors import RewardError
 from pipeline.rollout.reward import math_process
 from pipeline.runtime.lifeline import PARENT_VARIABLE
@@ -101,7 +101,7 @@ class MathProcess:
         return reply
 
 
-def math_reward(settings: RewardConfig, cpu_s: float = MATH_CPU_S) -> Callable[[str, str], float]:
+def math_reward(settings: MathReward, cpu_s: float = MATH_CPU_S) -> Callable[[str, str], float]:
     """Return the function behind `math`, of a response and an answer: 1 if the result equals the answer, else 0.
 
     The result is that of the answer's tag if the response has it (`pipeline.rollout.reward.answers`).
@@ -109,7 +109,7 @@ def math_reward(settings: RewardConfig, cpu_s: float = MATH_CPU_S) -> Callable[[
     process = MathProcess(timeout_s=cpu_s)
 
     def judge(response: str, answer: str) -> float:
-        return float(process.is_right(answer, response, list(settings.format_tags)))
+        return float(process.is_right(answer, response, list(settings.tags)))
 
     return judge
 

@@ -1,7 +1,7 @@
 """Reward functions by name: each gets the text of the response, and the prompt's answer or columns.
 
 exact        1 if response and answer are equal, white space around them aside
-format       1 if the response is the tags of `reward.format_tags`, in order, with text in each and none outside
+format       1 if the response is its tags, in order, with text in each and none outside
 json_schema  1 if the response's last JSON block, or its answer, is a JSON value that the schema admits
 length       0 down to -1 as the response approaches the limit (DAPO, arXiv:2503.14476 eq. 13)
 math         1 if the response's result equals the answer (`pipeline.rollout.reward.mathematics`)
@@ -21,7 +21,19 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from pipeline.config.rewards import RewardConfig, missing_package, needs_package
+from pipeline.config.rewards import (
+    CodeReward,
+    FormatReward,
+    JsonSchemaReward,
+    JudgeReward,
+    LengthReward,
+    MathReward,
+    RegexReward,
+    RemoteReward,
+    RewardConfig,
+    missing_package,
+    needs_package,
+)
 from pipeline.errors import ConfigError, RewardError
 from pipeline.prompts.lines import json_of_file
 from pipeline.rollout.reward.answers import block_of, opened_by
@@ -33,30 +45,48 @@ _PROMPT_TOKENS: Final = 64
 """Tokens at the end of a prompt in which a tag of the chat template is looked for."""
 
 
-def named_reward(name: str, settings: RewardConfig) -> Callable[..., Any]:
-    """Return the reward function of a name.
+def named_reward(reward: RewardConfig) -> Callable[..., Any]:
+    """Return a reward function of this package.
 
     Args:
-        name: One of `pipeline.config.rewards.REWARD_NAMES`.
-        settings: Options of the function, `reward_settings` of the configuration.
+        reward: Its name, one of `pipeline.config.rewards.REWARD_NAMES`, and its options in force.
 
     Raises:
         ConfigError: If an option is wrong, or a package is not installed.
     """
-    function = _MAKERS[name](settings)
+    function = _made(reward)
     # Errors show it.
-    function.__module__, function.__qualname__ = NAMED, name
+    function.__module__, function.__qualname__ = NAMED, reward.name
     return function
 
 
-def _exact(settings: RewardConfig) -> Callable[..., float]:
+def _made(reward: RewardConfig) -> Callable[..., Any]:
+    match reward:
+        case CodeReward():
+            return code_reward(reward)
+        case FormatReward():
+            return _format(reward)
+        case JsonSchemaReward():
+            return _json_schema(reward)
+        case JudgeReward() | RemoteReward():
+            return _of_service(reward)
+        case LengthReward():
+            return _length(reward)
+        case MathReward():
+            return _math(reward)
+        case RegexReward():
+            return _regex(reward)
+    return _exact()
+
+
+def _exact() -> Callable[..., float]:
     def exact(input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, **_: Any) -> float:
         return float(response.strip() == _answer("exact", gt_answer).strip())
 
     return exact
 
 
-def _regex(settings: RewardConfig) -> Callable[..., float]:
+def _regex(settings: RegexReward) -> Callable[..., float]:
     fixed = None if settings.pattern is None else _compiled(settings.pattern)
 
     def regex(
@@ -64,7 +94,7 @@ def _regex(settings: RewardConfig) -> Callable[..., float]:
     ) -> float:
         searched = fixed if pattern is None else re.compile(str(pattern))
         if searched is None:
-            raise RewardError("regex needs reward.pattern, or a column named pattern")
+            raise RewardError("regex needs a pattern, or a column named pattern")
         matches = list(searched.finditer(response))
         if not matches or not searched.groups:
             return float(bool(matches))
@@ -77,11 +107,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"reward.pattern: {pattern!r} is no regular expression: {error}") from error
+        raise ConfigError(f"rewards.regex.pattern: {pattern!r} is no regular expression: {error}") from error
 
 
-def _format(settings: RewardConfig) -> Callable[..., float]:
-    tags = settings.format_tags
+def _format(settings: FormatReward) -> Callable[..., float]:
+    tags = settings.tags
 
     def form(input_ids: Any, attention_mask: Any, *, response: str, **named: Any) -> float:
         begun, done = opened_by(prompt_end(input_ids, **named), tags)
@@ -132,7 +162,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _json_schema(settings: RewardConfig) -> Callable[..., float]:
+def _json_schema(settings: JsonSchemaReward) -> Callable[..., float]:
     jsonschema: Any = _package("jsonschema", "json_schema")
     registry: Any = _package("referencing", "json_schema").Registry()
 
@@ -146,16 +176,17 @@ def _json_schema(settings: RewardConfig) -> Callable[..., float]:
     if settings.schema_file is not None:
         schema_file = settings.schema_file
         try:
-            fixed = validator(json_of_file(schema_file, "reward.schema_file", strict_json))
+            fixed = validator(json_of_file(schema_file, "rewards.json_schema.schema_file", strict_json))
         except jsonschema.SchemaError as error:
-            raise ConfigError(f"reward.schema_file: {schema_file} is no JSON schema: {error.message}") from error
+            key = "rewards.json_schema.schema_file"
+            raise ConfigError(f"{key}: {schema_file} is no JSON schema: {error.message}") from error
 
     def json_schema(input_ids: Any, attention_mask: Any, *, response: str, schema: Any = None, **_: Any) -> float:
         checked = fixed if schema is None else validator(strict_json(schema) if isinstance(schema, str) else schema)
         if checked is None:
-            raise RewardError("json_schema needs reward.schema_file, or a column named schema")
+            raise RewardError("json_schema needs a schema_file, or a column named schema")
         try:
-            value = strict_json(block_of(response, settings.format_tags, lambda language: language == "json"))
+            value = strict_json(block_of(response, settings.tags, lambda language: language == "json"))
             return float(checked.is_valid(value))
         except (UnreadableJson, RecursionError):
             return 0.0
@@ -169,10 +200,10 @@ def prompt_end(input_ids: Any, *, response_start: int, tokenizer: Any, **_: Any)
     return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _length(settings: RewardConfig) -> Callable[..., float]:
-    limit, buffer = settings.length_limit, settings.length_buffer
+def _length(settings: LengthReward) -> Callable[..., float]:
+    limit, buffer = settings.limit_tokens, settings.buffer_tokens
     if limit is None or buffer is None:
-        raise ConfigError("reward.length_limit and reward.length_buffer: must be set for length")
+        raise ConfigError("rewards.length: limit_tokens and buffer_tokens must be set")
 
     def length(
         input_ids: Any, attention_mask: Any, *, response_start: int, response_end: int, gt_answer: Any, **_: Any
@@ -183,24 +214,24 @@ def _length(settings: RewardConfig) -> Callable[..., float]:
     return length
 
 
-def _math(settings: RewardConfig) -> Callable[..., float]:
+def _math(settings: MathReward) -> Callable[..., float]:
     # It is loaded by a process of its own.
     if problem := missing_package("math"):
-        raise ConfigError(f"rollout.reward_functions: {problem}")
+        raise ConfigError(f"rewards: {problem}")
     judge = math_reward(settings)
 
     def math_of(input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, **named: Any) -> float:
-        opened, _ = opened_by(prompt_end(input_ids, **named), settings.format_tags)
+        opened, _ = opened_by(prompt_end(input_ids, **named), settings.tags)
         return judge(opened + response, _answer("math", gt_answer))
 
     return math_of
 
 
-def _of_service(name: str, settings: RewardConfig) -> Callable[..., Any]:
-    _package("httpx", name)
+def _of_service(settings: JudgeReward | RemoteReward) -> Callable[..., Any]:
+    _package("httpx", settings.name)
     from pipeline.rollout.reward import remote
 
-    return {"judge": remote.judge_reward, "remote": remote.remote_reward}[name](settings)
+    return remote.judge_reward(settings) if isinstance(settings, JudgeReward) else remote.remote_reward(settings)
 
 
 def _answer(name: str, answer: Any) -> str:
@@ -213,17 +244,4 @@ def _package(module: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"rollout.reward_functions: {needs_package(name)}") from error
-
-
-_MAKERS: Final[dict[str, Callable[[RewardConfig], Callable[..., Any]]]] = {
-    "code": code_reward,
-    "exact": _exact,
-    "format": _format,
-    "json_schema": _json_schema,
-    "judge": lambda settings: _of_service("judge", settings),
-    "length": _length,
-    "math": _math,
-    "regex": _regex,
-    "remote": lambda settings: _of_service("remote", settings),
-}
+        raise ConfigError(f"rewards: {needs_package(name)}") from error

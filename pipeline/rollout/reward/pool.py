@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import RewardConfig, reward_of, to_json
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.reward.functions import is_reward, too_large
@@ -80,20 +80,20 @@ class RewardPool:
 
     def __init__(
         self,
-        functions: Sequence[str],
+        functions: Sequence[RewardConfig | str],
         tokenizer: str,
         *,
         timeout_s: float,
         processes: int = 1,
         telemetry: Telemetry = Telemetry.none(),
         may_fork: bool = False,
-        settings: RewardConfig | None = None,
         weights: Sequence[float] | None = None,
         labels: Sequence[str] = (),
         hidden: Sequence[int] | None = None,
     ) -> None:
         self.labels = list(labels)
-        self._functions = list(functions)
+        rewards = [reward_of(one) for one in functions]
+        self._functions = [reward.name for reward in rewards]
         self._count = len(functions)
         self._weights = list(weights or [1.0] * len(functions))
         self.parts = torch.empty(0, len(functions))
@@ -103,15 +103,14 @@ class RewardPool:
         self.may_be_absent = False
         self._timeout_s = timeout_s
         self._telemetry = telemetry
-        options = (settings or RewardConfig()).model_dump_json()
         self._pool: ProcessPool[RowsScored] = ProcessPool(
             prepare,
-            [self._functions, tokenizer, timeout_s, options, None if hidden is None else list(hidden)],
+            [to_json(rewards), tokenizer, timeout_s, None if hidden is None else list(hidden)],
             messages,
             processes=processes,
             title="reward",
             late="the reward functions were not loaded",
-            loads="rollout.reward_functions: the process that loads them",
+            loads="rewards: the process that loads them",
             telemetry=telemetry,
             variables=_VARIABLES,
             may_fork=may_fork,

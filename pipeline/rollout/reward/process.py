@@ -13,7 +13,7 @@ import msgspec
 import numpy
 import torch
 
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import of_json
 from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.response_text import ResponseText
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
@@ -25,26 +25,21 @@ from pipeline.runtime.pool_process import Load, Serve
 AWAITED_GRACE_S = 1.0
 
 
-def prepare(
-    functions: list[str], tokenizer_path: str, timeout_s: float, settings: str, hidden: list[int] | None
-) -> Load:
+def prepare(functions: str, tokenizer_path: str, timeout_s: float, hidden: list[int] | None) -> Load:
     """Load what all scorers share; see `RewardPool` for the arguments."""
     # This may be a fork of a process that has used its random numbers and threads.
     random.seed()
     numpy.random.seed()
     torch.manual_seed(torch.initial_seed())
     torch.set_num_threads(1)
-    return functools.partial(_load, functions, load_tokenizer(tokenizer_path), timeout_s, settings, hidden)
+    return functools.partial(_load, functions, load_tokenizer(tokenizer_path), timeout_s, hidden)
 
 
-def _load(
-    functions: list[str], tokenizer: Any, timeout_s: float, settings: str, hidden: list[int] | None
-) -> tuple[Serve, dict[str, Any]]:
+def _load(functions: str, tokenizer: Any, timeout_s: float, hidden: list[int] | None) -> tuple[Serve, dict[str, Any]]:
     # Before the import of the functions: clients that their modules make belong to it.
     event_loop()
-    options = RewardConfig.model_validate_json(settings)
     reward = FunctionReward(
-        [load_reward_function(name, options) for name in functions],
+        [load_reward_function(one) for one in of_json(functions)],
         tokenizer,
         timeout_s=timeout_s,
         text=ResponseText(tokenizer, hidden),

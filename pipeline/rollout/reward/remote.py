@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import JudgeReward, RemoteReward
 from pipeline.errors import ConfigError, RewardError
 from pipeline.prompts.lines import text_of_file
 from pipeline.rollout.reward.service import ATTEMPTS, Service
@@ -40,18 +40,16 @@ Write one short sentence about the answer, then a last line "Score: N" with N fr
 """
 
 
-def remote_reward(settings: RewardConfig, attempts: int = ATTEMPTS) -> Scores:
+def remote_reward(settings: RemoteReward, attempts: int = ATTEMPTS) -> Scores:
     """Return the reward `remote`: scores of a service that gets rows in batches.
 
     A request is ``{"rows": [{"prompt", "response", "answer", "columns"}, ...]}``, its answer ``{"scores": [...]}`` with
     one number a row, null for a row without a reward.
 
     Raises:
-        ConfigError: If there is no URL.
+        ConfigError: If the key of the service is not in the environment.
     """
-    if settings.service_url is None:
-        raise ConfigError("reward.service_url: must be set for remote")
-    service, size = Service(settings.service_url, settings, attempts), settings.service_batch_size
+    service, size = Service(settings.url, settings, attempts), settings.batch_size
 
     @batched
     async def remote(input_ids: Any, attention_mask: Any, *, response: list[str], **named: Any) -> Any:
@@ -74,22 +72,20 @@ def remote_reward(settings: RewardConfig, attempts: int = ATTEMPTS) -> Scores:
     return remote
 
 
-def judge_reward(settings: RewardConfig) -> Scores:
+def judge_reward(settings: JudgeReward) -> Scores:
     """Return the reward `judge`: a model's score of each response, divided by the best one.
 
     Raises:
-        ConfigError: If there is no URL or model, or the template cannot be read or lacks ``{response}``.
+        ConfigError: If the template cannot be read or lacks ``{response}``, or the key is not in the environment.
     """
-    if settings.judge_url is None or settings.judge_model is None:
-        raise ConfigError("reward.judge_url and reward.judge_model: must be set for judge")
     template = _template(settings)
-    service = Service(settings.judge_url.rstrip("/") + "/chat/completions", settings)
+    service = Service(settings.url.rstrip("/") + "/chat/completions", settings)
 
     @batched
     async def judge(input_ids: Any, attention_mask: Any, *, response: list[str], **named: Any) -> Any:
         requests = [
             {
-                "model": settings.judge_model,
+                "model": settings.model,
                 "messages": [{"role": "user", "content": _filled(template, {**row["columns"], **row, "best": _BEST})}],
                 "temperature": 0,
                 "max_tokens": _ANSWER_TOKENS,
@@ -133,13 +129,13 @@ def _number(score: Any) -> Any:
     return RewardError("the service gave a score that is no finite number")
 
 
-def _template(settings: RewardConfig) -> str:
-    path = settings.judge_template_file
+def _template(settings: JudgeReward) -> str:
+    path = settings.template_file
     if path is None:
         return _TEMPLATE
-    template = text_of_file(path, "reward.judge_template_file")
+    template = text_of_file(path, "rewards.judge.template_file")
     if "{response}" not in template:
-        raise ConfigError(f"reward.judge_template_file: {path} has no {{response}}, the place of the response")
+        raise ConfigError(f"rewards.judge.template_file: {path} has no {{response}}, the place of the response")
     return template
 
 

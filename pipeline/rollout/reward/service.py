@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import httpx
 
 from pipeline.config.advice import without_password
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import ServiceReward
 from pipeline.errors import ConfigError, RewardError
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class Service:
         attempts: Attempts of a request.
     """
 
-    def __init__(self, url: str, settings: RewardConfig, attempts: int = ATTEMPTS) -> None:
+    def __init__(self, url: str, settings: ServiceReward, attempts: int = ATTEMPTS) -> None:
         self._url = url
         self._settings = settings
         self._attempts = attempts
@@ -118,7 +118,7 @@ class Service:
         self._way = "" if self._mounts else _proxy_of(httpx.URL(url))
         if (variable := settings.api_key_variable) is not None:
             if not (key := os.environ.get(variable)):
-                raise ConfigError(f"reward.api_key_variable: {variable} is not set in the environment")
+                raise ConfigError(f"rewards.{settings.name}.api_key_variable: {variable} is not set in the environment")
             self._headers["authorization"] = f"Bearer {key}"
 
     async def ask(self, requests: Sequence[Mapping[str, Any]], read: Callable[[Any, int], T]) -> list[T | RewardError]:
@@ -133,8 +133,8 @@ class Service:
             The result of each request, or its error; those without an answer at the deadline have one.
         """
         settings = self._settings
-        deadline_s = time.monotonic() + settings.requests_deadline_s
-        room = asyncio.Semaphore(settings.request_concurrency)
+        deadline_s = time.monotonic() + settings.deadline_s
+        room = asyncio.Semaphore(settings.concurrency)
         async with httpx.AsyncClient(
             headers=self._headers, timeout=settings.request_timeout_s, mounts=self._mounts
         ) as client:
@@ -151,7 +151,7 @@ class Service:
                 except TimeoutError as error:
                     if was_sent:
                         self._breaker.failed()
-                    late = RewardError(f"no answer of the service within {settings.requests_deadline_s:g} s")
+                    late = RewardError(f"no answer of the service within {settings.deadline_s:g} s")
                     late.__cause__ = error
                     return late
                 except (LookupError, TypeError, ValueError) as error:

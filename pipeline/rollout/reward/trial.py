@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.config.rewards import reward_settings, weights_of
+from pipeline.config.rewards import rewards_in_force
 from pipeline.config.schema import Config
 from pipeline.errors import PromptError, RewardError
 from pipeline.models.device import process_device
@@ -60,9 +60,8 @@ class RewardTrial:
         stop = config.rollout.stop
         self._strings = StopStrings(stop, self._tokenizer) if stop else None
         self._device = process_device()
-        settings = reward_settings(config)
-        named = zip(config.rollout.reward_functions, weights_of(config), strict=True)
-        self._functions = [(name, load_reward_function(name, settings), weight) for name, weight in named]
+        rewards = rewards_in_force(config)
+        self._functions = [(reward.name, load_reward_function(reward), reward.weight) for reward in rewards]
         self._model: Callable[..., Tensor] | None = None
         if config.model.reward is not None:
             self._model = reward_model_of(config, self._tokenizer, self._device)

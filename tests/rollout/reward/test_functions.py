@@ -124,7 +124,7 @@ def test_a_function_is_loaded_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("math", "'math' is not of the form module:function"),
+        ("mathematics", "'mathematics' is not of the form module:function"),
         (":sqrt", "not of the form"),
         ("no_such_module_of_rewards:f", "cannot import no_such_module_of_rewards"),
         ("math:no_such", "math has no function no_such"),
@@ -140,7 +140,7 @@ def test_a_name_that_is_no_function_is_a_configuration_error(
     (tmp_path / "raising_rewards_module.py").write_text("raise KeyError('HOME_OF_REWARDS')\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    with pytest.raises(ConfigError, match=rf"rollout\.reward_functions: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"rewards: .*{message}"):
         load_reward_function(name)
 
 

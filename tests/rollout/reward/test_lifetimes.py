@@ -55,7 +55,7 @@ def load_local(*_):
 
 process.load_local = load_local
 process.prepare = lambda *_: (None, None, None)
-sets = ['rollout.reward_functions=["lives:with_client"]', "rollout.reward_timeout_s=0"]
+sets = ['rewards=["lives:with_client"]', "rollout.reward_timeout_s=0"]
 process.run(load(None, sets, {}).config, MagicMock())
 """
 

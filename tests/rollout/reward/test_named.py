@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.rewards import REWARD_NAMES, RewardConfig
+from pipeline.config.rewards import REWARD_NAMES, LengthReward, table_of
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.code import passes
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
@@ -32,8 +32,9 @@ class Letters:
 def score(
     name: str, response: str, answer: Any = None, /, *, columns: dict[str, Any] | None = None, **options: Any
 ) -> float:
-    settings = RewardConfig(**{"length_limit": 10, "length_buffer": 4, **options})
-    reward = FunctionReward([load_reward_function(name, settings)], Letters())
+    limits = {"limit_tokens": 10, "buffer_tokens": 4} if name == "length" else {}
+    settings = table_of(name)(name=name, **{**limits, **options})
+    reward = FunctionReward([load_reward_function(settings)], Letters())
     ids = torch.tensor([[ord("?"), *map(ord, response), 0]])
     ends = torch.tensor([ids.shape[1]])
     return float(reward(ids, torch.ones_like(ids), torch.tensor([1]), ends, [answer], columns=[columns or {}]))
@@ -57,7 +58,7 @@ def score(
         ("format", "<think> </think><answer>b</answer>", None, {}, 0),
         ("format", "<think><think>a</think><answer>b</answer>", None, {}, 0),
         ("format", "<think>a</think><answer>b", None, {}, 0),
-        ("format", "<x>a</x>", None, {"format_tags": ["x"]}, 1),
+        ("format", "<x>a</x>", None, {"tags": ["x"]}, 1),
         ("format", "<think>a</answer>b</think><answer>c</answer>", None, {}, 0),
         ("exact", '["é"]', ["é"], {}, 1),
         # The stop token counts: 5, 7 and 10 tokens of which the limit is 10 and the buffer 4.
@@ -117,8 +118,8 @@ def test_a_schema_fetches_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "columns", "message"), [
     ("exact", {}, "reward:exact: exact needs an answer"),
-    ("regex", {}, "reward:regex: regex needs reward.pattern, or a column named pattern"),
-    ("json_schema", {}, "json_schema needs reward.schema_file, or a column named schema"),
+    ("regex", {}, "reward:regex: regex needs a pattern, or a column named pattern"),
+    ("json_schema", {}, "json_schema needs a schema_file, or a column named schema"),
     ("code", {}, "code needs tests: a column of this name"),
     ("code", {"tests": []}, "code needs tests: a column of this name"),
 ])  # fmt: skip
@@ -134,13 +135,13 @@ def test_wrong_options_are_configuration_errors(tmp_path: Path) -> None:
     (tmp_path / "kind.json").write_text('{"type": "nothing"}')
     (tmp_path / "number.json").write_text('{"maximum": Infinity}')
 
-    with pytest.raises(ConfigError, match=r"reward.pattern: '\[' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"rewards.regex.pattern: '\[' is no regular expression"):
         score("regex", "", pattern="[")
     for name, problem in (
         ("list.json", "list.json is not JSON: "), ("kind.json", "kind.json is no JSON schema: "),
         ("number.json", "number.json is not JSON: Infinity is no JSON"), ("none.json", "cannot read .*none.json: "),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"reward.schema_file: .*{problem}"):
+        with pytest.raises(ConfigError, match=rf"rewards.json_schema.schema_file: .*{problem}"):
             score("json_schema", "", schema_file=tmp_path / name)
 
 
@@ -213,8 +214,9 @@ def test_code_with_a_lone_surrogate_is_wrong_and_one_in_an_escape_is_a_text() ->
 
 def test_every_name_is_known() -> None:
     for name in REWARD_NAMES:
-        if name not in ("math", "remote", "judge"):
-            assert callable(load_reward_function(name, RewardConfig(length_limit=2, length_buffer=1)))
+        if name not in ("length", "math", "remote", "judge"):
+            assert callable(load_reward_function(name))
+    assert callable(load_reward_function(LengthReward(name="length", limit_tokens=2, buffer_tokens=1)))
     assert math.isfinite(score("exact", "a", "b"))
 
 

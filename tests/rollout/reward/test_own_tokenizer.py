@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from pipeline.config.load import load
+from pipeline.config.rewards import OwnReward
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models.loading import load_tokenizer
@@ -79,9 +80,9 @@ def config(task: Path, tmp_path: Path, reward_folder: Path) -> Config:
             "prompts": {"path": str(tmp_path / "prompts.jsonl")},
             "trainer": {"kl_coef": 0.0},
             "rollout": {
-                "reward_functions": [], "num_generations": 3, "max_length": 20, "temperature": 1.5,
-                "inference_batch_size": 5,
+                "num_generations": 3, "max_length": 20, "temperature": 1.5, "inference_batch_size": 5,
             },
+            "rewards": [],
         }
     )  # fmt: skip
 
@@ -105,8 +106,7 @@ def plain_score(folder: Path, prompt: str | list[dict[str, str]], response: str)
 def test_texts_and_chats_are_scored_as_the_reward_model_reads_them(
     config: Config, reward_folder: Path, functions: list[str]
 ) -> None:
-    rollout = config.rollout.model_copy(update={"reward_functions": functions})
-    config = config.model_copy(update={"rollout": rollout})
+    config = config.model_copy(update={"rewards": [OwnReward(name=name) for name in functions]})
     telemetry, tokenizer = NodeTelemetry(), load_tokenizer(config.model.actor)
     roller = load_roller(config, tokenizer, telemetry, texts=True, device=torch.device("cpu"))
     source = PromptSource(config.prompts, config.daemon.seed)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.lengths import Lengths
-from pipeline.config.rewards import labels_of, part_labels, reward_settings, weights_of
+from pipeline.config.rewards import LengthReward, labels_of, part_labels, rewards_in_force
 from pipeline.config.schema import Config
 from pipeline.errors import ShapeError
 from pipeline.prompts.source import PromptSource
@@ -202,12 +202,11 @@ def test_labels_are_short_and_differ() -> None:
 
 def test_values_in_force_follow_from_other_keys() -> None:
     config = Config.model_validate(
-        {"rollout": {"reward_functions": ["exact", "m:f"], "max_prompt_length": 10, "max_new_tokens": 100}}
+        {"rewards": ["length", "m:f"], "rollout": {"max_prompt_length": 10, "max_new_tokens": 100}}
     )
-    weighted = config.model_copy(update={"reward": config.reward.model_copy(update={"weights": [1.0, -0.5]})})
 
-    settings = reward_settings(config)
+    length, own = rewards_in_force(config)
 
-    assert (settings.length_limit, settings.length_buffer) == (100, 20)
-    assert (weights_of(config), weights_of(weighted)) == ([1.0, 1.0], [1.0, -0.5])
-    assert part_labels(config) == ["exact", "f"] and part_labels(Config()) == []
+    assert length == LengthReward(name="length", limit_tokens=100, buffer_tokens=20)
+    assert own == config.rewards[1]
+    assert part_labels(config) == ["length", "f"] and part_labels(Config()) == []

@@ -191,7 +191,7 @@ def test_scorers_are_forks_of_a_process_without_threads_and_score_the_same(folde
     assert forked == [[10.0, None, 10.0, 10.0], "ForkedChild"]
     assert executed == [[10.0, None, 10.0, 10.0], "Popen"]
     assert broken.endswith("cannot import broken: No module named 'nothing_of_that_name'")
-    assert ending == "rollout.reward_functions: the process that loads them ended with exit code 9"
+    assert ending == "rewards: the process that loads them ended with exit code 9"
 
 
 def long_rows(rewards: RewardPool, rows: int) -> list[float]:

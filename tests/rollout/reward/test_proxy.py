@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import RemoteReward
 from pipeline.errors import RewardError
 
 pytest.importorskip("httpx")
@@ -48,7 +48,7 @@ def _proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(url: str) -> int | RewardError:
-    service = Service(url, RewardConfig(), attempts=1)
+    service = Service(url, RemoteReward(name="remote", url=url), attempts=1)
     return asyncio.run(service.ask([{}], lambda answer, number: int(answer)))[0]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import JudgeReward, RemoteReward
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.remote import remote_reward
@@ -99,14 +99,19 @@ def served(reply: Reply, bound: socket.socket | None = None) -> Iterator[Server]
         yield server
 
 
-def settings(url: str, **options: Any) -> RewardConfig:
-    limits = {"request_timeout_s": 30.0, "requests_deadline_s": 60.0}
-    return RewardConfig(service_url=url, judge_url=url.removesuffix("/score"), judge_model="m", **(limits | options))
+LIMITS = {"request_timeout_s": 30.0, "deadline_s": 60.0}
+
+
+def settings(url: str, **options: Any) -> RemoteReward:
+    return RemoteReward(name="remote", url=url, **(LIMITS | options))
+
+
+def judge(url: str, **options: Any) -> JudgeReward:
+    return JudgeReward(name="judge", url=url.removesuffix("/score"), model="m", **(LIMITS | options))
 
 
 def results(
-    name: str,
-    options: RewardConfig,
+    options: RemoteReward | JudgeReward,
     responses: list[str],
     reward: Any = None,
     *,
@@ -116,7 +121,7 @@ def results(
     attempts: int | None = None,
 ) -> list[Any]:
     """Return the score of each response, or its error."""
-    made = remote_reward(options, attempts=attempts) if attempts else load_reward_function(name, options)
+    made = remote_reward(options, attempts=attempts) if attempts else load_reward_function(options)
     reward = reward or FunctionReward([made], Letters())
     prompts = prompts or ["?!"] * len(responses)
     texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
@@ -146,9 +151,9 @@ def test_rows_are_sent_in_batches_at_the_same_time_and_come_back_in_order() -> N
         return lengths(server, number, body)
 
     with served(reply) as server:
-        options = settings(server.url, service_batch_size=2, request_concurrency=3, request_timeout_s=60)
+        options = settings(server.url, batch_size=2, concurrency=3, request_timeout_s=60)
 
-        scores = results("remote", options, ["x" * row for row in range(1, 12)])
+        scores = results(options, ["x" * row for row in range(1, 12)])
 
     assert scores == [float(row) for row in range(1, 12)]
     assert sorted(len(body["rows"]) for body in server.requests) == [1, 2, 2, 2, 2, 2]
@@ -159,7 +164,7 @@ def test_rows_are_sent_in_batches_at_the_same_time_and_come_back_in_order() -> N
 
 def test_each_row_has_its_own_prompt_without_special_tokens() -> None:
     with served(lengths) as server:
-        results("remote", settings(server.url), ["x", "yy"], prompts=["\0a", "bcd"])
+        results(settings(server.url), ["x", "yy"], prompts=["\0a", "bcd"])
 
     assert [row["prompt"] for row in server.requests[0]["rows"]] == ["a", "bcd"]
 
@@ -172,7 +177,7 @@ def test_a_failure_is_tried_again_after_a_random_delay_that_doubles(monkeypatch:
         return statuses[number] if number < len(statuses) else lengths(server, number, body)
 
     with served(reply) as server:
-        assert results("remote", settings(server.url), ["ab"], attempts=7) == [2.0]
+        assert results(settings(server.url), ["ab"], attempts=7) == [2.0]
     assert len(server.requests) == 7
     assert delays == [(0, 0.2 * 2**attempt) for attempt in range(6)]
 
@@ -182,7 +187,7 @@ def test_the_last_attempt_is_followed_by_no_delay(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("pipeline.rollout.reward.service.random.uniform", lambda *of: delays.append(of) or 0.0)
 
     with served(lambda server, number, body: 503) as server:
-        (found,) = results("remote", settings(server.url), ["ab"], attempts=2)
+        (found,) = results(settings(server.url), ["ab"], attempts=2)
 
     assert "the service failed 2 times, the last time with HTTP 503" in str(found)
     assert (len(server.requests), len(delays)) == (2, 1)
@@ -190,18 +195,18 @@ def test_the_last_attempt_is_followed_by_no_delay(monkeypatch: pytest.MonkeyPatc
 
 def test_a_service_that_answers_is_not_dead_whatever_it_says() -> None:
     with served(lambda server, number, body: 404) as server:
-        options = settings(server.url, service_batch_size=1, request_concurrency=1)
-        found = results("remote", options, ["a"] * 7)
+        options = settings(server.url, batch_size=1, concurrency=1)
+        found = results(options, ["a"] * 7)
 
     assert len(server.requests) == 7 and all("HTTP 404" in str(error) for error in found)
 
 
 def test_a_service_that_is_late_five_times_is_not_asked() -> None:
     with served(lambda server, number, body: server.closing.wait(30) and {}) as server:
-        options = settings(server.url, service_batch_size=1, requests_deadline_s=0.4)
-        reward = FunctionReward([load_reward_function("remote", options)], Letters())
-        late = results("remote", options, ["a"] * 5, reward)
-        after = results("remote", options, ["a"], reward)
+        options = settings(server.url, batch_size=1, deadline_s=0.4)
+        reward = FunctionReward([load_reward_function(options)], Letters())
+        late = results(options, ["a"] * 5, reward)
+        after = results(options, ["a"], reward)
 
     assert all("no answer of the service within 0.4 s" in str(error) for error in late)
     assert "the service is not asked: 5 requests in a row had no answer" in str(after[0])
@@ -222,7 +227,7 @@ def test_a_service_that_is_late_five_times_is_not_asked() -> None:
 )
 def test_a_wrong_answer_is_an_error_of_its_rows_at_once(answer: Any, message: str) -> None:
     with served(lambda server, number, body: answer) as server:
-        found = results("remote", settings(server.url), ["ab", "c"])
+        found = results(settings(server.url), ["ab", "c"])
 
     assert all(isinstance(error, RewardError) for error in found)
     with pytest.raises(RewardError, match=rf"^reward:remote: {message}.* for row 1$"):
@@ -234,7 +239,7 @@ def test_a_wrong_answer_is_an_error_of_its_rows_at_once(answer: Any, message: st
 
 def test_a_score_that_is_no_number_costs_its_row_alone() -> None:
     with served(lambda server, number, body: {"scores": [None, "1", True, 1e999, 2]}) as server:
-        found = results("remote", settings(server.url), ["a"] * 5)
+        found = results(settings(server.url), ["a"] * 5)
 
     # null: the service says that it does not apply to the row.
     assert math.isnan(found[0]) and found[4] == 2.0
@@ -249,8 +254,8 @@ def test_a_slow_service_ends_at_the_deadline_and_the_rows_in_time_are_kept() -> 
 
     began_s = time.monotonic()
     with served(reply) as server:
-        options = settings(server.url, service_batch_size=1, requests_deadline_s=6, request_timeout_s=5)
-        found = results("remote", options, ["slow", "fast", "good"])
+        options = settings(server.url, batch_size=1, deadline_s=6, request_timeout_s=5)
+        found = results(options, ["slow", "fast", "good"])
 
     assert found[1:] == [4.0, 4.0]
     assert isinstance(found[0], RewardError) and "reward:remote: " in str(found[0])
@@ -276,7 +281,7 @@ def test_a_service_that_sends_a_byte_now_and_then_is_late_too() -> None:
         thread = threading.Thread(target=drip)
         thread.start()
         began_s = time.monotonic()
-        found = results("remote", settings(url, request_timeout_s=0.5), ["a"], attempts=1)
+        found = results(settings(url, request_timeout_s=0.5), ["a"], attempts=1)
         ended.set()
         thread.join(60)
 
@@ -291,15 +296,15 @@ def test_a_dead_service_is_not_asked_after_five_requests_and_found_again() -> No
         bound.bind(("127.0.0.1", 0))
         options = settings(
             f"http://127.0.0.1:{bound.getsockname()[1]}/",
-            service_batch_size=1,
-            request_concurrency=1,
+            batch_size=1,
+            concurrency=1,
         )
         reward = FunctionReward([remote_reward(options, attempts=2)], Letters())
 
-        found = [str(error) for error in results("remote", options, ["a"] * 8, reward)]
+        found = [str(error) for error in results(options, ["a"] * 8, reward)]
         with served(lengths, bound) as server:
-            wait_until(lambda: results("remote", options, ["abc"], reward) == [3.0], 60, "the service is asked again")
-            again = results("remote", options, ["a", "bc"], reward)
+            wait_until(lambda: results(options, ["abc"], reward) == [3.0], 60, "the service is asked again")
+            again = results(options, ["a", "bc"], reward)
 
     assert all("the service failed 2 times, the last time with ConnectError" in error for error in found[:5])
     assert all("the service is not asked: 5 requests in a row had no answer" in error for error in found[5:])
@@ -349,11 +354,11 @@ def test_an_open_circuit_admits_one_request_after_its_time_and_doubles_it() -> N
 def test_the_key_comes_from_the_environment_and_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(lengths) as server:
         options = settings(server.url, api_key_variable="KEY_OF_TEST")
-        with pytest.raises(ConfigError, match=r"reward.api_key_variable: KEY_OF_TEST is not set in the environment"):
-            load_reward_function("remote", options)
+        with pytest.raises(ConfigError, match=r"rewards.remote.api_key_variable: KEY_OF_TEST is not set in"):
+            load_reward_function(options)
         monkeypatch.setenv("KEY_OF_TEST", "secret")
 
-        assert results("remote", options, ["a"]) == [1.0]
+        assert results(options, ["a"]) == [1.0]
     assert {name.lower(): value for name, value in server.headers[0].items()}["authorization"] == "Bearer secret"
     # The bound of bytes is that of the bytes on the wire.
     assert {name.lower(): value for name, value in server.headers[0].items()}["accept-encoding"] == "identity"
@@ -370,16 +375,14 @@ def test_a_judge_scores_each_response_from_0_to_1(tmp_path: Path) -> None:
     template = tmp_path / "template.txt"
     template.write_text("{prompt} {response} {answer} {level} {best} {unknown}")
     with served(judged) as server:
-        options = settings(server.url)
-        options = options.model_copy(update={"judge_url": f"{options.judge_url}/v1/"})
-        found = results("judge", options, ["good", "much", "what", "minus"])
-        results("judge", settings(server.url, judge_template_file=template), ["good"], answers=[None])
+        options = judge(server.url)
+        options = options.model_copy(update={"url": f"{options.url}/v1/"})
+        found = results(options, ["good", "much", "what", "minus"])
+        results(judge(server.url, template_file=template), ["good"], answers=[None])
         assert server.requests[-1]["messages"][0]["content"] == "?! good (none) 0 10.0 {unknown}"
-        results(
-            "judge", settings(server.url, judge_template_file=template), ["good"], columns={"prompt": "x", "best": 3}
-        )
+        results(judge(server.url, template_file=template), ["good"], columns={"prompt": "x", "best": 3})
         assert server.requests[-1]["messages"][0]["content"] == "?! good a0 0 10.0 {unknown}"
-        results("judge", settings(server.url, judge_template_file=template), ["good {answer}"])
+        results(judge(server.url, template_file=template), ["good {answer}"])
 
     assert found[0] == 0.75
     assert set(server.paths) == {"/v1/chat/completions", "/chat/completions"}
@@ -395,8 +398,8 @@ def test_a_judge_scores_each_response_from_0_to_1(tmp_path: Path) -> None:
 def test_a_judges_template_has_the_response(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("{prompt}")
     for name, message in (("empty.txt", r"has no \{response\}"), ("none.txt", "cannot read")):
-        with pytest.raises(ConfigError, match=rf"reward.judge_template_file: .*{message}"):
-            load_reward_function("judge", settings("http://h/", judge_template_file=tmp_path / name))
+        with pytest.raises(ConfigError, match=rf"rewards.judge.template_file: .*{message}"):
+            load_reward_function(judge("http://h/", template_file=tmp_path / name))
 
 
 def test_a_burst_of_failures_opens_the_circuit_for_one_second() -> None:
@@ -429,11 +432,11 @@ def test_rows_whose_request_was_never_sent_do_not_make_a_service_dead() -> None:
         return lengths(server, number, body)
 
     with served(reply) as server:
-        options = settings(server.url, service_batch_size=1, request_concurrency=1, requests_deadline_s=0.4)
-        reward = FunctionReward([load_reward_function("remote", options)], Letters())
-        late = results("remote", options, ["a"] * 10, reward)
+        options = settings(server.url, batch_size=1, concurrency=1, deadline_s=0.4)
+        reward = FunctionReward([load_reward_function(options)], Letters())
+        late = results(options, ["a"] * 10, reward)
         sent = len(server.requests)
-        after = results("remote", options, ["abc"], reward)
+        after = results(options, ["abc"], reward)
 
     assert all("no answer of the service within 0.4 s" in str(error) for error in late)
     assert sent == 1

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import CodeReward
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward import code, sandbox
 from pipeline.rollout.reward.code import isolation, passes
@@ -259,9 +259,10 @@ def test_code_that_cannot_be_isolated_is_not_run_unless_that_is_accepted(
     monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
     code._check_isolation.cache_clear()
 
-    with pytest.raises(ConfigError, match=r"code cannot limit its process on this machine: .*code_unisolated = true"):
-        named_reward("code", RewardConfig())
-    assert named_reward("code", RewardConfig(code_unisolated=True))([], [], response="a = 1", gt_answer="assert a") == 1
+    with pytest.raises(ConfigError, match=r"code cannot limit its process on this machine: .*unisolated = true"):
+        named_reward(CodeReward(name="code"))
+    accepted = named_reward(CodeReward(name="code", unisolated=True))
+    assert accepted([], [], response="a = 1", gt_answer="assert a") == 1
     with pytest.raises(RewardError, match="Landlock"):
         passes(["a = 1"], timeout_s=20, memory_bytes=512 << 20)
     code._check_isolation.cache_clear()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.rewards import RewardConfig
+from pipeline.config.rewards import LengthReward, RewardConfig
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
@@ -99,7 +99,11 @@ def loaded(*names: str, **options: Any) -> FunctionReward:
 
 @contextlib.contextmanager
 def pooled(folder: Path, tokenizer: Path, *names: str, timeout_s: float = 30.0, **options: Any) -> Iterator[RewardPool]:
-    functions = [name if name in ("exact", "length") else f"together_rewards:{name}" for name in names]
+    tables: dict[str, RewardConfig | str] = {
+        "exact": "exact",
+        "length": LengthReward(name="length", limit_tokens=4, buffer_tokens=4),
+    }
+    functions = [tables.get(name, f"together_rewards:{name}") for name in names]
     with RewardPool(functions, str(tokenizer / "model"), timeout_s=timeout_s, **options) as pool:
         yield pool
 
@@ -152,9 +156,8 @@ def test_async_calls_run_at_the_same_time_and_end_at_the_limit(folder: Path) -> 
 def test_a_pool_scores_rows_one_by_one_and_together_alike(folder: Path, task: Path) -> None:  # noqa: F811
     """It was not waited for."""
     names = ("both", "one", "slowly", "length", "all_slowly", "columns")
-    settings = RewardConfig(length_limit=4, length_buffer=4)
     told = Told()
-    with pooled(folder, task, *names, settings=settings, weights=[1, 1, 1, 8, 100, 0], telemetry=told) as pool:
+    with pooled(folder, task, *names, weights=[1, 1, 1, 8, 100, 0], telemetry=told) as pool:
         first = pool(**rows(["", "", ""]))
         second = pool(**rows(["", "", ""]))
         none = pool(**rows([]))
