@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.models.weights.pinned import CudaDriver
+from pipeline.models.weights.pinned import page_locked
 
 _SLOTS = 2
 _ALIGNMENT = 256
@@ -55,7 +55,7 @@ class SideStream:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return page-locked memory; if CUDA refuses, log a warning and return pageable memory."""
-        return CudaDriver().allocate(nbytes)
+        return page_locked(nbytes)
 
     def begin(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
         """Copy once the current stream has come to this point."""

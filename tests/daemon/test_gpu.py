@@ -5,7 +5,9 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from pipeline.models.log_probs import action_log_probs
 from pipeline.models.packing import log_probs_by_packing, prepare_packing
 from pipeline.models.pass_size import release_memory
 from pipeline.models.recomputation import checkpoint_activations
-from pipeline.models.weights.pinned import PinnedRing, process_ring
+from pipeline.models.weights.pinned import CudaDriver
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.generation.graph_capture import CudaDevice
 from pipeline.rollout.generation.interface import Sampling
@@ -156,38 +158,44 @@ def test_a_process_that_has_asked_cuda_for_its_devices_serves_no_forks():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
 
 
-def test_the_buffers_of_the_ring_are_page_locked():
-    buffer = process_ring().buffer(0)
+def test_page_locked_memory_that_cuda_refuses_is_a_warning_and_the_card_goes_on(caplog):
+    driver = CudaDriver()
 
-    assert buffer.tensor.is_pinned()
-    assert len(buffer.tensor) == process_ring().buffer_bytes
+    assert not driver.register(1 << 46, 1 << 16), "no memory is there"
+    assert not driver.register(1 << 46, 1 << 16)
 
-
-def test_page_locked_memory_that_cuda_refuses_is_a_warning_and_the_card_goes_on(caplog, monkeypatch):
-    real = torch.empty
-    monkeypatch.setattr(
-        "torch.empty",
-        lambda nbytes, pin_memory=False, **options: real(
-            1 << 46 if pin_memory else nbytes, pin_memory=pin_memory, **options
-        ),
-    )
-    ring = PinnedRing(buffers=2, buffer_bytes=1 << 16)
-
-    buffer = ring.buffer(0)
-    with ring.held():
-        buffer.copy_in(7, torch.full((100,), 5, dtype=torch.uint8, device="cuda"))
-        buffer.record()
-        buffer.wait()
-
-    assert "no page-locked memory" in caplog.text
-    assert buffer.tensor[7:107].tolist() == [5] * 100
+    assert caplog.text.count("no page-locked memory") == 1
     assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_slots_are_page_locked_by_their_first_copy_and_given_back():
+    given = {"actor.w": torch.arange(1 << 20, device="cuda", dtype=torch.float32)}
+    target = {"actor.w": torch.zeros(1 << 20, device="cuda")}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "weights"
+        publisher = WeightsPublisher(path, given)
+        reader = WeightsReader(path)
+        for version in (1, 2, 3):
+            publisher.publish(version, given)
+            reader.fetch(target)
+
+        views = [slot.views["actor.w"] for slot in [*publisher._slots, *reader._slots]]
+        assert all(view.is_pinned() for view in views)
+        assert torch.equal(target["actor.w"], given["actor.w"])
+        reader.close()
+        publisher.close()
+
+        assert not any(view.is_pinned() for view in views)
+        successor = WeightsPublisher(path, given)
+        successor.publish(4, given)
+        assert any(slot.views["actor.w"].is_pinned() for slot in successor._slots)
+        successor.close()
 
 
 @pytest.mark.parametrize("publisher_device", ["cuda", "cpu"])
 @pytest.mark.parametrize("worker_device", ["cuda", "cpu"])
 def test_weights_travel_between_any_devices_whole(tmp_path, publisher_device, worker_device):
-    """Larger than all buffers of the ring together, so that each is used again, and hashing and copies overlap."""
+    """Tensors that begin and end within a block, so that hashing and copies overlap."""
     draws = torch.Generator().manual_seed(0)
     given = {f"actor.{i}": torch.randn(6_000_001, generator=draws).to(publisher_device) for i in range(12)}
     target = {name: torch.zeros(tensor.shape, device=worker_device) for name, tensor in given.items()}

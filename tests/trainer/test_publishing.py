@@ -9,7 +9,6 @@ import torch
 
 from pipeline.errors import CheckpointError, WeightsError
 from pipeline.models.weights import slot_copy
-from pipeline.models.weights.pinned import PinnedRing
 from pipeline.runtime.messages import Welcome
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.reader import MetricsReader
@@ -91,8 +90,7 @@ def test_the_next_batch_is_computed_while_a_version_is_published_and_only_its_ch
     if device == "card":
         card = LazyGpu(bench.model.weight, bench.learner.moment)
         # Its copies are executed when they are waited for.
-        ring = PinnedRing(card, buffer_bytes=1 << 20)
-        monkeypatch.setattr(slot_copy, "process_ring", lambda: ring)
+        monkeypatch.setattr(slot_copy, "process_driver", lambda: card)
     before = bench.model.weight.detach().clone()
     trainer = bench.trainer(max_steps=0)
     gate, seen = Gate(trainer), []

@@ -2,7 +2,7 @@
 
 copies        a version outside shared memory, for another machine
 held          a published version read in place
-pinned        the ring of page-locked buffers
+pinned        page-locked memory, and copies between it and a card
 probe         one question that trainer and worker must answer alike
 shards        versions of a model that is sharded over ranks
 slot_copy     copy and fingerprint of tensors in a slot

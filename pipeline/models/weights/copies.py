@@ -46,7 +46,7 @@ class WeightsCopy:
         with warnings.catch_warnings():
             # Torch warns about memory that is not writable; here it is only read.
             warnings.simplefilter("ignore", UserWarning)
-            slot = Slot(memory, tensor_views(memory, self.specs))
+            slot = Slot(memory, tensor_views(memory, self.specs), is_kept=False)
         if (found := slot.read(into)) != self.version.fingerprint:
             raise WeightsError(
                 f"weights of version {self.version.version} came damaged: fingerprint {found:016x}, "

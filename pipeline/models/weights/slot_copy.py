@@ -4,9 +4,10 @@ A slot is copied and hashed block by block, so that a block is hashed while it i
 copied by several threads, because one core does not saturate the memory bus. The fingerprint is the xxh3-64 of the
 blocks' xxh3-64 digests, in order.
 
-Tensors on a GPU are copied through the ring of page-locked buffers (`pipeline.models.weights.pinned`), a piece of the
-slot of one buffer's size at a time. The GPU copies the next pieces while threads copy and hash the present one, and
-each piece is waited for once: the number of synchronizations grows linearly with the size of the slot.
+Tensors on a card are copied straight between the card and the slot, which is page-locked at the first of these copies
+(`pipeline.models.weights.pinned`). All are begun at once. Meanwhile threads hash the blocks: in a write each block once
+its tensors have arrived, in a read at once. The card then reads a slot a second time beside the digest, so that the
+caller compares the slot's sequence before and after: unchanged, both have read the same bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import functools
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import torch
 import xxhash
 
 from pipeline.errors import WeightsError
-from pipeline.models.weights.pinned import PinnedRing, RingBuffer, process_ring
+from pipeline.models.weights.pinned import CardCopies, CudaDriver, process_driver
 
 _BLOCK_BYTES = 1 << 20
 _THREADS_FROM_BYTES = 1 << 25
@@ -34,7 +35,7 @@ _Digests = Callable[[Callable[[int], int], Sequence[int]], list[int]]
 
 
 class _Segment(NamedTuple):
-    """The part of a tensor in one block or piece: its bytes in the slot, and its start in the tensor."""
+    """The part of a tensor in one block: its bytes in the slot, and its start in the tensor."""
 
     name: str
     start: int
@@ -52,17 +53,27 @@ class Slot:
     Args:
         memory: The whole slot.
         views: The tensors over `memory` by name, in the order of their offsets.
-        ring: Carries the copies of tensors on a GPU; None for the process's ring.
+        driver: Carries out copies from and to a card; None for the process's driver.
+        is_kept: Whether the slot is copied again and again, so that it is worth page-locking.
     """
 
     def __init__(
-        self, memory: memoryview, views: Mapping[str, torch.Tensor], *, ring: PinnedRing | None = None
+        self,
+        memory: memoryview,
+        views: Mapping[str, torch.Tensor],
+        *,
+        driver: CudaDriver | None = None,
+        is_kept: bool = True,
     ) -> None:
         self.views = dict(views)
         self._memory = memory
-        self._ring = process_ring() if ring is None else ring
+        self._driver = process_driver() if driver is None else driver
+        self._is_kept = is_kept
+        self._is_locked = False
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8).numpy()
-        self._blocks = _pieces(len(memory), _BLOCK_BYTES)
+        self._blocks = [
+            (start, min(start + _BLOCK_BYTES, len(memory))) for start in range(0, len(memory), _BLOCK_BYTES)
+        ]
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Copy tensors in, from any device, and return the fingerprint of the slot.
@@ -71,17 +82,24 @@ class Slot:
             WeightsError: If a tensor is missing or of another shape; the slot is then unchanged.
         """
         given = self._matching(tensors, "expected", self.views)
-        plain, on_gpu, other = self._by_way(given)
+        plain, on_card, other = self._by_way(given)
         for name in other:
             self.views[name].copy_(given[name].detach())
 
-        def copy(index: int) -> None:
-            for segment in self._segments[index]:
-                if (source := plain.get(segment.name)) is not None:
-                    self._bytes[segment.start : segment.end] = source[segment.in_tensor]
+        with CardCopies(self._driver) as copies, self._threads() as digests:
+            for name, tensor in on_card.items():
+                # Converted on the card, if at all.
+                as_published = tensor.detach().to(self.views[name].dtype).contiguous()
+                copies.begin(name, self.views[name], as_published)
 
-        with self._threads() as digests:
-            return combined(self._write_pieces(on_gpu, copy, digests))
+            def copied(index: int) -> int:
+                for segment in self._segments[index]:
+                    copies.wait(segment.name)
+                    if (source := plain.get(segment.name)) is not None:
+                        self._bytes[segment.start : segment.end] = source[segment.in_tensor]
+                return self._digest(index)
+
+            return combined(digests(copied, range(len(self._blocks))))
 
     def read(self, into: Mapping[str, torch.Tensor], *, partial: bool = False) -> int:
         """Copy tensors out, to any device, and return the fingerprint of the slot's bytes.
@@ -100,17 +118,29 @@ class Slot:
         """
         views = {name: view for name, view in self.views.items() if name in into} if partial else self.views
         targets = self._matching(into, "published as", views)
-        plain, on_gpu, other = self._by_way(targets)
+        plain, on_card, other = self._by_way(targets)
 
-        def copy(index: int) -> None:
+        def copied(index: int) -> int:
             for segment in self._segments[index]:
                 if (target := plain.get(segment.name)) is not None:
                     target[segment.in_tensor] = self._bytes[segment.start : segment.end]
+            return self._digest(index)
 
-        with self._threads() as digests, torch.no_grad():
+        with torch.no_grad(), CardCopies(self._driver) as copies, self._threads() as digests:
+            for name, target in on_card.items():
+                held = self._same_layout(name, target)
+                copies.begin(name, held, self.views[name])
+                if held.data_ptr() != target.data_ptr():
+                    copies.begin(name, target, held)
             for name in other:
                 targets[name].copy_(self.views[name])
-            return combined(self._read_pieces(on_gpu, copy, digests))
+            return combined(digests(copied, range(len(self._blocks))))
+
+    def close(self) -> None:
+        """Undo the page lock; no copy is under way."""
+        if self._is_locked:
+            self._is_locked = False
+            self._driver.unregister(self._bytes.ctypes.data)
 
     @property
     def blocks(self) -> int:
@@ -131,112 +161,6 @@ class Slot:
             found = beside.submit(digests, self._digest, range(len(self._blocks)))
             load(self.views)
             return combined(found.result())
-
-    def _write_pieces(
-        self, on_gpu: Mapping[str, torch.Tensor], copy: Callable[[int], None], digests: _Digests
-    ) -> list[int]:
-        """Call `copy` with each block, and copy the tensors on a GPU; return the blocks' digests."""
-        if not on_gpu:
-            return digests(lambda index: self._copied_and_hashed(copy, index), range(len(self._blocks)))
-        ring, found, begun = self._ring, list[int](), 0
-        flat: dict[str, torch.Tensor] = {}
-        with ring.held():
-            for number, (start, end) in enumerate(self._pieces):
-                while begun < min(number + ring.buffers, len(self._pieces)):
-                    self._fill(ring.buffer(begun), begun, on_gpu, flat)
-                    begun += 1
-                buffer = ring.buffer(number)
-                buffer.wait()
-                found += digests(
-                    functools.partial(self._block_from, buffer, start, on_gpu.keys(), copy), _blocks_of(start, end)
-                )
-        return found
-
-    def _read_pieces(
-        self, on_gpu: Mapping[str, torch.Tensor], copy: Callable[[int], None], digests: _Digests
-    ) -> list[int]:
-        """Call `copy` with each block, and copy the tensors on a GPU; return the blocks' digests."""
-        if not on_gpu:
-            return digests(lambda index: self._copied_and_hashed(copy, index), range(len(self._blocks)))
-        ring, found = self._ring, list[int]()
-        flat: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        with ring.held():
-            for number, (start, end) in enumerate(self._pieces):
-                buffer = ring.buffer(number)
-                buffer.wait()
-                found += digests(
-                    functools.partial(self._block_into, buffer, start, on_gpu.keys(), copy), _blocks_of(start, end)
-                )
-                self._empty(buffer, number, on_gpu, flat)
-        return found
-
-    def _fill(
-        self,
-        buffer: RingBuffer,
-        number: int,
-        on_gpu: Mapping[str, torch.Tensor],
-        flat: dict[str, torch.Tensor],
-    ) -> None:
-        """Begin the copies of one piece from the GPU; `flat` keeps the bytes of a tensor that the next piece needs."""
-        for segment in self._piece_segments[number]:
-            if (tensor := on_gpu.get(segment.name)) is None:
-                continue
-            if segment.tensor_start == 0:
-                # Converted on the GPU, if at all: the buffers hold bytes.
-                as_published = tensor.detach().to(self.views[segment.name].dtype)
-                flat[segment.name] = as_published.contiguous().reshape(-1).view(torch.uint8)
-            source = flat[segment.name]
-            buffer.copy_in(segment.start - self._pieces[number][0], source[segment.in_tensor])
-            if segment.in_tensor.stop == len(source):
-                del flat[segment.name]
-        buffer.record()
-
-    def _empty(
-        self,
-        buffer: RingBuffer,
-        number: int,
-        on_gpu: Mapping[str, torch.Tensor],
-        flat: dict[str, tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        """Begin the copies of one piece to the GPU; `flat` keeps the targets that the next piece needs."""
-        for segment in self._piece_segments[number]:
-            if (target := on_gpu.get(segment.name)) is None:
-                continue
-            if segment.tensor_start == 0:
-                held = self._same_layout(segment.name, target)
-                flat[segment.name] = held, held.reshape(-1).view(torch.uint8)
-            held, into = flat[segment.name]
-            buffer.copy_out(segment.start - self._pieces[number][0], into[segment.in_tensor])
-            if segment.in_tensor.stop == len(into):
-                if held.data_ptr() != target.data_ptr():
-                    self._ring.convert(target, held)
-                del flat[segment.name]
-        buffer.record()
-
-    def _block_from(
-        self, buffer: RingBuffer, piece_start: int, on_gpu: Collection[str], copy: Callable[[int], None], index: int
-    ) -> int:
-        for segment in self._segments[index]:
-            if segment.name in on_gpu:
-                place = slice(segment.start - piece_start, segment.end - piece_start)
-                self._bytes[segment.start : segment.end] = buffer.array[place]
-        return self._copied_and_hashed(copy, index)
-
-    def _block_into(
-        self, buffer: RingBuffer, piece_start: int, on_gpu: Collection[str], copy: Callable[[int], None], index: int
-    ) -> int:
-        if not any(segment.name in on_gpu for segment in self._segments[index]):
-            return self._copied_and_hashed(copy, index)
-        copy(index)
-        start, end = self._blocks[index]
-        copied = buffer.array[start - piece_start : end - piece_start]
-        copied[:] = self._bytes[start:end]
-        # The digest is of the copied bytes: a publisher may overwrite the slot meanwhile.
-        return xxhash.xxh3_64_intdigest(copied)
-
-    def _copied_and_hashed(self, copy: Callable[[int], None], index: int) -> int:
-        copy(index)
-        return self._digest(index)
 
     def _digest(self, index: int) -> int:
         start, end = self._blocks[index]
@@ -279,20 +203,25 @@ class Slot:
         return found
 
     def _by_way(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]:
-        """Return flat arrays of the tensors that are copied as bytes, those on a GPU, and the names of all others."""
+        """Return flat arrays of the tensors that are copied as bytes, those on a card, and the names of all others.
+
+        The first tensor on a card makes the slot page-locked.
+        """
         plain: dict[str, Any] = {}
-        on_gpu: dict[str, torch.Tensor] = {}
+        on_card: dict[str, torch.Tensor] = {}
         other = []
         for name, tensor in tensors.items():
             if not tensor.numel():
                 continue
-            if self._ring.holds(tensor):
-                on_gpu[name] = tensor
+            if self._driver.holds(tensor):
+                on_card[name] = tensor
             elif (flat := self._flat_bytes(name, tensor)) is not None:
                 plain[name] = flat
             else:
                 other.append(name)
-        return plain, on_gpu, other
+        if on_card and self._is_kept and not self._is_locked:
+            self._is_locked = self._driver.register(self._bytes.ctypes.data, len(self._memory))
+        return plain, on_card, other
 
     def _flat_bytes(self, name: str, tensor: torch.Tensor) -> Any:
         """Return the tensor's memory as a flat array; None unless a copy of its bytes is a copy of the tensor."""
@@ -303,28 +232,14 @@ class Slot:
     @functools.cached_property
     def _segments(self) -> list[list[_Segment]]:
         """For each block the parts of the tensors that overlap it."""
-        return self._segments_of(self._blocks)
-
-    @functools.cached_property
-    def _pieces(self) -> list[tuple[int, int]]:
-        """The pieces of the slot that pass through the ring; each is whole blocks."""
-        return _pieces(len(self._memory), self._ring.buffer_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
-
-    @functools.cached_property
-    def _piece_segments(self) -> list[list[_Segment]]:
-        """For each piece the parts of the tensors in it."""
-        return self._segments_of(self._pieces)
-
-    def _segments_of(self, pieces: list[tuple[int, int]]) -> list[list[_Segment]]:
-        segments: list[list[_Segment]] = [[] for _ in pieces]
-        nbytes = pieces[0][1] - pieces[0][0]
+        segments: list[list[_Segment]] = [[] for _ in self._blocks]
         for name, view in self.views.items():
             if not view.numel():
                 continue
             begin = int(view.data_ptr() - self._bytes.ctypes.data)
             end = begin + view.numel() * view.element_size()
-            for index in range(begin // nbytes, -(-end // nbytes)):
-                first, last = max(begin, pieces[index][0]), min(end, pieces[index][1])
+            for index in range(begin // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)):
+                first, last = max(begin, self._blocks[index][0]), min(end, self._blocks[index][1])
                 segments[index].append(_Segment(name, first, last, first - begin))
         return segments
 
@@ -335,11 +250,3 @@ def combined(digests: list[int]) -> int:
     The fingerprint is below 2**63, so that it fits a signed 64-bit integer of any reader.
     """
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests)) >> 1
-
-
-def _pieces(nbytes: int, piece_bytes: int) -> list[tuple[int, int]]:
-    return [(start, min(start + piece_bytes, nbytes)) for start in range(0, nbytes, piece_bytes)]
-
-
-def _blocks_of(start: int, end: int) -> range:
-    return range(start // _BLOCK_BYTES, -(-end // _BLOCK_BYTES))

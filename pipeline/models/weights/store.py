@@ -284,7 +284,7 @@ class WeightsPublisher:
 
     def close(self) -> None:
         """Unmap the file; it stays, for the workers."""
-        self._slots.clear()
+        _close(self._slots)
         self._mapping.close()
 
     @staticmethod
@@ -400,8 +400,14 @@ class WeightsReader:
 
     def close(self) -> None:
         """Unmap."""
-        self._slots.clear()
+        _close(self._slots)
         self._mapping.close()
+
+
+def _close(slots: list[Slot]) -> None:
+    for slot in slots:
+        slot.close()
+    slots.clear()
 
 
 def bytes_of_slot(specs: list[TensorSpec]) -> int:

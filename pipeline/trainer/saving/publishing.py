@@ -9,8 +9,8 @@ Training's thread reports the version to the buffer and counts its step, at its 
 
 Sharded ranks publish together, each in a thread: their collectives are on a process group of its own. They meet before.
 
-On a GPU the copies are on a stream of their own, after all that training had issued before the publish. They pass
-through the ring of page-locked buffers, and are complete when the thread ends.
+On a GPU the copies are on a stream of their own, after all that training had issued before the publish, and are
+complete when the thread ends.
 """
 
 from __future__ import annotations

@@ -1,29 +1,33 @@
 """A fake GPU: copies begun on it are executed in order, and only when a mark after them is waited for.
 
-So a copy that is used without a wait, or a buffer that is reused too early, gives wrong bytes.
+So a copy that is used without a wait, or whose source is changed too early, gives wrong bytes.
 """
 
 from __future__ import annotations
+
+import threading
 
 import torch
 
 
 class LazyGpu:
-    """A `Driver` over memory of the CPU.
+    """A `CudaDriver` over memory of the CPU.
 
     Attributes:
-        allocated: Bytes of each buffer.
-        copied: Copies begun.
+        copied_bytes: Bytes of the copies begun.
         recorded: Marks made.
-        synchronized: Marks waited for.
+        registered: Page-locked memory: bytes by address.
+        registrations: Calls of `register`.
     """
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        """Take these tensors for tensors of the GPU."""
-        self.allocated: list[int] = []
-        self.copied = self.recorded = self.synchronized = 0
+    def __init__(self, *tensors: torch.Tensor, refuses: bool = False) -> None:
+        """Take these tensors for tensors of the GPU; `refuses`: no memory can be page-locked."""
+        self.copied_bytes = self.recorded = self.registrations = 0
+        self.registered: dict[int, int] = {}
+        self._refuses = refuses
         self._held = {tensor.data_ptr() for tensor in tensors}
         self._stream: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._lock = threading.Lock()
 
     @property
     def in_flight(self) -> int:
@@ -34,18 +38,22 @@ class LazyGpu:
         """Return whether the tensor is the GPU's."""
         return tensor.data_ptr() in self._held
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer."""
-        self.allocated.append(nbytes)
-        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+    def register(self, address: int, nbytes: int) -> bool:
+        """Page-lock memory."""
+        self.registrations += 1
+        assert address not in self.registered, "CUDA refuses memory that is registered already"
+        if not self._refuses:
+            self.registered[address] = nbytes
+        return not self._refuses
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        assert self.in_flight == 0
+        del self.registered[address]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin a copy."""
-        self.copied += 1
-        self._stream.append((target, source))
-
-    def convert(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy within the GPU."""
+        self.copied_bytes += source.nbytes
         self._stream.append((target, source))
 
     def record(self, device: torch.device) -> _Mark:
@@ -55,12 +63,11 @@ class LazyGpu:
 
     def wait_for(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Execute the copies before a mark; the stream is in order, so those are its first ones."""
-        self.synchronized += 1
-        with torch.no_grad():
+        with self._lock, torch.no_grad():
             for copy in copies:
                 if any(copy is left for left in self._stream):
                     copy[0].copy_(copy[1])
-        self._stream = [left for left in self._stream if not any(left is copy for copy in copies)]
+            self._stream = [left for left in self._stream if not any(left is copy for copy in copies)]
 
 
 class _Mark:

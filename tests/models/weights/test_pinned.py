@@ -1,59 +1,115 @@
-"""The ring of page-locked buffers: allocated when used, each mark waited for once, pageable memory if CUDA refuses."""
+"""Page-locked memory: locked, given back, pageable if CUDA refuses; copies are complete when they are waited for."""
 
 import logging
 
 import pytest
 import torch
 
-from pipeline.models.weights.pinned import CudaDriver, PinnedRing, process_ring
+from pipeline.models.weights.pinned import CardCopies, CudaDriver, page_locked, process_driver
 from tests.models.weights.lazy_gpu import LazyGpu
 
 
-def test_buffers_are_allocated_at_the_first_use_and_reused_in_turn():
-    gpu = LazyGpu()
-    ring = PinnedRing(gpu, buffers=3, buffer_bytes=64)
-    assert gpu.allocated == []
+class Runtime:
+    """The calls of the CUDA runtime that page-lock memory; as the real one it refuses memory that is locked already."""
 
-    with ring.held():
-        found = [ring.buffer(number) for number in range(7)]
+    def __init__(self, *, room):
+        self.room = room
+        self.locked = {}
+        self.asked = 0
 
-    assert gpu.allocated == [64, 64, 64]
-    assert [found.index(buffer) for buffer in found] == [0, 1, 2, 0, 1, 2, 0]
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.asked += 1
+        assert flags == 1, "portable"
+        if address in self.locked:
+            return 712
+        if sum(self.locked.values()) + nbytes > self.room:
+            return 2
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        return 0 if self.locked.pop(address, None) else 713
+
+    def cudaGetErrorString(self, error):
+        return {2: "out of memory", 712: "part or all of the requested memory range is already mapped"}[error]
 
 
-def test_a_mark_is_waited_for_once():
-    gpu = LazyGpu()
-    ring = PinnedRing(gpu, buffers=2, buffer_bytes=64)
-    source = torch.arange(9, dtype=torch.uint8)
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = Runtime(room=1000)
+    monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
+    return runtime
 
-    with ring.held():
-        buffer = ring.buffer(0)
-        buffer.copy_in(5, source)
-        buffer.record()
-        buffer.wait()
-        buffer.wait()
-        assert torch.equal(buffer.tensor[5:14], source)
 
-    assert gpu.synchronized == 1
+def test_memory_is_locked_until_it_is_given_back(runtime):
+    driver = CudaDriver()
+
+    assert driver.register(4096, 600) and driver.register(8192, 400)
+    assert runtime.locked == {4096: 600, 8192: 400}
+    driver.unregister(4096)
+
+    assert runtime.locked == {8192: 400}
+
+
+def test_the_first_refusal_is_one_warning_and_cuda_is_not_asked_again(runtime, caplog, monkeypatch):
+    monkeypatch.setattr("torch.zeros", lambda *_, **__: None)
+    driver = CudaDriver()
+
+    with caplog.at_level(logging.WARNING):
+        assert driver.register(4096, 600)
+        found = [driver.register(8192, 401), driver.register(12288, 10)]
+
+    assert found == [False, False] and runtime.asked == 2
+    (record,) = caplog.records
+    assert record.message == (
+        "no page-locked memory, copies to and from the card are slower: bytes=401 error=out of memory"
+    )
+    assert runtime.locked == {4096: 600}, "the memory locked before stays so"
+
+
+def test_the_error_that_the_runtime_keeps_is_taken_by_a_launch_of_no_use(runtime, monkeypatch):
+    launched = []
+
+    def launch(*_, **options):
+        launched.append(options)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("torch.zeros", launch)
+
+    assert not CudaDriver().register(4096, 2000)
+    assert launched == [{"device": "cuda"}]
+
+
+def test_a_copy_is_complete_when_its_name_is_waited_for_and_all_are_at_the_end():
+    sources = [torch.arange(9, dtype=torch.uint8), torch.arange(9, 18, dtype=torch.uint8)]
+    gpu, targets = LazyGpu(*sources), [torch.zeros(9, dtype=torch.uint8) for _ in sources]
+
+    with CardCopies(gpu) as copies:
+        for name, target, source in zip("ab", targets, sources, strict=True):
+            copies.begin(name, target, source)
+        copies.wait("a")
+        assert torch.equal(targets[0], sources[0]) and not targets[1].any()
+        copies.wait("of the host")
+
+    assert torch.equal(targets[1], sources[1])
 
 
 def test_a_copy_that_fails_half_way_leaves_no_copy_in_flight():
-    gpu = LazyGpu()
-    ring = PinnedRing(gpu, buffers=2, buffer_bytes=64)
+    source = torch.ones(4, dtype=torch.uint8)
+    gpu = LazyGpu(source)
 
     def fail():
-        with ring.held():
-            ring.buffer(0).copy_in(0, torch.ones(4, dtype=torch.uint8))
+        with CardCopies(gpu) as copies:
+            copies.begin("a", torch.zeros(4, dtype=torch.uint8), source)
             raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError, match="half way"):
         fail()
 
     assert gpu.in_flight == 0
-    assert gpu.synchronized == 1
 
 
-def test_a_refusal_of_page_locked_memory_is_a_warning_and_a_pageable_buffer(caplog, monkeypatch):
+def test_a_refusal_of_a_page_locked_buffer_is_a_warning_and_a_pageable_one(caplog, monkeypatch):
     real = torch.empty
 
     def refuse(*size, pin_memory=False, **options):
@@ -64,7 +120,7 @@ def test_a_refusal_of_page_locked_memory_is_a_warning_and_a_pageable_buffer(capl
     monkeypatch.setattr("torch.empty", refuse)
 
     with caplog.at_level(logging.WARNING):
-        buffer = CudaDriver().allocate(1 << 16)
+        buffer = page_locked(1 << 16)
 
     assert (buffer.dtype, len(buffer)) == (torch.uint8, 1 << 16)
     (record,) = caplog.records
@@ -73,7 +129,5 @@ def test_a_refusal_of_page_locked_memory_is_a_warning_and_a_pageable_buffer(capl
     )
 
 
-def test_a_process_has_one_ring_for_all_its_slots():
-    assert process_ring() is process_ring()
-    assert 2 <= process_ring().buffers <= 4
-    assert process_ring().buffer_bytes == 64 << 20
+def test_a_process_warns_once_for_all_its_slots():
+    assert process_driver() is process_driver()

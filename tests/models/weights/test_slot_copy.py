@@ -8,7 +8,6 @@ import xxhash
 
 from pipeline.errors import WeightsError
 from pipeline.models.weights import slot_copy
-from pipeline.models.weights.pinned import PinnedRing
 from pipeline.models.weights.slot_copy import Slot
 from tests.models.weights.lazy_gpu import LazyGpu
 
@@ -21,7 +20,7 @@ def tensors(seed=0):
     return {name: torch.randn(shape, generator=generator).mul(9).to(dtype) for name, (shape, dtype) in SHAPES.items()}
 
 
-def slot(memory=None, ring=None):
+def slot(memory=None, driver=None):
     memory, views, place = memory or memoryview(bytearray(4096)), {}, 0
     for name, (shape, dtype) in SHAPES.items():
         numbers = torch.Size(shape).numel()
@@ -32,7 +31,7 @@ def slot(memory=None, ring=None):
             else torch.empty(shape, dtype=dtype)
         )
         place += (numbers * dtype.itemsize + 63) // 64 * 64
-    return Slot(memory, views, ring=ring)
+    return Slot(memory, views, driver=driver)
 
 
 @pytest.fixture(params=["one thread", "four threads"])
@@ -113,12 +112,12 @@ def test_tensors_that_do_not_fit_leave_the_slot_as_it_was(wrong):
 
 
 @pytest.mark.parametrize("on_gpu", [["a", "b", "c", "one", "none"], ["b", "c"]], ids=["all", "some"])
-@pytest.mark.parametrize("buffers", [2, 3])
-def test_a_gpus_tensors_pass_through_the_ring_whole(small_blocks, on_gpu, buffers):
+@pytest.mark.parametrize("refuses", [False, True], ids=["page-locked", "pageable"])
+def test_a_gpus_tensors_are_copied_whole(small_blocks, on_gpu, refuses):
     given, target = tensors(), tensors(seed=1)
-    gpu = LazyGpu(*(each[name] for each in (given, target) for name in on_gpu))
+    gpu = LazyGpu(*(each[name] for each in (given, target) for name in on_gpu), refuses=refuses)
     memory = memoryview(bytearray(4096))
-    its = slot(memory, PinnedRing(gpu, buffers=buffers, buffer_bytes=200))
+    its = slot(memory, gpu)
 
     written = its.write(given)
     assert gpu.in_flight == 0
@@ -135,7 +134,7 @@ def test_a_gpus_tensors_of_other_dtype_or_layout_are_converted_on_the_gpu(small_
     given["a"], given["b"] = given["a"].t().contiguous().t(), given["b"].double()
     target = tensors(seed=1)
     target["c"] = torch.zeros(5, 3, 11, dtype=torch.float64).permute(2, 1, 0)
-    its = slot(ring=PinnedRing(LazyGpu(*given.values(), *target.values()), buffer_bytes=96))
+    its = slot(driver=LazyGpu(*given.values(), *target.values()))
 
     written = its.write(given)
 
@@ -144,38 +143,78 @@ def test_a_gpus_tensors_of_other_dtype_or_layout_are_converted_on_the_gpu(small_
         assert torch.equal(target[name].to(expected.dtype), expected), name
 
 
-def test_the_bytes_that_a_gpu_gets_are_those_of_the_fingerprint(small_blocks):
-    """A publisher that overwrites the slot after the copy into a buffer changes neither."""
+def test_a_slot_is_page_locked_at_its_first_copy_of_a_gpu_until_it_is_closed():
+    given, target = tensors(), tensors(seed=1)
+    gpu = LazyGpu(*given.values(), *target.values())
     memory = memoryview(bytearray(4096))
-    its = slot(memory)
-    expected = its.write(tensors())
+    its = slot(memory, gpu)
+    its.write(tensors(seed=2))
+    assert not gpu.registered, "no tensor was the GPU's"
+
+    for _ in range(3):
+        its.write(given)
+        its.read(target)
+    assert gpu.registrations == 1
+    assert gpu.registered == {torch.frombuffer(memory, dtype=torch.uint8).data_ptr(): 4096}
+    its.close()
+    its.close()
+
+    assert not gpu.registered
+
+
+def test_a_copy_that_comes_once_is_not_worth_a_page_lock():
     target = tensors(seed=1)
+    gpu = LazyGpu(*target.values())
+    its = slot()
+    its.write(tensors())
 
-    class Overwriting(LazyGpu):
-        def copy(self, into, source):
-            memory[:] = bytes(4096)
-            super().copy(into, source)
+    Slot(its._memory, its.views, driver=gpu, is_kept=False).read(target)
 
-    read = slot(memory, PinnedRing(Overwriting(*target.values()), buffer_bytes=4096 // 96 * 96 + 96)).read(target)
-
-    assert read == expected
-    for name, value in tensors().items():
-        assert torch.equal(target[name], value), name
+    assert gpu.registrations == 0
+    assert torch.equal(target["a"], tensors()["a"])
 
 
-@pytest.mark.parametrize("mib", [16, 32, 64])
-def test_synchronizations_grow_linearly_with_the_slot(mib, monkeypatch):
+def test_each_byte_is_copied_once_by_the_gpu_and_none_by_a_core(small_blocks):
+    """A publish and a fetch through the ring of buffers that was here before copied each byte twice."""
+    given, target = tensors(), tensors(seed=1)
+    gpu = LazyGpu(*given.values(), *target.values())
+    its, nbytes = slot(driver=gpu), sum(tensor.nbytes for tensor in given.values())
+    its._bytes.flags.writeable = False
+
+    its.write(given)
+    assert gpu.copied_bytes == nbytes
+    its.read(target)
+
+    assert gpu.copied_bytes == 2 * nbytes
+    assert all(torch.equal(target[name], given[name]) for name in given)
+
+
+def test_a_block_is_hashed_once_its_own_tensors_have_arrived(monkeypatch):
+    """The digest of the first tensor is taken while the second one is under way."""
+    monkeypatch.setattr(slot_copy, "_BLOCK_BYTES", 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    given = {f"layer.{i}": torch.full((mib << 14,), float(i)) for i in range(16)}
-    memory, views, place = memoryview(bytearray(mib << 20)), {}, 0
-    for name, tensor in given.items():
-        views[name] = torch.frombuffer(memory, dtype=torch.float32, count=tensor.numel(), offset=place)
-        place += tensor.nbytes
-    gpu = LazyGpu(*given.values())
-    its = Slot(memory, views, ring=PinnedRing(gpu, buffer_bytes=4 << 20))
+    given = {"first": torch.ones(16), "second": torch.ones(16)}
+    memory, gpu, left = memoryview(bytearray(128)), LazyGpu(*given.values()), []
+    views = {name: torch.frombuffer(memory, dtype=torch.float32, count=16, offset=64 * i)
+             for i, name in enumerate(given)}  # fmt: skip
+    its = Slot(memory, views, driver=gpu)
+    digest = its._digest
+    its._digest = lambda index: left.append(gpu.in_flight) or digest(index)
 
     its.write(given)
 
-    assert (gpu.recorded, gpu.synchronized) == (mib // 4, mib // 4), "one a buffer of 4 MiB"
-    assert gpu.allocated == [4 << 20] * 3, "page-locked memory does not grow with the slot"
+    assert left == [1, 0]
+
+
+@pytest.mark.parametrize("count", [16, 64])
+def test_marks_grow_linearly_with_the_tensors(count):
+    given = {f"layer.{i}": torch.full((1 << 12,), float(i)) for i in range(count)}
+    memory = memoryview(bytearray(count << 14))
+    views = {name: torch.frombuffer(memory, dtype=torch.float32, count=1 << 12, offset=i << 14)
+             for i, name in enumerate(given)}  # fmt: skip
+    gpu = LazyGpu(*given.values())
+
+    Slot(memory, views, driver=gpu).write(given)
+
+    assert gpu.recorded == count + 1, "one a tensor, and one of the end"
     assert all(torch.equal(views[name], tensor) for name, tensor in given.items())
