@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import whole_models
 from pipeline.trainer.saving.publishing import Publishing
+from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import Progress
 
 _SHAPE = Shape(hidden=512, inner=1408, layers=12, vocabulary=16_384, rows=8, tokens=32)
@@ -65,22 +66,11 @@ class _Connection:
     def __init__(self, folder: Path) -> None:
         self.versions = PolicyVersions(folder / "weights")
 
-    @property
-    def weights_bytes(self) -> int:
-        return self.versions.nbytes
-
     def begin_version(self) -> int:
         return 0
 
     def end_version(self, published: WeightsVersion) -> None:
         pass
-
-    def publish(
-        self, *, actor: Any, critic: Any, training: Any, version: int | None, probe: Any, **undo: Any
-    ) -> WeightsVersion:
-        newest = self.versions.newest()
-        number = 0 if newest is None else newest.version + 1
-        return self.versions.publish(number, {"actor": actor, "critic": critic}, training, trained_through=0, **undo)
 
 
 def run(*, quick: bool) -> Sequence[Section]:
@@ -107,10 +97,11 @@ def _measured(folder: Path, shape: Shape, rounds: int) -> Section:
     )
     models = whole_models(config, _CPU)
     learner = Learner(config.trainer, "grpo", models["actor"], kl_coef=config.trainer_kl_coef)
-    connection, metrics = _Connection(folder), _Metrics()
-    publishing: Any = Publishing(config, learner, connection, models, metrics, device=_CPU, probe=None, sharding=None)
-    publishing.publish(Progress(), version=0)
-    nbytes = connection.weights_bytes
+    connection, metrics = cast(Any, _Connection(folder)), _Metrics()
+    rank_models = RankModels(config, models, connection, _CPU)
+    publishing: Any = Publishing(config, learner, connection, rank_models, metrics, device=_CPU, probe=None)
+    publishing.publish(Progress(), first=WeightsVersion(0))
+    nbytes = connection.versions.nbytes
 
     def turn(beside: bool, keep_state_every: int) -> _Turn:
         publishing.is_beside = beside

@@ -9,8 +9,6 @@ process's memory every few milliseconds. It takes 20 GB.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import json
 import statistics
 import subprocess
@@ -18,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +28,13 @@ from benches.report import ROOT, Section, Table
 from pipeline.config.plan import models_of, needs, process_bytes
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
-from pipeline.models.lora import published
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.progress import Telemetry
+from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import whole_models
-from pipeline.trainer.sharding.sharding import Sharding, sharded_models
+from pipeline.trainer.saving.rank_models import RankModels
+from pipeline.trainer.sharding.sharding import sharded_models
 from pipeline.trainer.state import Progress, tensors_of
 
 RANKS = 2
@@ -205,13 +204,12 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 class _Connection:
-    """The part of a connection to the daemon that a sharded publish needs."""
+    """The part of a connection to the daemon that a publish needs."""
 
     def __init__(self, weights_path: Path) -> None:
+        self.rank = dist.get_rank()
         self.weights_path = weights_path
-
-    def publish_with(self, together: Any, *, version: int, rollback: bool) -> Any:
-        return together(version, 0)
+        self.versions = PolicyVersions(weights_path)
 
 
 class _Publisher:
@@ -223,26 +221,17 @@ class _Publisher:
 
     def __init__(self, config: Config, actor: Any, shared: Path) -> None:
         self.waited_s = 0.0
-        self._actor = actor
-        self._sharding: Sharding | None = None
-        if config.shards_trainer:
-            connection: Any = _Connection(shared / "weights")
-            self._sharding = Sharding(config, {"actor": actor}, connection, _CPU, contextlib.nullcontext)
-        self._versions = PolicyVersions(shared / "weights")
+        connection: Any = _Connection(shared / "weights")
+        self._models = RankModels(config, {"actor": actor}, connection, _CPU)
         self._thread = ThreadPoolExecutor(1)
         self._written: Future[Any] | None = None
 
     def publish(self, version: int, state: dict[str, Any]) -> None:
         """Publish a version: the first one in place, the others in a thread."""
+        if not self._models.publishes:
+            return
         started_s = time.perf_counter()
-        if self._sharding is not None:
-            write: Callable[[], Any]
-            if version == 0:
-                write = functools.partial(self._sharding.publish, state, version=version)
-            else:
-                write = self._sharding.writing(version, state, trained_through=0, probe=None)
-        else:
-            write = functools.partial(self._publish_whole, version)
+        write = self._models.writing(WeightsVersion(version), state if self._models.is_sharded else None)
         if version == 0:
             write()
         else:
@@ -256,10 +245,6 @@ class _Publisher:
             self._written.result()
         self._written = None
         self.waited_s += time.perf_counter() - started_s
-
-    def _publish_whole(self, version: int) -> None:
-        if dist.get_rank() == 0:
-            self._versions.publish(version, {"actor": published(self._actor)}, None, trained_through=0)
 
 
 def measure(shape: Shape, sharding: str, folder: Path, *, verbose: bool = False) -> dict[str, Any]:

@@ -36,20 +36,20 @@ Age = tuple[int, int]
 
 
 class WeightsVersion(NamedTuple):
-    """A published version.
+    """A version, published or to be published.
 
     Attributes:
         version: Number of the version.
-        fingerprint: xxh3-64 of its bytes.
+        fingerprint: xxh3-64 of its bytes; 0 until it is published.
         trained_through: The first lease that it does not include.
         rollback: Whether it replaces a later version.
         history: Rollbacks up to this version.
         probe: The probe's result with these weights; None without a probe.
-        position: After a rollback, the first prompt that may be missing from these weights; -1 if unknown.
+        position: Of a rollback, the first prompt that may be missing from these weights; -1 if unknown.
     """
 
     version: int
-    fingerprint: int
+    fingerprint: int = 0
     trained_through: int = 0
     rollback: bool = False
     history: int = 0

@@ -25,7 +25,10 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.models.loading import load_actor, load_critic
+from pipeline.models.lora import adapter_of, load_adapter, published
 from pipeline.progress import Telemetry
 from pipeline.runtime.checkpoint_note import NOTE, CheckpointNote, FileNote, checksum, of_run
 from pipeline.runtime.latest_checkpoint import (
@@ -144,6 +147,43 @@ def copy_tensors(saved: Mapping[str, torch.Tensor], into: Mapping[str, torch.Ten
     with torch.no_grad():
         for name, tensor in into.items():
             tensor.copy_(saved[name])
+
+
+def load_whole(
+    folder: Path,
+    config: Config,
+    models: Mapping[str, torch.nn.Module],
+    state: Mapping[str, torch.Tensor],
+    *,
+    optional: frozenset[str] = OPTIONAL,
+) -> None:
+    """Set whole models and a training state (`tensors_of`) to those of a checkpoint; its files are verified before.
+
+    Args:
+        folder: The checkpoint.
+        config: The run's configuration.
+        models: ``actor`` and, with PPO, ``critic``.
+        state: The training state, live.
+        optional: Tensors of the state that the checkpoint may lack or have more.
+
+    Raises:
+        CheckpointError: If a file cannot be read, or is of other models.
+    """
+    targets = {name: published(model) for name, model in models.items()}
+    loaders: dict[str, tuple[Any, Path]] = {"actor": (load_actor, folder), "critic": (load_critic, folder / "critic")}
+    saved = {}
+    for name in models:
+        load, path = loaders[name]
+        try:
+            adapted = name == "actor" and adapter_of(models[name])
+            saved[name] = (
+                load_adapter(folder) if adapted else load(path, dtype=config.model.dtype, device="cpu").state_dict()
+            )
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+    for name, target in targets.items():
+        copy_tensors(saved[name], target, f"{folder} ({name})")
+    load_state(folder, state, optional)
 
 
 def _run_of(root: Path) -> str:

@@ -23,7 +23,7 @@ import torch
 from pipeline.errors import DeadlineError, WeightsError
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_peft_names
-from pipeline.models.weights.held import HeldVersion
+from pipeline.models.weights.store import flatten, joined
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime.messages import ExtentRows
 from pipeline.runtime.transport import Sender
@@ -276,10 +276,6 @@ class Connection:
         """Return the newest published version, of this trainer or its predecessor; None before the first publish."""
         return self._versions.newest()
 
-    def held(self) -> HeldVersion | None:
-        """Return the version that this connection published last, in place; None without its training state."""
-        return self._versions.held()
-
     def restore(self, **models: Mapping[str, torch.Tensor]) -> WeightsVersion:
         """Copy the newest published weights into state dicts, as the successor of a dead trainer does.
 
@@ -292,7 +288,7 @@ class Connection:
         Raises:
             WeightsError: If no weights are published, or they are of another model.
         """
-        return self._versions.restore(models)
+        return self._versions.restore(joined(models))
 
     def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
         """Copy the `training` tensors that were published with a version.
@@ -353,56 +349,30 @@ class Connection:
             version = 1 if newest is None else newest.version + 1
         started_s = time.monotonic()
         with contextlib.nullcontext() if self._metrics is None else self._metrics.publishing():
-            published = self._versions.publish(
-                version,
-                {"actor": actor, "critic": critic},
-                training,
-                trained_through=self._session.trained_through(),
-                rollback=rollback,
-                position=position,
-                probe=probe,
-            )
+            first = -1 if position is None else position
+            wanted = WeightsVersion(version, 0, self._session.trained_through(), rollback, 0, probe, first)
+            published = self._versions.publish(wanted, flatten(actor=actor, critic=critic), training)
         if self._metrics is not None:
             self._metrics.published(published, self.weights_bytes, time.monotonic() - started_s)
         self._session.settle()
-        if rollback:
-            self.start_over(published)
-        else:
-            self._session.announce(published)
-        return published
-
-    def publish_with(
-        self, publish: Callable[[int, int], WeightsVersion], *, version: int | None, rollback: bool
-    ) -> WeightsVersion:
-        """Publish weights that several ranks hold; every rank calls this. What it includes: see `publish`.
-
-        Args:
-            publish: A collective that publishes the weights; called with the version's number and the first lease that
-                it does not include, which count on rank 0.
-            version: The version's number; None for the newest version's number plus 1.
-            rollback: As in `publish`.
-
-        Returns:
-            The published version.
-        """
-        if version is None:
-            newest = self.newest()
-            version = 1 if newest is None else newest.version + 1
-        published = publish(version, self._session.trained_through())
-        self._session.settle()
-        if self.rank == 0 and rollback:
-            self.start_over(published)
-        elif self.rank == 0:
-            self._session.announce(published)
+        self._report(published)
         return published
 
     def begin_version(self) -> int:
-        """Leave the batches in hand to a version that a thread begins to publish; return its `trained_through`."""
+        """Leave the batches in hand to a version that is begun; return its `trained_through`."""
         return self._session.begin_version()
 
     def end_version(self, published: WeightsVersion) -> None:
-        """Report a version, see `begin_version`; its batches count as trained."""
-        self._session.end_version(published, reports=self.rank == 0)
+        """End `begin_version`: the version counts its batches as trained; of several ranks the first one reports it."""
+        self._session.end_version()
+        if self.rank == 0:
+            self._report(published)
+
+    def _report(self, published: WeightsVersion) -> None:
+        if published.rollback:
+            self.start_over(published)
+        else:
+            self._session.announce(published)
 
     def start_over(self, published: WeightsVersion) -> None:
         """Void every lease of this rank after a rollback; `publish` with `rollback` includes it on its own rank.

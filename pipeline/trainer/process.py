@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as distributed
@@ -19,9 +18,9 @@ from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.loading import load_actor, load_critic, load_tokenizer
-from pipeline.models.lora import Saved, adapt, published
+from pipeline.models.lora import adapt
 from pipeline.models.tokenizer_file import TokenizerFiles
-from pipeline.models.weights.held import HeldVersion, state_dicts
+from pipeline.models.weights.held import HeldVersion
 from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import first_tokens
 from pipeline.runtime.checkpoint_note import CheckpointNote
@@ -46,9 +45,10 @@ from pipeline.trainer.recording.recorder import StepRecorder, cut, versions
 from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.background import CheckpointWriter
 from pipeline.trainer.saving.best import EvaluationFollower
+from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.models import inside, whole_answer
 from pipeline.trainer.sharding.ranks import TIMEOUT
-from pipeline.trainer.sharding.sharding import Sharding, sharded_models, sharded_reference
+from pipeline.trainer.sharding.sharding import sharded_models, sharded_reference
 from pipeline.trainer.sleep import CardTurns
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
@@ -177,13 +177,11 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
             return progress_of_all_ranks(own)
 
     learner = new_learner(config, models, tokens, device, metrics)
-    sharding = None
-    if config.shards_trainer:
-        sharding = Sharding(config, models, connection, device, metrics.in_collective)
+    rank_models = RankModels(config, models, connection, device, metrics.in_collective)
     balance = None
     if deals_rows(config):
         balance = RankBalance(connection, device, exchange_over(device, metrics.in_collective))
-    resumption = Resumption(config, connection, learner, models, device, agree=agree, sharding=sharding)
+    resumption = Resumption(config, connection, learner, rank_models, device, agree=agree)
     start = resumption.find()
     # A barrier: the first rank replaces nothing that another rank still reads.
     agree(True)
@@ -193,17 +191,14 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         config,
         learner,
         connection,
-        models,
+        rank_models,
         metrics,
         device=device,
         ranks=Ranks(agree, leave, gather, balance),
-        save=checkpoint_writer(config, models, learner, device, sharding)
-        if context.index == 0 or sharding is not None
-        else None,
+        save=checkpoint_writer(config, rank_models, learner, device) if rank_models.publishes else None,
         start=start,
         probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
-        hooks=new_hooks(config, context, start, metrics, agree if sharding is not None else None),
-        sharding=sharding,
+        hooks=new_hooks(config, context, start, metrics, agree if rank_models.is_sharded else None),
     )
     if config.rollout.sleep:
         # The memory of the start.
@@ -412,23 +407,11 @@ def evaluation_follower(config: Config, agree: Callable[[bool], bool] | None, *,
     )
 
 
-class _WithState:
-    """A model that is saved with the tensors of a state dict in place of its own."""
-
-    def __init__(self, model: Any, state: Mapping[str, torch.Tensor]) -> None:
-        self._model = model
-        self._state = state
-
-    def save_pretrained(self, path: Path) -> None:
-        self._model.save_pretrained(path, state_dict=self._state)
-
-
 def checkpoint_writer(
     config: Config,
-    models: Mapping[str, torch.nn.Module],
+    models: RankModels,
     learner: Learner,
     device: torch.device,
-    sharding: Sharding | None = None,
 ) -> CheckpointWriter:
     """Return the writer of this run's checkpoints."""
     files = TokenizerFiles(config.model.actor)
@@ -460,16 +443,7 @@ def checkpoint_writer(
             keep=config.trainer.keep_checkpoints,
             telemetry=telemetry,
         )
-        if sharding is not None:
-            if held is not None:
-                return sharding.save_held(write)
-            return sharding.save(tensors_of(learner, progress, device), write)
-        live = {name: published(model) for name, model in models.items()}
-        states = live if held is None else state_dicts(held.weights.tensors, **live)
-        return write(
-            actor=Saved(models["actor"], config.model, states["actor"]),
-            critic=_WithState(models["critic"], states["critic"]) if "critic" in models else None,
-            state=tensors_of(learner, progress, device) if held is None else held.training.tensors,
-        )
+        state = tensors_of(learner, progress, device) if held is None else None
+        return models.save(write, state, held)
 
     return save

@@ -22,8 +22,6 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
-from pipeline.models.loading import load_actor, load_critic
-from pipeline.models.lora import adapter_of, load_adapter, published
 from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, read_note, verify
 from pipeline.runtime.latest_checkpoint import (
     Latest,
@@ -34,10 +32,9 @@ from pipeline.runtime.latest_checkpoint import (
     write_latest,
 )
 from pipeline.storage.weights_header import WeightsVersion
-from pipeline.trainer.checkpoints import STATE_FILE, copy_tensors, load_state
 from pipeline.trainer.connection import Connection
-from pipeline.trainer.sharding.sharding import Sharding
-from pipeline.trainer.state import OPTIONAL, LearnerProtocol, Progress, restore_random_state, tensors_of
+from pipeline.trainer.saving.rank_models import RankModels
+from pipeline.trainer.state import LearnerProtocol, Progress, restore_random_state, tensors_of
 
 _FRESH = "`rlhfd start --fresh` starts anew"
 
@@ -79,11 +76,10 @@ class Resumption:
         config: Config,
         connection: Connection,
         learner: LearnerProtocol,
-        models: Mapping[str, torch.nn.Module],
+        models: RankModels,
         device: torch.device,
         *,
         agree: Callable[[bool], bool] = lambda ready: ready,
-        sharding: Sharding | None = None,
     ) -> None:
         """Store the arguments; nothing is read yet.
 
@@ -91,12 +87,10 @@ class Resumption:
             config: The run's configuration.
             connection: The connection to the daemon.
             learner: `find` sets its tensors and its step.
-            models: ``actor`` and, with PPO, ``critic``, as they are at the start of a run; `find` sets their weights.
+            models: The rank's models as they are at the start of a run; `find` sets their weights.
             device: Device of the models.
             agree: A collective of all ranks; returns True if every rank passed True.
-            sharding: Sets models and learner if they are sharded over the ranks.
         """
-        self._sharding = sharding
         self._agree = agree
         self._config = config
         self._connection = connection
@@ -138,7 +132,7 @@ class Resumption:
     def _after_death(self, newest: WeightsVersion) -> Start:
         latest = read_latest(self._root)
         progress, unusable = None, None
-        kept = self._connection.versions.kept() if self._sharding is None else self._sharding.kept()
+        kept = self._models.versions.kept()
         found = None
         if kept is not None and kept.age != newest.age and latest is not None and latest.version > kept.version:
             found = self._newest_usable(latest, above=kept.version)
@@ -173,14 +167,8 @@ class Resumption:
     def _from_shared_memory(self, version: WeightsVersion) -> Progress | None:
         """Restore a version's weights and training state; return None without a training state."""
         state = tensors_of(self._learner, Progress(), self._device)
-        if self._sharding is not None:
-            if not self._sharding.restore(version, state):
-                return None
-        elif not self._connection.restore_training(version, state):
+        if not self._models.restore(version, state):
             return None
-        else:
-            models = {name: model.state_dict() for name, model in self._models.items()}
-            self._connection.versions.restore(models, version=version)
         progress = restore_random_state(state, self._device)
         self._log(logging.INFO, "resumed from shared memory: version=%d step=%d", version.version, progress.step)
         return progress
@@ -242,52 +230,12 @@ class Resumption:
 
     def _load(self, folder: Path) -> Progress:
         state = tensors_of(self._learner, Progress(), self._device)
-        if self._sharding is not None:
-            self._sharding.load(folder, STATE_FILE, state)
-            return restore_random_state(state, self._device)
-        load_whole(folder, self._config, self._models, state)
+        self._models.load(folder, state)
         return restore_random_state(state, self._device)
 
     def _log(self, level: int, message: str, *values: object) -> None:
         if self._connection.rank == 0:
             log.log(level, message, *values)
-
-
-def load_whole(
-    folder: Path,
-    config: Config,
-    models: Mapping[str, torch.nn.Module],
-    state: Mapping[str, torch.Tensor],
-    *,
-    optional: frozenset[str] = OPTIONAL,
-) -> None:
-    """Set whole models and a training state (`tensors_of`) to those of a checkpoint; its files are verified before.
-
-    Args:
-        folder: The checkpoint.
-        config: The run's configuration.
-        models: ``actor`` and, with PPO, ``critic``.
-        state: The training state, live.
-        optional: Tensors of the state that the checkpoint may lack or have more.
-
-    Raises:
-        CheckpointError: If a file cannot be read, or is of other models.
-    """
-    targets = {name: published(model) for name, model in models.items()}
-    loaders: dict[str, tuple[Any, Path]] = {"actor": (load_actor, folder), "critic": (load_critic, folder / "critic")}
-    saved = {}
-    for name in models:
-        load, path = loaders[name]
-        try:
-            adapted = name == "actor" and adapter_of(models[name])
-            saved[name] = (
-                load_adapter(folder) if adapted else load(path, dtype=config.model.dtype, device="cpu").state_dict()
-            )
-        except ConfigError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-    for name, target in targets.items():
-        copy_tensors(saved[name], target, f"{folder} ({name})")
-    load_state(folder, state, optional)
 
 
 def _changes(before: Mapping[str, Any], config: Config) -> list[str]:

@@ -173,11 +173,9 @@ class BufferSession:
         self._in_version, self._in_hand = self._in_hand, []
         return through
 
-    def end_version(self, published: WeightsVersion, *, reports: bool = True) -> None:
-        """Report the version of `begin_version`, whose page is turned; of several ranks the first one reports it."""
+    def end_version(self) -> None:
+        """Count the batches of `begin_version` as trained: the version's page is turned."""
         self._in_version.clear()
-        if reports:
-            self.announce(published)
 
     def hand_back(self, batches: int, *, is_last: bool = False) -> None:
         """Hand back the last batches taken in hand, and unless the rank ends, the leases that are not taken yet.

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.background import BackgroundCheckpoint, CheckpointWriter, Outcome
 from pipeline.trainer.saving.publishing import Publishing
-from pipeline.trainer.sharding.sharding import Sharding
+from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import LearnerProtocol, RankProgress, after_step, digest_after, tensors_of
 from pipeline.trainer.step_stats import StepWarnings
 
@@ -49,7 +49,7 @@ class Trainer:
         config: Config,
         learner: LearnerProtocol,
         connection: Connection,
-        models: Mapping[str, torch.nn.Module],
+        models: RankModels,
         metrics: TrainerMetrics,
         *,
         device: torch.device,
@@ -58,7 +58,6 @@ class Trainer:
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
         hooks: Sequence[TrainerHook] = (),
-        sharding: Sharding | None = None,
     ) -> None:
         """Publish the first weights, unless they are published already.
 
@@ -66,15 +65,14 @@ class Trainer:
             config: The run's configuration.
             learner: Owns the optimizer.
             connection: The connection to the daemon; closed by `close`.
-            models: ``actor`` and, with PPO, ``critic``: the same module objects that the learner trains.
+            models: The models that the learner trains.
             metrics: The rank's metrics.
             device: Device of the batches.
             ranks: The collectives of all ranks.
-            save: Writes a checkpoint; None on every rank but the first, save with `sharding`.
+            save: Writes a checkpoint; None on a rank that takes part in none.
             start: The point from which training starts.
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
             hooks: Optional behaviour, in the order of its stores.
-            sharding: Publishes the models if they are sharded over the ranks; then `save` is a collective, too.
         """
         self.progress = start.progress
         self.save_every = config.trainer.save_every
@@ -89,22 +87,21 @@ class Trainer:
         self._hooks = hooks
         # Whether a hook removed files for the last checkpoint, which failed on a full disk.
         self._made_room = False
-        self._sharding = sharding
+        self._models = models
         self._batches: list[Batch] = []
         self._published_step = start.progress.step
         self.saved_step = self.tried_step = start.saved_step
         self._warnings = StepWarnings()
-        self._publishing = Publishing(
-            config, learner, connection, models, metrics, device=device, probe=probe, sharding=sharding
-        )
+        self._publishing = Publishing(config, learner, connection, models, metrics, device=device, probe=probe)
         if start.version is None:
             found = connection.newest()
             assert found is not None
             self._publishing.version = found
         else:
             # Other ranks publish nothing; they hold the same weights as the first rank.
-            self._publishing.version = WeightsVersion(start.version, 0)
-            self._publish(version=start.version, rollback=start.rollback, position=start.position)
+            first = WeightsVersion(start.version, rollback=start.rollback, position=start.position)
+            self._publishing.version = WeightsVersion(start.version)
+            self._publish(first=first)
         is_resumed = start.version is not None and not start.rollback
         metrics.began(self.version.version, step=self.step, steps_before=self.step if is_resumed else 0)
         self._hooks = [hook.began(self) for hook in hooks]
@@ -193,7 +190,7 @@ class Trainer:
             hook.closing()
         if not (self.complete or self._agreed_to_stop):
             self._ranks.agree(False)
-        if self._sharding is None:
+        if not self._models.is_sharded:
             # From here on no rank waits for another one: the last checkpoint may take minutes.
             self._ranks.leave()
         self._connection.hand_back(len(self._batches), is_last=True)
@@ -204,7 +201,7 @@ class Trainer:
             self._publish()
             self._publishing.finish()
         self.wait_for_checkpoint()
-        if self._all_ranks_save(self.step > self.saved_step):
+        if self._models.due(self.step > self.saved_step):
             self.checkpoint()
             self.wait_for_checkpoint()
             while self._made_room and self.step > self.saved_step:
@@ -212,10 +209,10 @@ class Trainer:
                 self.wait_for_checkpoint()
         if self.step > self.saved_step:
             self._keep_state()
-        if self._sharding is not None:
+        if self._models.is_sharded:
             # All ranks took part in the last checkpoint.
             self._ranks.leave()
-            self._sharding.close()
+            self._models.close()
         self._publishing.close()
         self._connection.close()
         for hook in self._hooks:
@@ -234,15 +231,12 @@ class Trainer:
 
         Shards are written by all ranks together, so there it stays with the versions of `trainer.keep_state_every`.
         """
-        versions = self._connection.versions
-        if self._connection.rank or self._sharding is not None or self.step > self._published_step:
+        versions = self._models.versions
+        if self._connection.rank or self._models.is_sharded or self.step > self._published_step:
             return
-        newest, kept = self.version, versions.kept()
-        if kept is None or kept.age != newest.age:
-            state = tensors_of(self._learner, self.progress, self._device)
-            versions.publish_training(
-                newest.version, state, trained_through=newest.trained_through, rollback=False, history=newest.history
-            )
+        kept = versions.kept()
+        if kept is None or kept.age != self.version.age:
+            versions.publish_training(self.version, tensors_of(self._learner, self.progress, self._device))
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being written, and let a publish end, after an error."""
@@ -304,7 +298,7 @@ class Trainer:
         self._warnings.look(stats)
         if self.complete:
             self._publishing.finish()
-        if self._all_ranks_save(is_due and self.step == self._published_step):
+        if self._models.due(is_due and self.step == self._published_step):
             self.checkpoint()
 
     def _dealt(self) -> list[Experience]:
@@ -344,11 +338,11 @@ class Trainer:
             options: See `Publishing.publish`.
         """
         self._published_step = self.step
-        if self._connection.rank != 0 and self._sharding is None:
+        if not self._models.publishes:
             self._connection.settle()
             then()
             return
-        if self._checkpoints is not None and (held := self._checkpoints.held) is not None and held.is_next:
+        if self._checkpoints is not None and (held := self._checkpoints.held) is not None and held.is_next():
             self.wait_for_checkpoint(is_slow=True)
 
         def ended() -> None:
@@ -357,10 +351,6 @@ class Trainer:
             then()
 
         self._publishing.publish(self.progress, then=ended, **options)
-
-    def _all_ranks_save(self, is_due: bool) -> bool:
-        """Return whether a checkpoint is due; with shards rank 0 says so for all, which write it together."""
-        return is_due if self._sharding is None else self._sharding.due(is_due)
 
     def checkpoint(self) -> None:
         """Write a checkpoint if this rank writes them; if the write fails, the run goes on.
@@ -376,14 +366,11 @@ class Trainer:
         self.wait_for_checkpoint(is_slow=True)
         for hook in self._hooks:
             hook.flush()
-        if self._sharding is None:
-            held = self._connection.held()
-        else:
-            is_held, held = self._sharding.held(self.version, tensors_of(self._learner, self.progress, self._device))
-            if is_held and held is None:
-                # The first rank writes it alone.
-                self.saved_step = self.step
-                return
+        is_held, held = self._models.held(tensors_of(self._learner, self.progress, self._device))
+        if is_held and held is None:
+            # The first rank writes it alone.
+            self.saved_step = self.step
+            return
         if held is not None:
             self._checkpoints.begin(self.progress, self.version, complete=self.complete, held=held)
             return

@@ -22,6 +22,7 @@ from pipeline.trainer import process
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.saving.background import BackgroundCheckpoint
+from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import Progress, tensors_of
 from tests.support import tiny
 from tests.support.told import Told
@@ -51,6 +52,9 @@ class Models(NamedTuple):
     def root(self):
         return checkpoints_dir(self.config)
 
+    def held(self):
+        return self.connection.versions.held(tensors_of(self.learner, SECOND, CPU))
+
     @torch.no_grad()
     def change(self, seed):
         draws = torch.Generator().manual_seed(seed)
@@ -78,7 +82,8 @@ def trained(site, monkeypatch, *, algorithm="ppo", tied=False, rank=0):
             version=version,
         )
 
-    return Models(models, learner, connection, publish, process.checkpoint_writer(config, models, learner, CPU), config)
+    write = process.checkpoint_writer(config, RankModels(config, models, connection, CPU), learner, CPU)
+    return Models(models, learner, connection, publish, write, config)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,7 @@ def test_a_checkpoint_from_the_slots_is_the_one_of_the_published_step_byte_by_by
     version = run.publish(1)
     at_once = read_note(run.write(SECOND, version, complete=False, held=None, telemetry=Telemetry.none()))
 
-    held = run.connection.held()
+    held = run.held()
     run.change(6)
     folder = run.write(SECOND, version, complete=False, held=held, telemetry=Telemetry.none())
 
@@ -119,17 +124,17 @@ def test_names_of_tied_weights_share_a_tensor_of_the_slot_and_empty_ones_are_the
 
 def test_a_version_is_held_until_the_second_publish_after_it(site, monkeypatch):
     run = trained(site, monkeypatch)
-    assert run.connection.held() is None
+    assert run.held() is None
     run.publish(1)
-    held = run.connection.held()
-    before = {name: tensor.clone() for name, tensor in (held.weights.tensors | held.training.tensors).items()}
+    held = run.held()
+    before = {name: tensor.clone() for name, tensor in {**held.weights, **held.training}.items()}
 
-    assert not held.is_next
+    assert not held.is_next()
     run.change(6)
     run.publish(2)
 
-    assert held.is_next, "two slots hold the training state"
-    now = held.weights.tensors | held.training.tensors
+    assert held.is_next(), "two slots hold the training state"
+    now = {**held.weights, **held.training}
     assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
     assert not torch.equal(now["actor.lm_head.weight"], run.models["actor"].lm_head.weight)
 
@@ -140,7 +145,7 @@ def test_a_version_without_its_training_state_is_not_held(site, monkeypatch):
 
     run.connection.publish(actor=run.models["actor"].state_dict(), critic=run.models["critic"].state_dict())
 
-    assert run.connection.held() is None
+    assert run.held() is None
 
 
 def test_training_goes_on_beside_a_checkpoint_up_to_the_publish_that_would_overwrite_it(
@@ -153,7 +158,7 @@ def test_training_goes_on_beside_a_checkpoint_up_to_the_publish_that_would_overw
     def slowly(progress, version, *, complete, held, telemetry):
         assert waits.acquire(timeout=60.0), "nothing waits for the checkpoint"
         # Copies: the state of step 2 lies where that of step 4 comes.
-        state = held.training.tensors["progress"].tolist(), held.weights.tensors["actor.weight"].clone()
+        state = held.training["progress"].tolist(), held.weights["actor.weight"].clone()
         seen[progress.step] = (len(bench.learner.batches), *state, complete)
         return bench.house.weights_path
 
@@ -265,7 +270,7 @@ def test_the_write_of_a_failed_trainer_ends_and_leaves_nothing(site, monkeypatch
         return run.write(*rest, telemetry=telemetry, **more)
 
     saving = BackgroundCheckpoint(held_up)
-    saving.begin(SECOND, version, complete=False, held=run.connection.held())
+    saving.begin(SECOND, version, complete=False, held=run.held())
     saving.abandon()
     may_go_on.set()
     saving.wait(Telemetry.none())
@@ -279,7 +284,7 @@ def test_a_full_disk_beside_training_leaves_nothing(site, monkeypatch):
     version = run.publish(1)
     saving = BackgroundCheckpoint(run.write)
     with files_of_at_most(1 << 12):
-        saving.begin(SECOND, version, complete=False, held=run.connection.held())
+        saving.begin(SECOND, version, complete=False, held=run.held())
         saving.wait(Telemetry.none())
 
     outcome = saving.collect()

@@ -15,7 +15,7 @@ from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.trainer.saving import publishing
 from tests.models.weights.lazy_gpu import LazyGpu
-from tests.trainer.test_trainer import Bench, CountingLearner, NotedSharding
+from tests.trainer.test_trainer import Bench, CountingLearner, NotedModels
 
 
 class MovingLearner(CountingLearner):
@@ -78,11 +78,11 @@ def held(trainer):
     """The number, the weight and the moment of the newest version."""
     versions = trainer._connection.versions
     newest = versions.newest()
-    weight, moment = {"actor": {"weight": torch.zeros(1, 2)}}, {"moment": torch.zeros(3)}
+    weight, moment = {"actor.weight": torch.zeros(1, 2)}, {"moment": torch.zeros(3)}
     versions.restore(weight)
     state = {"progress": torch.zeros(3, dtype=torch.int64), "generator.cpu": torch.get_rng_state(), **moment}
     assert versions.restore_training(newest, state)
-    return newest.version, weight["actor"]["weight"], moment["moment"]
+    return newest.version, weight["actor.weight"], moment["moment"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "card"])
@@ -279,33 +279,30 @@ def test_a_small_version_and_those_of_one_process_are_published_in_place(bench, 
     trainer.close()
 
 
-class Beside(NotedSharding):
-    """A rank's sharding whose versions a thread publishes."""
-
-    weights_bytes = 1
+class Beside(NotedModels):
+    """A rank's shards whose versions a thread publishes, but for the first one."""
 
     def __init__(self, order):
-        super().__init__(order)
+        super().__init__(order, weights_bytes=1)
         self.open = threading.Event()
 
-    def due(self, is_due):
-        return is_due
-
-    def writing(self, number, training, *, trained_through, probe):
-        self.order.append(f"begin {number} through {trained_through}")
+    def writing(self, wanted, training):
+        if not wanted.version:
+            return super().writing(wanted, training)
+        self.order.append(f"begin {wanted.version} through {wanted.trained_through}")
 
         def write():
             assert threading.current_thread() is not threading.main_thread()
             assert self.open.wait(60.0)
-            self.order.append(f"turned {number}")
-            return WeightsVersion(number, 7, trained_through)
+            self.order.append(f"turned {wanted.version}")
+            return wanted._replace(fingerprint=7)
 
         return write
 
 
 def test_sharded_ranks_compute_the_next_batch_while_their_threads_publish(bench):
     sharding = Beside([])
-    trainer = bench.trainer(max_steps=0, sharding=sharding)
+    trainer = bench.trainer(max_steps=0, models=sharding)
     steps(bench, trainer, 1)
     bench.learner.computed = lambda: (sharding.order.append("computed"), sharding.open.set())
     bench.learner.may_change = lambda: sharding.order.append("may change")
@@ -319,10 +316,10 @@ def test_sharded_ranks_compute_the_next_batch_while_their_threads_publish(bench)
 
 @pytest.mark.parametrize(("rank", "reported"), [(0, [3]), (1, [])])
 def test_of_the_ranks_that_publish_together_the_first_one_reports(bench, rank, reported):
-    session, sent = bench.trainer(max_steps=0)._connection._session, []
-    session._send = sent.append
+    connection, sent = bench.trainer(max_steps=0)._connection, []
+    connection.rank, connection._session._send = rank, sent.append
 
-    session.end_version(WeightsVersion(3, 7), reports=rank == 0)
+    connection.end_version(WeightsVersion(3, 7))
 
     assert [message.version for message in sent] == reported
 
@@ -331,11 +328,11 @@ def test_sharded_ranks_keep_the_state_of_every_nth_version_too(bench):
     sharding, given = Beside([]), []
     sharding.open.set()
     writing = sharding.writing
-    sharding.writing = lambda number, training, **more: (
-        given.append((number, training is not None)) or writing(number, training, **more)
+    sharding.writing = lambda wanted, training: (
+        given.append((wanted.version, training is not None)) or writing(wanted, training)
     )
-    trainer = bench.trainer(max_steps=0, sharding=sharding, keep_state_every=3)
+    trainer = bench.trainer(max_steps=0, models=sharding, keep_state_every=3)
     steps(bench, trainer, 6)
 
-    assert given == [(1, False), (2, False), (3, True), (4, False), (5, False), (6, True)]
+    assert given == [(0, True), (1, False), (2, False), (3, True), (4, False), (5, False), (6, True)]
     trainer._publishing.finish()

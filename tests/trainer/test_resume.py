@@ -14,7 +14,7 @@ from pipeline.config.identity import identity_of
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
 from pipeline.models.critic import Critic
-from pipeline.models.weights.store import WeightsPublisher
+from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime import checkpoint_note
 from pipeline.runtime.checkpoint_note import CheckpointNote
 from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
@@ -22,6 +22,7 @@ from pipeline.trainer import resume
 from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.resume import Resumption, Start
+from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import Progress, tensors_of
 from tests.support import tiny
 from tests.trainer.test_checkpoints import Tokenizer
@@ -48,7 +49,8 @@ class Site:
         models = {"actor": actor, "critic": Critic.from_actor(actor)}
         learner = Learner(config.trainer, "ppo", actor, models["critic"])
         connection = self.house.connect()
-        return Trainer(config, models, learner, connection, Resumption(config, connection, learner, models, CPU))
+        rank_models = RankModels(config, models, connection, CPU)
+        return Trainer(config, models, learner, connection, Resumption(config, connection, learner, rank_models, CPU))
 
     def save(self, step, **changes):
         """Save a checkpoint of random tensors at a step; return the tensors."""
@@ -272,14 +274,11 @@ def test_a_training_state_whose_weights_never_came_is_not_used_however_often(sit
     trainer = site.trainer()
     left = trainer.disturbed(4)
     trainer.publish(4, Progress(4))
-    publish = WeightsPublisher.publish
 
-    def die_before_the_weights(publisher, *arguments, **options):
-        if publisher._mapping.path.name == "weights":
-            raise KeyboardInterrupt
-        return publish(publisher, *arguments, **options)
+    def die_before_the_weights(versions, *_):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(WeightsPublisher, "publish", die_before_the_weights)
+    monkeypatch.setattr(PolicyVersions, "_write_together", die_before_the_weights)
     for life in range(3):
         trainer.disturbed(5 + life)
         with pytest.raises(KeyboardInterrupt):
@@ -334,16 +333,13 @@ def test_a_checkpoint_after_the_newest_state_is_gone_back_to_if_it_can_be_used(s
 
 def test_a_rollback_that_dies_at_its_publish_leaves_the_state_to_its_successor(site, monkeypatch):
     kept = left_without_a_state(site)
-    publish = WeightsPublisher.publish
 
-    def die_before_the_weights(publisher, *arguments, **options):
-        if publisher._mapping.path.name == "weights":
-            raise KeyboardInterrupt
-        return publish(publisher, *arguments, **options)
+    def die_before_the_weights(versions, *_):
+        raise KeyboardInterrupt
 
     for _ in range(3):
         with monkeypatch.context() as during:
-            during.setattr(WeightsPublisher, "publish", die_before_the_weights)
+            during.setattr(PolicyVersions, "_write_together", die_before_the_weights)
             trainer = site.trainer(seed=1)
             start = trainer.resumption.find()
             assert (start.version, start.progress.step) == (3, 3)

@@ -4,13 +4,13 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.config.schema import Config
 from pipeline.runtime.latest_checkpoint import best_checkpoint
-from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import EvaluationFile
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
@@ -19,6 +19,7 @@ from pipeline.trainer.dealing.ranks import Ranks
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.best import EvaluationFollower
+from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import Progress, RankProgress, after_step, digest_after
 from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
@@ -78,23 +79,23 @@ class Bench:
         start=Start(),  # noqa: B008 - immutable
         device="cpu",
         probe=None,
-        sharding=None,
+        models=None,
         **settings,
     ):
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
         steps = config.trainer.gradient_accumulation_steps * config.trainer.publish_every
+        connection = self.house.connect(prefetch=steps + 1)
         return Trainer(
             config,
             self.learner,
-            self.house.connect(prefetch=steps + 1),
-            {"actor": self.model},
+            connection,
+            models or RankModels(config, {"actor": self.model}, connection, torch.device(device)),
             TrainerMetrics(self.slab.writer("trainer", 0), rank=0, reward_source="function"),
             device=torch.device(device),
             ranks=Ranks(agree, leave, gather),
             hooks=hooks,
             probe=probe,
-            sharding=sharding,
             start=start,
             save=lambda *progress, **more: self.save(*progress, **more),
         )
@@ -334,8 +335,9 @@ def test_updates_and_kl_of_a_step_are_exported(bench):
 def test_the_line_of_a_step_is_written_before_its_weights_are_published(bench, tmp_path):
     path = tmp_path / "metrics.jsonl"
     trainer = bench.trainer(max_steps=2, hooks=[StepLog(path, after_step=0)])
-    publish, lines_at_publish = trainer._connection.publish, []
-    trainer._connection.publish = lambda **fields: lines_at_publish.append(steps_in(path)) or publish(**fields)
+    versions, lines_at_publish = trainer._connection.versions, []
+    publish = versions.publish
+    versions.publish = lambda *given: lines_at_publish.append(steps_in(path)) or publish(*given)
 
     bench.run(trainer)
 
@@ -447,27 +449,33 @@ def test_the_best_version_is_found_by_its_checkpoint_even_if_that_is_still_being
     assert best_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-000001"
 
 
-class NotedSharding:
-    """A rank's sharding that notes its collectives."""
+class NotedModels:
+    """A rank's shards that note their collectives."""
 
-    nbytes = weights_bytes = 0
-    state_s = 0.0
+    is_sharded = publishes = True
 
-    def __init__(self, order):
+    def __init__(self, order, weights_bytes=0):
         self.order = order
+        self.versions = SimpleNamespace(nbytes=weights_bytes, weights_bytes=weights_bytes, state_s=0.0)
 
     def meet(self):
         self.order.append("meet")
 
-    def publish(self, training, *, version=None, **more):
-        self.order.append("publish")
-        return WeightsVersion(version, 7)
+    def due(self, is_due):
+        return is_due
+
+    def writing(self, wanted, training):
+        def write():
+            self.order.append("publish")
+            return wanted._replace(fingerprint=7)
+
+        return write
 
 
 def test_ranks_meet_before_the_probe_which_the_first_one_may_be_late_for(bench):
     order = []
 
-    bench.trainer(probe=lambda: order.append("probe"), sharding=NotedSharding(order))
+    bench.trainer(probe=lambda: order.append("probe"), models=NotedModels(order))
 
     assert order == ["meet", "probe", "publish"]
 
@@ -475,7 +483,7 @@ def test_ranks_meet_before_the_probe_which_the_first_one_may_be_late_for(bench):
 def test_a_version_without_a_probe_needs_no_meeting(bench):
     order = []
 
-    bench.trainer(probe=lambda: order.append("probe"), sharding=NotedSharding(order), probe_every=0)
+    bench.trainer(probe=lambda: order.append("probe"), models=NotedModels(order), probe_every=0)
 
     assert order == ["publish"]
 

@@ -2,65 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
-from pipeline.models.weights.store import WeightsPublisher, tensor_identity
-
-
-class HeldSlot(NamedTuple):
-    """The newest version of one file.
-
-    Attributes:
-        publisher: The file's publisher.
-        slot: Number of the slot.
-        tensors: The version's tensors, by published name; not to be written to.
-    """
-
-    publisher: WeightsPublisher
-    slot: int
-    tensors: Mapping[str, torch.Tensor]
-
-    @property
-    def is_next(self) -> bool:
-        """Whether the next publish writes to this slot."""
-        return self.publisher.next_slot == self.slot
+from pipeline.models.weights.store import tensor_identity
 
 
 class HeldVersion(NamedTuple):
-    """A version whose weights and training state are in shared memory.
+    """A version whose weights and training state are in shared memory; their tensors are not to be written to.
 
     Attributes:
-        weights: The weights.
-        training: The training state of the same version.
+        weights: The weights, by published name.
+        training: The training state of the same version, of all ranks.
+        is_next: Returns whether the next publish writes over the weights or the training state.
     """
 
-    weights: HeldSlot
-    training: HeldSlot
-
-    @property
-    def is_next(self) -> bool:
-        """Whether the next publish writes over the weights or the training state."""
-        return self.weights.is_next or self.training.is_next
-
-
-def hold(weights: WeightsPublisher | None, training: WeightsPublisher | None) -> HeldVersion | None:
-    """Return the newest version in place; None if its training state is not in shared memory.
-
-    Args:
-        weights: Publisher of the weights; None before the first publish.
-        training: Publisher of the training state; None if it is not published.
-    """
-    if weights is None or training is None:
-        return None
-    found, state = weights.newest_slot(), training.newest_slot()
-    if found is None or state is None or weights.version(found).age != training.version(state).age:
-        return None
-    return HeldVersion(
-        HeldSlot(weights, found, weights.tensors(found)), HeldSlot(training, state, training.tensors(state))
-    )
+    weights: Mapping[str, torch.Tensor]
+    training: Mapping[str, torch.Tensor]
+    is_next: Callable[[], bool]
 
 
 def state_dicts(

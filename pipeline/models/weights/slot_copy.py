@@ -2,7 +2,7 @@
 
 A slot is copied and hashed block by block, so that a block is hashed while it is still in the cache. A large slot is
 copied by several threads, because one core does not saturate the memory bus. The fingerprint is the xxh3-64 of the
-blocks' xxh3-64 digests, in order.
+blocks' xxh3-64 digests, in order. A rank writes and reads its own ranges of the tensors, whole ones if it is alone.
 
 Tensors on a card are copied straight between the card and the slot, which is page-locked at the first of these copies
 (`pipeline.models.weights.pinned`). All are begun at once. Meanwhile threads hash the blocks: in a write each block once
@@ -25,6 +25,7 @@ import xxhash
 
 from pipeline.errors import WeightsError
 from pipeline.models.weights.pinned import CardCopies, CudaDriver, process_driver
+from pipeline.models.weights.shards import Shard, as_shards
 
 _BLOCK_BYTES = 1 << 20
 _THREADS_FROM_BYTES = 1 << 25
@@ -42,9 +43,24 @@ class _Segment(NamedTuple):
     end: int
     tensor_start: int
 
-    @property
-    def in_tensor(self) -> slice:
-        return slice(self.tensor_start, self.tensor_start + self.end - self.start)
+
+class _Span(NamedTuple):
+    """A rank's bytes of a tensor, from `start` to `end`; `array` is their memory if a copy of bytes copies them."""
+
+    start: int
+    end: int
+    array: Any = None
+
+    def covers(self, segment: _Segment) -> bool:
+        """Return whether all of a segment is this rank's."""
+        return self.start <= segment.tensor_start and segment.tensor_start + segment.end - segment.start <= self.end
+
+    def common(self, segment: _Segment) -> tuple[slice, slice]:
+        """Return the bytes of a segment that are this rank's, in the slot and in `array`."""
+        offset = segment.start - segment.tensor_start
+        first = max(segment.tensor_start, self.start)
+        last = max(first, min(segment.end - offset, self.end))
+        return slice(first + offset, last + offset), slice(first - self.start, last - self.start)
 
 
 class Slot:
@@ -75,34 +91,41 @@ class Slot:
             (start, min(start + _BLOCK_BYTES, len(memory))) for start in range(0, len(memory), _BLOCK_BYTES)
         ]
 
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Copy tensors in, from any device, and return the fingerprint of the slot.
+    def write(self, tensors: Mapping[str, torch.Tensor | Shard]) -> list[int]:
+        """Copy tensors in, or a rank's shards of them, from any device.
+
+        Returns:
+            The digest of each block, 0 for a block that other ranks write to as well; `combined` makes a fingerprint of
+            all.
 
         Raises:
             WeightsError: If a tensor is missing or of another shape; the slot is then unchanged.
         """
         given = self._matching(tensors, "expected", self.views)
-        plain, on_card, other = self._by_way(given)
+        spans, on_card, other = self._by_way(given)
         for name in other:
-            self.views[name].copy_(given[name].detach())
+            self._part(name, given[name]).copy_(given[name].local.detach())
 
         with CardCopies(self._driver) as copies, self._threads() as digests:
-            for name, tensor in on_card.items():
+            for name in on_card:
                 # Converted on the card, if at all.
-                as_published = tensor.detach().to(self.views[name].dtype).contiguous()
-                copies.begin(name, self.views[name], as_published)
+                as_published = given[name].local.detach().to(self.views[name].dtype).contiguous()
+                copies.begin(name, self._part(name, given[name]), as_published)
 
             def copied(index: int) -> int:
-                for segment in self._segments[index]:
+                segments = self._segments[index]
+                for segment in segments:
                     copies.wait(segment.name)
-                    if (source := plain.get(segment.name)) is not None:
-                        self._bytes[segment.start : segment.end] = source[segment.in_tensor]
-                return self._digest(index)
+                    if (source := spans[segment.name]).array is not None:
+                        in_slot, in_source = source.common(segment)
+                        self._bytes[in_slot] = source.array[in_source]
+                is_own = all(spans[segment.name].covers(segment) for segment in segments)
+                return self._digest(index) if is_own else 0
 
-            return combined(digests(copied, range(len(self._blocks))))
+            return digests(copied, range(len(self._blocks)))
 
-    def read(self, into: Mapping[str, torch.Tensor], *, partial: bool = False) -> int:
-        """Copy tensors out, to any device, and return the fingerprint of the slot's bytes.
+    def read(self, into: Mapping[str, torch.Tensor | Shard], *, partial: bool = False) -> int:
+        """Copy tensors out, or a rank's shards of them, to any device; return the fingerprint of the slot's bytes.
 
         No copy is in flight afterwards: the caller reads the slot's sequence next.
 
@@ -111,29 +134,31 @@ class Slot:
             partial: Whether a tensor without a target is not copied.
 
         Returns:
-            The fingerprint, of copied tensors and others.
+            The fingerprint, of copied bytes and others.
 
         Raises:
             WeightsError: If a target is of another shape, or missing, unless `partial`.
         """
         views = {name: view for name, view in self.views.items() if name in into} if partial else self.views
         targets = self._matching(into, "published as", views)
-        plain, on_card, other = self._by_way(targets)
+        spans, on_card, other = self._by_way(targets)
 
         def copied(index: int) -> int:
             for segment in self._segments[index]:
-                if (target := plain.get(segment.name)) is not None:
-                    target[segment.in_tensor] = self._bytes[segment.start : segment.end]
+                if (target := spans.get(segment.name)) is not None and target.array is not None:
+                    in_slot, in_target = target.common(segment)
+                    target.array[in_target] = self._bytes[in_slot]
             return self._digest(index)
 
         with torch.no_grad(), CardCopies(self._driver) as copies, self._threads() as digests:
-            for name, target in on_card.items():
+            for name in on_card:
+                target = targets[name].local
                 held = self._same_layout(name, target)
-                copies.begin(name, held, self.views[name])
+                copies.begin(name, held, self._part(name, targets[name]))
                 if held.data_ptr() != target.data_ptr():
                     copies.begin(name, target, held)
             for name in other:
-                targets[name].copy_(self.views[name])
+                targets[name].local.copy_(self._part(name, targets[name]))
             return combined(digests(copied, range(len(self._blocks))))
 
     def close(self) -> None:
@@ -142,13 +167,8 @@ class Slot:
             self._is_locked = False
             self._driver.unregister(self._bytes.ctypes.data)
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks, each with a digest of its own."""
-        return len(self._blocks)
-
     def digests(self, indices: Sequence[int]) -> list[int]:
-        """Return the digests of these blocks, as they are now; `combined` makes a fingerprint of all digests."""
+        """Return the digests of these blocks, as they are now."""
         with self._threads() as digests:
             return digests(self._digest, indices)
 
@@ -191,37 +211,44 @@ class Slot:
             yield digests
 
     def _matching(
-        self, tensors: Mapping[str, torch.Tensor], expected: str, views: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        found = {}
+        self, tensors: Mapping[str, torch.Tensor | Shard], expected: str, views: Mapping[str, torch.Tensor]
+    ) -> dict[str, Shard]:
+        shards, found = as_shards(tensors), dict[str, Shard]()
         for name, view in views.items():
-            tensor = tensors.get(name)
-            if tensor is None or tensor.shape != view.shape:
-                shape = "missing" if tensor is None else tuple(tensor.shape)
-                raise WeightsError(f"{name}: {shape}, {expected} {tuple(view.shape)}")
-            found[name] = tensor
+            shard = shards.get(name)
+            if shard is None or shard.shape != tuple(view.shape):
+                raise WeightsError(
+                    f"{name}: {'missing' if shard is None else shard.shape}, {expected} {tuple(view.shape)}"
+                )
+            found[name] = shard
         return found
 
-    def _by_way(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]:
-        """Return flat arrays of the tensors that are copied as bytes, those on a card, and the names of all others.
+    def _by_way(self, shards: Mapping[str, Shard]) -> tuple[dict[str, _Span], list[str], list[str]]:
+        """Return this rank's bytes of the tensors, the names of tensors on a card, and of others not copied as bytes.
 
         The first tensor on a card makes the slot page-locked.
         """
-        plain: dict[str, Any] = {}
-        on_card: dict[str, torch.Tensor] = {}
-        other = []
-        for name, tensor in tensors.items():
-            if not tensor.numel():
-                continue
-            if self._driver.holds(tensor):
-                on_card[name] = tensor
-            elif (flat := self._flat_bytes(name, tensor)) is not None:
-                plain[name] = flat
+        spans: dict[str, _Span] = {}
+        on_card, other = list[str](), list[str]()
+        for name, shard in shards.items():
+            nbytes = self.views[name].element_size()
+            span = _Span(shard.elements.start * nbytes, shard.elements.stop * nbytes)
+            if not shard.local.numel():
+                pass
+            elif self._driver.holds(shard.local):
+                on_card.append(name)
+            elif (flat := self._flat_bytes(name, shard.local)) is not None:
+                span = span._replace(array=flat)
             else:
                 other.append(name)
+            spans[name] = span
         if on_card and self._is_kept and not self._is_locked:
             self._is_locked = self._driver.register(self._bytes.ctypes.data, len(self._memory))
-        return plain, on_card, other
+        return spans, on_card, other
+
+    def _part(self, name: str, shard: Shard) -> torch.Tensor:
+        """Return a rank's part of a tensor in the slot."""
+        return self.views[name].reshape(-1)[shard.elements].view(shard.local.shape)
 
     def _flat_bytes(self, name: str, tensor: torch.Tensor) -> Any:
         """Return the tensor's memory as a flat array; None unless a copy of its bytes is a copy of the tensor."""
@@ -244,7 +271,7 @@ class Slot:
         return segments
 
 
-def combined(digests: list[int]) -> int:
+def combined(digests: Sequence[int]) -> int:
     """Return the fingerprint of blocks with these digests.
 
     The fingerprint is below 2**63, so that it fits a signed 64-bit integer of any reader.

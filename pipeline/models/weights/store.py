@@ -4,10 +4,10 @@
     4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)
     data        the slots, page-aligned
 
-A slot's sequence is odd during a write. The publisher writes the slot after the newest, or after the one that it spares
-(`WeightsPublisher.spare`), in this order: sequence odd, tensors, fingerprint and version, sequence even, and `newest`
-last. A reader copies the newest slot and compares its sequence before and after; if it has changed, or the fingerprint
-is wrong, the copy is discarded. No process waits.
+A slot's sequence is odd during a write. The publisher writes the slot after the newest, or the one after that if it
+spares that one (`WeightsPublisher.begin`), in this order: sequence odd, tensors, fingerprint and version, sequence
+even, and `newest` last. A reader copies the newest slot and compares its sequence before and after; if it has changed,
+or the fingerprint is wrong, the copy is discarded. No process waits.
 
 The newest slot does not always have the highest version: a trainer that resumes from a checkpoint publishes a lower
 version as a rollback. `history` counts the rollbacks, so that version 7 differs from version 7 before a rollback.
@@ -21,7 +21,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,7 +29,8 @@ import torch
 
 from pipeline.errors import WeightsError
 from pipeline.models.weights.copies import WeightsCopy
-from pipeline.models.weights.slot_copy import Slot
+from pipeline.models.weights.shards import Shard
+from pipeline.models.weights.slot_copy import Slot, combined
 from pipeline.models.weights.tensor_specs import TensorSpec, tensor_specs, tensor_views
 from pipeline.storage.files import allocate, refuse_larger_than_free, replacing, round_up
 from pipeline.storage.truncation import truncated
@@ -40,7 +41,6 @@ from pipeline.storage.weights_header import (
     NEWEST,
     PAGE_BYTES,
     Age,
-    Probe,
     WeightsVersion,
     pack_version,
     slot_mark,
@@ -154,12 +154,13 @@ class WeightsMapping:
 class WeightsPublisher:
     """The trainer's side of the weights; exactly one process publishes."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], *, slots: int = 3) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor] | None = None, *, slots: int = 3) -> None:
         """Attach to the weights of an earlier trainer of the same model, or allocate room for `slots` versions.
 
         Args:
             path: The file, in the instance's shared-memory folder.
-            tensors: The tensors to publish (`flatten`); names, dtypes and shapes are fixed from here on.
+            tensors: The tensors to publish (`flatten`), which fix names, dtypes and shapes; None to attach to the file
+                that another rank has made.
             slots: Versions held at once, at least 2.
 
         Raises:
@@ -167,75 +168,68 @@ class WeightsPublisher:
         """
         if not 2 <= slots <= MOST_SLOTS:
             raise ValueError(f"slots must be 2 to {MOST_SLOTS}, got {slots}")
-        if not self.matches(path, tensors):
+        if tensors is not None and not self.matches(path, tensors):
             _create(path, tensor_specs(tensors), slots)
         self._mapping = WeightsMapping(path)
         self.release = self._mapping.release
+        self.newest_slot = self._mapping.newest
+        self.slot_of = self._mapping.slot_of
+        self.version = self._mapping.version
         self._slots = self._mapping.all_slots()
-        self._spared: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of one version."""
         return int(self._mapping.slot_bytes)
 
-    def publish(
-        self,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        trained_through: int = 0,
-        rollback: bool = False,
-        position: int | None = None,
-        history: int | None = None,
-        probe: Probe | None = None,
-    ) -> WeightsVersion:
-        """Publish `version` as the newest.
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], **described: Any) -> WeightsVersion:
+        """Publish `version` as the newest, from whole tensors.
 
         Args:
-            version: Version number, above the newest unless `rollback`.
+            version: Version number, above the newest unless it is a rollback.
             tensors: Values, on any device, under the names given to the constructor.
-            trained_through: First lease that these weights do not include, for the successor of a dead trainer.
-            rollback: Whether this version undoes the newest one.
-            position: For a rollback, the first prompt that may be missing from these weights; None if unknown.
-            history: Rollbacks up to this version; None for the number in this publisher's file.
-            probe: The probe of a model with these weights.
+            described: The other fields of `WeightsVersion`, but fingerprint and history.
 
         Returns:
-            The published version, with its fingerprint.
+            The published version.
 
         Raises:
             WeightsError: If a tensor is missing, of another shape, or the version is not new.
         """
-        slot, before = self.begin(version, rollback=rollback)
-        fingerprint = self._slots[slot].write(tensors)
-        if history is None:
-            history = rollback + before
-        first = position if rollback and position is not None else -1
-        published = WeightsVersion(version, fingerprint, trained_through, rollback, history, probe, first)
+        wanted, slot = self.following(WeightsVersion(version, **described)), self.begin()
+        published = wanted._replace(fingerprint=combined(self._slots[slot].write(tensors)))
         self.finish(slot, published)
         return published
 
-    def begin(self, version: int, *, rollback: bool = False) -> tuple[int, int]:
-        """Mark the slot after the newest as being written.
-
-        Args:
-            version: Number of the version that is written, above the newest unless `rollback`.
-            rollback: Whether this version undoes the newest one.
-
-        Returns:
-            The slot, and the number of rollbacks up to the newest version.
+    def following(self, wanted: WeightsVersion) -> WeightsVersion:
+        """Return a version that is to be published next, with its history.
 
         Raises:
             WeightsError: If the version is not new.
         """
-        newest = self._mapping.newest()
-        before = None if newest is None else self._mapping.version(newest)
-        if before is not None and before.version >= version and not rollback:
-            raise WeightsError(f"version {version} is not above {before.version}")
-        slot = self.next_slot
+        newest = self.newest_slot()
+        before = None if newest is None else self.version(newest)
+        if before is not None and before.version >= wanted.version and not wanted.rollback:
+            raise WeightsError(f"version {wanted.version} is not above {before.version}")
+        history = wanted.rollback + (0 if before is None else before.history)
+        return wanted._replace(history=history, position=wanted.position if wanted.rollback else -1)
+
+    def next_slot(self, spared: Age | None = None) -> int:
+        """Return the slot that `begin` takes."""
+        newest, slots = self.newest_slot(), self._mapping.slots
+        taken = None if spared is None else self.slot_of(spared)
+        following = 0 if newest is None else (newest + 1) % slots
+        return (following + 1) % slots if following == taken else following
+
+    def begin(self, *, spared: Age | None = None) -> int:
+        """Mark the slot after the newest as being written, or the one after that if it holds the version `spared`."""
+        slot = self.next_slot(spared)
         self._mapping.marks[slot_mark(slot)] |= 1
-        return slot, 0 if before is None else before.history
+        return slot
+
+    def slot(self, slot: int) -> Slot:
+        """Return a slot, with its tensors."""
+        return self._slots[slot]
 
     def finish(self, slot: int, published: WeightsVersion) -> None:
         """Make the slot of `begin`, whose bytes are whole, the newest version."""
@@ -245,42 +239,6 @@ class WeightsPublisher:
         marks[mark] += 1
         # Last: a reader that finds this slot as the newest finds it complete.
         marks[NEWEST] = slot + 1
-
-    # The newest version in place (`pipeline.models.weights.held`).
-
-    @property
-    def next_slot(self) -> int:
-        """The slot that the next publish writes."""
-        newest, slots = self._mapping.newest(), self._mapping.slots
-        following = 0 if newest is None else (newest + 1) % slots
-        return (following + 1) % slots if following == self._spared else following
-
-    def spare(self, age: Age) -> None:
-        """Write to no slot that holds this version, until another one is spared; of three slots one is free still."""
-        self._spared = self._mapping.slot_of(age)
-
-    def newest_slot(self) -> int | None:
-        """Return the slot of the newest version; None before the first publish."""
-        return self._mapping.newest()
-
-    def version(self, slot: int) -> WeightsVersion:
-        """Return the version in a slot."""
-        return self._mapping.version(slot)
-
-    def tensors(self, slot: int) -> dict[str, torch.Tensor]:
-        """Return the tensors over a slot's bytes, by published name."""
-        return tensor_views(self._mapping.slot_memory(slot), self._mapping.specs)
-
-    def rewind(self, age: Age) -> bool:
-        """Make a version that is still held the newest again, discarding later ones; return whether it is held.
-
-        The next slot to be written is then the one after this version's slot, never this version's own.
-        """
-        slot = self._mapping.slot_of(age)
-        if slot is None:
-            return False
-        self._mapping.marks[NEWEST] = slot + 1
-        return True
 
     def close(self) -> None:
         """Unmap the file; it stays, for the workers."""
@@ -330,9 +288,9 @@ class WeightsReader:
         return self._whole(None, lambda slot, found: True)
 
     def fetch(
-        self, into: Mapping[str, torch.Tensor], *, age: Age | None = None, partial: bool = False
+        self, into: Mapping[str, torch.Tensor | Shard], *, age: Age | None = None, partial: bool = False
     ) -> WeightsVersion:
-        """Copy the newest version, or the version of a given age, into a model's tensors.
+        """Copy the newest version, or the version of a given age, into a model's tensors or a rank's shards of them.
 
         Args:
             into: Targets by published name; every published tensor needs one of its shape.

@@ -1,16 +1,25 @@
 """The trainer's side of the policy versions: weights for the workers, and the training state for a restarted trainer.
 
     weights     three slots, read by all (`pipeline.models.weights.store`)
-    training    two slots of the same format: optimizer moments, float32 copies, step, digest, random state
+    training    two slots of the same format: optimizer moments, float32 copies, step, digest, random state; rank 1 of a
+                sharded trainer has its own in `training-1`, and so on
 
-`publish` writes the training state of a version first, its weights last. So whenever a version of the weights that has
-a state is the newest, its state is complete: a trainer killed at any store instruction is resumed exactly from there. A
-state whose weights were never published is discarded by the successor before it publishes. It makes the state of the
-version that it resumes (`kept`) the newest state again, so that the next write uses the other slot: two are enough.
+A trainer publishes together with the ranks that hold shards of its models; one that holds whole models is a group of
+one rank. A shard is a contiguous range of a tensor's elements, so each rank writes its own bytes of the slot, and the
+layout and the fingerprint are the same for any number of ranks. The order of one publish:
 
-Not every version needs a state (`trainer.keep_state_every`). The slot of the newest weights that have one is spared
-until the next weights that have one are the newest; the versions between use the other two slots in turns. So weights
-and state of one version are always whole, and a successor goes back to it if the newest version has no state.
+    rank 0      marks the slot as being written, tells the others the slot and the version
+    each rank   writes its training state, then its part of the slot, and hashes the blocks that are its own
+    all ranks   gather these digests; the blocks of several ranks are hashed by one of them each, and gathered
+    rank 0      writes the fingerprint and the version, and turns the page with one store
+
+So whenever a version of the weights that has a state is the newest, its state is complete on every rank: a trainer
+killed at any store instruction is resumed exactly from there. A state whose weights were never published is discarded
+by the next publish.
+
+Not every version needs a state (`trainer.keep_state_every`). The newest weights that have one, and their state, are
+*kept*: no publish writes to their slots, until the next weights that have one are the newest. So weights and state of
+one version are always whole, and a successor goes back to it if the newest version has no state.
 """
 
 from __future__ import annotations
@@ -18,15 +27,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pipeline.errors import ConfigError, UnreachableError
-from pipeline.models.weights.held import HeldSlot, HeldVersion, hold
-from pipeline.models.weights.store import WeightsMapping, WeightsPublisher, WeightsReader, flatten, joined
-from pipeline.storage.weights_header import Age, Probe, WeightsVersion, newest_version
+from pipeline.models.weights.held import HeldVersion
+from pipeline.models.weights.shards import Alone, Group, Shard, as_shards
+from pipeline.models.weights.slot_copy import Slot, combined
+from pipeline.models.weights.store import WeightsMapping, WeightsPublisher, WeightsReader
+from pipeline.storage.weights_header import Age, WeightsVersion, newest_version
 
 _TRAINING_SLOTS = 2
 _HEADER_ATTEMPTS = 1000
@@ -34,34 +46,26 @@ _HEADER_ATTEMPTS = 1000
 log = logging.getLogger(__name__)
 
 
-def publisher_of(weights_path: Path, tensors: Mapping[str, torch.Tensor]) -> WeightsPublisher:
-    """Return the publisher of an instance's weights.
-
-    Raises:
-        ConfigError: If shared memory has no room for the weights.
-        UnreachableError: If the daemon has ended.
-    """
-    if not weights_path.parent.exists():
-        raise UnreachableError(f"the daemon has ended: {weights_path.parent} is gone")
-    return WeightsPublisher(weights_path, tensors)
-
-
 class PolicyVersions:
-    """Publishes and restores versions; among the ranks only the first one publishes.
+    """Publishes and restores versions; of several ranks every one calls `publish` and `kept`, which are collectives.
 
     Attributes:
-        state_s: Seconds that the write of the last training state took.
+        state_s: Seconds that the write of this rank's last training state took.
     """
 
-    def __init__(self, weights_path: Path, *, training_name: str = "training") -> None:
-        """Store the paths; the first `publish` creates the files.
+    def __init__(self, weights_path: Path, group: Group | None = None, *, holds_pages: bool = True) -> None:
+        """Store the arguments; the first `publish` creates the files.
 
         Args:
-            weights_path: File of the weights in the instance's folder; the training state's file is beside it.
-            training_name: Name of the training state's file.
+            weights_path: File of the weights in the instance's folder; the training states are beside it.
+            group: The ranks that publish together; None for a rank that holds whole models.
+            holds_pages: Whether written pages stay mapped, so that the next publish is faster; else they do not count
+                as resident memory of a rank, which on a CPU has its shards there.
         """
+        self._group = Alone() if group is None else group
         self._weights_path = weights_path
-        self._training_path = weights_path.with_name(training_name)
+        self._training_path = self._path_of(self._group.rank)
+        self._holds_pages = holds_pages
         self._weights: WeightsPublisher | None = None
         self._training: WeightsPublisher | None = None
         self._has_room = True
@@ -70,16 +74,169 @@ class PolicyVersions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the last publish of this trainer wrote, 0 before the first."""
-        written = (self._weights, self._training if self._wrote_state else None)
-        return sum(publisher.nbytes for publisher in written if publisher is not None)
+        """Bytes of the version published last and of this rank's training state with it, 0 before the first publish."""
+        state = self._training.nbytes if self._training is not None and self._wrote_state else 0
+        return self.weights_bytes + state
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of one version, the same on every rank; 0 before the first publish."""
+        return 0 if self._weights is None else self._weights.nbytes
 
     def newest(self) -> WeightsVersion | None:
         """Return the version published last, by this trainer or its predecessor; None before the first."""
         return newest_version(self._weights_path, attempts=_HEADER_ATTEMPTS)
 
     def kept(self) -> WeightsVersion | None:
-        """Return the newest version whose weights and training state are both whole; None without one."""
+        """Return the newest version whose weights and training states of all ranks are whole, the same on every rank.
+
+        Returns:
+            None without one.
+        """
+        own = self._kept()
+        # Every rank has the state of a whole version: a rank without one had no room for any.
+        ages = self._group.gather([0, 0, 0] if own is None else [1, *own.age])
+        return own if ages == [ages[0]] * self._group.world_size else None
+
+    def restore(self, models: Mapping[str, Tensor | Shard], *, version: WeightsVersion | None = None) -> WeightsVersion:
+        """Copy the weights of a version, the newest by default, into tensors, or this rank's ranges into its shards.
+
+        A shard of another dtype than the published one is left as it is: the training state holds its exact values.
+
+        Args:
+            models: The tensors by published name; of names that are not published nothing is read.
+            version: The version; None for the newest.
+
+        Returns:
+            The version.
+
+        Raises:
+            WeightsError: If there are no such weights, or they are another model's, or damaged; the contents of
+                `models` are then undefined.
+        """
+        exact = {
+            name: shard if shard.local.dtype == shard.dtype else shard.without_elements()
+            for name, shard in as_shards(models).items()
+        }
+        with contextlib.closing(WeightsReader(self._weights_path)) as reader:
+            return reader.fetch(exact, age=None if version is None else version.age)
+
+    def restore_training(self, version: WeightsVersion, into: Mapping[str, Tensor]) -> bool:
+        """Copy this rank's training state of a version into tensors.
+
+        Returns:
+            False if it is not held, or is another model's.
+
+        Raises:
+            WeightsError: If the stored state is corrupt; the contents of `into` are then undefined.
+        """
+        if not self.holds_training(version, into):
+            return False
+        with contextlib.closing(WeightsReader(self._training_path)) as reader:
+            return reader.fetch(into, age=version.age).age == version.age
+
+    def holds_training(self, version: WeightsVersion, into: Mapping[str, Tensor]) -> bool:
+        """Return whether this rank's training state of a version is held, with these names, shapes and dtypes."""
+        if not WeightsPublisher.matches(self._training_path, _with_elements(into)):
+            return False
+        with contextlib.closing(WeightsReader(self._training_path)) as reader:
+            return reader.holds(version.age)
+
+    def publish(
+        self, wanted: WeightsVersion, models: Mapping[str, Tensor | Shard], training: Mapping[str, Tensor] | None
+    ) -> WeightsVersion:
+        """Publish a version: its training state first, if given and if shared memory has room for it, then its weights.
+
+        Args:
+            wanted: The version; its fingerprint and history are found here. Rank 0's counts.
+            models: The tensors, or this rank's shards, by published name; the same names on every rank.
+            training: Tensors of this rank's training state; None, on all ranks, if it is not published.
+
+        Returns:
+            The published version, on every rank.
+
+        Raises:
+            ConfigError: If shared memory has no room for the weights.
+            UnreachableError: If the daemon has ended.
+            WeightsError: If the tensors are not those of the first publish, or the version is not new.
+        """
+        shards, slot = as_shards(models), 0
+        if self._group.rank == 0:
+            # Allocated before the state: if there is room for only one of the two, the weights get it.
+            weights = self._weights = self._weights or self._publisher(shards)
+            wanted = weights.following(wanted)
+            slot = weights.begin(spared=self._kept_age())
+        slot, version, through, rollback, history, position = self._group.broadcast(
+            [slot, wanted.version, wanted.trained_through, int(wanted.rollback), wanted.history, wanted.position]
+        )
+        wanted = WeightsVersion(version, 0, through, bool(rollback), history, wanted.probe, position)
+        weights = self._weights = self._weights or WeightsPublisher(self._weights_path)
+        self._discard_unpublished()
+        self._wrote_state = training is not None and self.publish_training(wanted, training)
+        published = wanted._replace(fingerprint=self._write_together(weights.slot(slot), shards))
+        if self._group.rank == 0:
+            weights.finish(slot, published)
+        if not self._holds_pages:
+            weights.release()
+        return published
+
+    def publish_training(self, version: WeightsVersion, training: Mapping[str, Tensor]) -> bool:
+        """Write this rank's training state of a version; return whether shared memory has room for it.
+
+        Args:
+            version: The version whose weights are published next, or that is the newest and has no state.
+            training: Tensors of the training state.
+        """
+        state = _with_elements(training)
+        if self._training is None and self._has_room:
+            self._training = self._training_publisher(state)
+        if self._training is None:
+            return False
+        started_s = time.monotonic()
+        slot = self._training.begin(spared=self._kept_age())
+        digests = self._training.slot(slot).write(state)
+        self._training.finish(slot, version._replace(fingerprint=combined(digests), probe=None))
+        if not self._holds_pages:
+            self._training.release()
+        self.state_s = time.monotonic() - started_s
+        return True
+
+    def held(self, state: Mapping[str, Tensor | Shard]) -> HeldVersion | None:
+        """Return this trainer's newest version in place, with the training states of all ranks; called on rank 0.
+
+        Args:
+            state: This rank's training state: names, and which of them are split over the ranks.
+
+        Returns:
+            None if shared memory does not hold the training state of every rank.
+        """
+        weights, training = self._weights, self._training
+        slot = None if weights is None else weights.newest_slot()
+        if weights is None or training is None or slot is None:
+            return None
+        age = weights.version(slot).age
+        own = training.slot_of(age)
+        others = [self._state_of(rank, age) for rank in range(1, self._group.world_size)]
+        if own is None or None in others:
+            return None
+        states = [training.slot(own).views, *(other for other in others if other is not None)]
+
+        def is_next() -> bool:
+            kept = self._kept_age()
+            return weights.next_slot(kept) == slot or training.next_slot(kept) == own
+
+        return HeldVersion(weights.slot(slot).views, _Joined(states, as_shards(state)), is_next)
+
+    def close(self) -> None:
+        """Unmap the files; they stay, for the workers and for the next trainer."""
+        for publisher in (self._weights, self._training):
+            if publisher is not None:
+                publisher.close()
+
+    def _path_of(self, rank: int) -> Path:
+        return self._weights_path.with_name(f"training-{rank}" if rank else "training")
+
+    def _kept(self) -> WeightsVersion | None:
         newest = self.newest()
         if newest is None or not self._training_path.exists():
             return None
@@ -94,151 +251,11 @@ class PolicyVersions:
             ]
         return max(pairs, key=lambda found: _order(found.age), default=None)
 
-    def restore(
-        self, models: Mapping[str, Mapping[str, torch.Tensor]], *, version: WeightsVersion | None = None
-    ) -> WeightsVersion:
-        """Copy the weights of a version, the newest by default, into state dicts.
+    def _kept_age(self) -> Age | None:
+        return None if (kept := self._kept()) is None else kept.age
 
-        Raises:
-            WeightsError: If there are no such weights, or they are another model's.
-        """
-        with contextlib.closing(WeightsReader(self._weights_path)) as reader:
-            return reader.fetch(joined(models), age=None if version is None else version.age)
-
-    def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
-        """Copy the training state of a version into tensors; return False if it is not held or is another model's.
-
-        Raises:
-            WeightsError: If the stored state is corrupt; the contents of `into` are then undefined.
-        """
-        if not self.holds_training(version, into):
-            return False
-        with contextlib.closing(WeightsReader(self._training_path)) as reader:
-            return reader.fetch(into, age=version.age).age == version.age
-
-    def holds_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether the training state of a version is held, with these names, shapes and dtypes."""
-        if not WeightsPublisher.matches(self._training_path, into):
-            return False
-        with contextlib.closing(WeightsReader(self._training_path)) as reader:
-            return reader.holds(version.age)
-
-    def publish(
-        self,
-        version: int,
-        weights: Mapping[str, Mapping[str, torch.Tensor] | None],
-        training: Mapping[str, torch.Tensor] | None,
-        *,
-        trained_through: int,
-        rollback: bool = False,
-        position: int | None = None,
-        probe: Probe | None = None,
-    ) -> WeightsVersion:
-        """Publish a version: its training state first, if given and if shared memory has room for it, then its weights.
-
-        Args:
-            version: Version number, above the newest unless `rollback`.
-            weights: State dicts of the models, by model.
-            training: Tensors of the training state; None if it is not published.
-            trained_through: First lease that these weights do not include.
-            rollback: Whether this version undoes the newest one.
-            position: For a rollback, the first prompt that may be missing from these weights; None if unknown.
-            probe: The probe of a model with these weights.
-
-        Returns:
-            The published version of the weights.
-
-        Raises:
-            ConfigError: If shared memory has no room for the weights.
-            UnreachableError: If the daemon has ended.
-            WeightsError: If the tensors are not those of the first publish, or the version is not new.
-        """
-        tensors = flatten(**weights)
-        if self._weights is None:
-            # Allocated first: if there is room for only one of the two, the weights get it.
-            self._weights = publisher_of(self._weights_path, tensors)
-            if (kept := self.kept()) is not None:
-                self._weights.spare(kept.age)
-            self.discard_unpublished()
-        self.publish_no_training()
-        if training is not None:
-            before = self.newest()
-            # The weights' count, not one of its own: it distinguishes versions of the same number.
-            history = rollback + (0 if before is None else before.history)
-            self.publish_training(
-                version, training, trained_through=trained_through, rollback=rollback, history=history
-            )
-        published = self._weights.publish(
-            version, tensors, trained_through=trained_through, rollback=rollback, position=position, probe=probe
-        )
-        if self._wrote_state:
-            self._weights.spare(published.age)
-        return published
-
-    def publish_training(
-        self,
-        version: int,
-        training: Mapping[str, torch.Tensor],
-        *,
-        trained_through: int,
-        rollback: bool,
-        history: int,
-    ) -> None:
-        """Write the training state of a version if shared memory has room for it; its weights are published next.
-
-        Args:
-            version: Version number of the weights.
-            training: Tensors of the training state.
-            trained_through: First lease that these weights do not include.
-            rollback: Whether this version undoes the newest one.
-            history: Rollbacks up to this version, of the weights' file.
-        """
-        if self._training is None and self._has_room:
-            self._training = self._keep(training)
-        if self._training is not None:
-            started_s = time.monotonic()
-            self._training.publish(
-                version, training, trained_through=trained_through, rollback=rollback, history=history
-            )
-            self.state_s = time.monotonic() - started_s
-            self._wrote_state = True
-
-    def publish_no_training(self) -> None:
-        """Note that the weights published next have no training state, unless `publish_training` follows."""
-        self._wrote_state = False
-
-    @property
-    def wrote_training(self) -> bool:
-        """Whether the version published last has a training state, for which shared memory had room."""
-        return self._wrote_state
-
-    def held_training(self, version: WeightsVersion) -> HeldSlot | None:
-        """Return the training state of this publisher's newest version in place; None if it is not held."""
-        slot = None if self._training is None else self._training.newest_slot()
-        if self._training is None or slot is None or self._training.version(slot).age != version.age:
-            return None
-        return HeldSlot(self._training, slot, self._training.tensors(slot))
-
-    def release_training(self) -> None:
-        """Take the training states out of the resident memory of this process; they stay in the file."""
-        if self._training is not None:
-            self._training.release()
-
-    def held(self) -> HeldVersion | None:
-        """Return the newest version of this publisher in place; None if its training state is not held."""
-        return hold(self._weights, self._training)
-
-    def close(self) -> None:
-        """Unmap the files; they stay, for the workers and for the next trainer."""
-        for publisher in (self._weights, self._training):
-            if publisher is not None:
-                publisher.close()
-
-    def discard_unpublished(self) -> None:
-        """Discard states whose weights were never published: their number's next weights may come without a state.
-
-        Called before the first publish of a trainer.
-        """
+    def _discard_unpublished(self) -> None:
+        """Discard states whose weights were never published: their number's next weights may come without a state."""
         if not self._training_path.exists():
             return
         newest = self.newest()
@@ -247,16 +264,68 @@ class PolicyVersions:
                 if newest is None or _order(state.age) > _order(newest.age):
                     training.discard(state.age)
 
-    def _keep(self, training: Mapping[str, torch.Tensor]) -> WeightsPublisher | None:
+    def _publisher(self, shards: Mapping[str, Shard]) -> WeightsPublisher:
+        if not self._weights_path.parent.exists():
+            raise UnreachableError(f"the daemon has ended: {self._weights_path.parent} is gone")
+        return WeightsPublisher(self._weights_path, {name: shard.whole_on_meta() for name, shard in shards.items()})
+
+    def _training_publisher(self, state: Mapping[str, Tensor]) -> WeightsPublisher | None:
         try:
-            publisher = WeightsPublisher(self._training_path, training, slots=_TRAINING_SLOTS)
+            return WeightsPublisher(self._training_path, state, slots=_TRAINING_SLOTS)
         except ConfigError as error:
             self._has_room = False
             log.warning("no training state in shared memory, a killed trainer resumes from a checkpoint: %s", error)
             return None
-        if (kept := self.kept()) is not None:
-            publisher.rewind(kept.age)
-        return publisher
+
+    def _write_together(self, slot: Slot, shards: Mapping[str, Shard]) -> int:
+        """Write this rank's part of a slot; return the fingerprint of all of it, once every rank has written."""
+        rank, world_size = self._group.rank, self._group.world_size
+        # A tensor that every rank holds whole is rank 0's to write.
+        own = {name: shard if shard.split or not rank else shard.without_elements() for name, shard in shards.items()}
+        by_rank = self._group.gather(slot.write(own))
+        digests = [max(found) for found in zip(*by_rank, strict=True)]
+        left = [block for block, digest in enumerate(digests) if not digest]
+        mine = slot.digests(left[rank::world_size])
+        most = -(-len(left) // world_size)
+        for other, found in enumerate(self._group.gather([*mine, *[0] * (most - len(mine))])):
+            for block, digest in zip(left[other::world_size], found, strict=False):
+                digests[block] = digest
+        return combined(digests)
+
+    def _state_of(self, rank: int, age: Age) -> Mapping[str, Tensor] | None:
+        """Return another rank's training state of a version, in place; None if it is not held."""
+        if not (path := self._path_of(rank)).exists():
+            return None
+        mapping = WeightsMapping(path)
+        slot = mapping.slot_of(age)
+        # Unmapped with the last of these tensors.
+        return None if slot is None else mapping.slot(slot).views
+
+
+class _Joined(Mapping[str, Tensor]):
+    """The training states of all ranks as one: a tensor that is split is joined when it is read."""
+
+    def __init__(self, states: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Shard]) -> None:
+        self._states = states
+        self._expected = expected
+
+    def __getitem__(self, name: str) -> Tensor:
+        # A rank without a row of a tensor has none of it.
+        parts = [state[name] for state in self._states if name in state]
+        if not parts:
+            return self._expected[name].local
+        return torch.cat(parts) if self._expected[name].split else parts[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._expected)
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+
+def _with_elements(training: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that have elements on this rank: a vector shorter than the ranks are many has none on some."""
+    return {name: tensor for name, tensor in training.items() if tensor.numel()}
 
 
 def _order(age: Age) -> Age:

@@ -31,11 +31,11 @@ from pipeline.runtime.checkpoint_note import read_note as read_checkpoint
 from pipeline.runtime.checkpoint_note import verify
 from pipeline.runtime.run_folder import read_note
 from pipeline.storage.recording import Recording, TrainerStart, recording_of
+from pipeline.trainer.checkpoints import load_whole
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import new_learner, whole_models
 from pipeline.trainer.recording.bases import Base, Bases, config_of
 from pipeline.trainer.recording.recorder import versions
-from pipeline.trainer.resume import load_whole
 from pipeline.trainer.state import DEVICE_STATE, OPTIONAL, Progress, digest_after, restore_random_state, tensors_of
 from pipeline.trainer.step_log import line_of
 

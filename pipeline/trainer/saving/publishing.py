@@ -16,26 +16,24 @@ complete when the thread ends.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from pipeline.config.losses import answers_every
 from pipeline.config.schema import Config
-from pipeline.models.lora import published
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.metrics import TrainerMetrics
-from pipeline.trainer.sharding.sharding import Sharding
+from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import LearnerProtocol, Progress, tensors_of
 
-BESIDE_FROM_BYTES = 1 << 22
-"""Bytes of a publish from which a thread is worth its start."""
+BESIDE_FROM_BYTES = 1 << 20
+"""Bytes of the weights, the same on every rank, from which a thread is worth its start."""
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +43,11 @@ class _Pending(NamedTuple):
 
     Attributes:
         written: The version, once its page is turned, and the seconds of the writes.
-        is_reported: Whether the buffer has been told.
         keeps_state: Whether the version has a training state.
         then: Called after the end.
     """
 
     written: Future[tuple[WeightsVersion, float]]
-    is_reported: bool
     keeps_state: bool
     then: Callable[[], None]
 
@@ -69,12 +65,11 @@ class Publishing:
         config: Config,
         learner: LearnerProtocol,
         connection: Connection,
-        models: Mapping[str, torch.nn.Module],
+        models: RankModels,
         metrics: TrainerMetrics,
         *,
         device: torch.device,
         probe: Callable[[], Probe] | None,
-        sharding: Sharding | None,
     ) -> None:
         """Publish nothing yet; `Trainer` explains the arguments."""
         self.version = WeightsVersion(0, 0)
@@ -87,7 +82,6 @@ class Publishing:
         self._metrics = metrics
         self._device = device
         self._probe = probe
-        self._sharding = sharding
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._side_stream: torch.cuda.Stream | None = None
         self._pending: _Pending | None = None
@@ -107,9 +101,7 @@ class Publishing:
         self,
         progress: Progress,
         *,
-        version: int | None = None,
-        rollback: bool = False,
-        position: int | None = None,
+        first: WeightsVersion | None = None,
         keeps_state: bool = False,
         then: Callable[[], None] = lambda: None,
     ) -> None:
@@ -117,33 +109,32 @@ class Publishing:
 
         Args:
             progress: The progress of training with these weights.
-            version: Version number of this trainer's first publish; None for the next version.
-            rollback: As in `Connection.publish`.
-            position: As in `Connection.publish`.
+            first: The version of this trainer's first publish, as `PolicyVersions.publish` wants it; None for the next.
             keeps_state: Whether the version has a training state though `trainer.keep_state_every` would not say so.
             then: Called once the version is reported.
 
         Raises:
-            ConfigError, UnreachableError, WeightsError: As `Connection.publish`; from `finish` if a thread publishes.
+            ConfigError, UnreachableError, WeightsError: As `PolicyVersions.publish`; from `finish` if a thread
+                publishes.
         """
         self.finish()
-        is_first, started_s = version is not None, time.monotonic()
-        number = self.next_number if version is None else version
+        wanted, started_s = first or WeightsVersion(self.next_number), time.monotonic()
+        is_first, number = first is not None, wanted.version
         with self._metrics.publishing():
             probe = self._probe_answer(number, first=is_first)
             training = None
             every = self._config.keep_state_every
             if self._config.keep_state == "memory" and (is_first or keeps_state or number % every == 0):
                 training = tensors_of(self._learner, progress, self._device)
-            beside = self._is_worth_a_thread and not is_first
-            if beside:
-                written = self._thread.submit(self._writing(number, training, probe), self._stream())
+            wanted = wanted._replace(trained_through=self._connection.begin_version(), probe=probe)
+            write = _timed(self._models.writing(wanted, training))
+            if self._is_worth_a_thread and not is_first:
+                written = self._thread.submit(write, self._stream())
             else:
                 written = Future()
-                published_version = self._in_place(training, probe, version, rollback=rollback, position=position)
-                written.set_result((published_version, time.monotonic() - started_s))
+                written.set_result(write(contextlib.nullcontext()))
         self._waited_s = time.monotonic() - started_s
-        self._pending = _Pending(written, not beside, training is not None, then)
+        self._pending = _Pending(written, training is not None, then)
         self.poll()
 
     def poll(self) -> None:
@@ -171,16 +162,15 @@ class Publishing:
         self.wait()
         pending, self._pending = self._pending, None
         self.version, written_s = pending.written.result()
-        if not pending.is_reported:
-            self._connection.end_version(self.version)
+        self._connection.end_version(self.version)
         if self._connection.rank == 0:
-            source = self._connection.versions if self._sharding is None else self._sharding
+            versions = self._models.versions
             self._metrics.published(
                 self.version.version,
-                source.nbytes,
+                versions.nbytes,
                 written_s,
                 waited_s=self._waited_s,
-                state_s=source.state_s if pending.keeps_state else None,
+                state_s=versions.state_s if pending.keeps_state else None,
             )
         pending.then()
 
@@ -191,44 +181,10 @@ class Publishing:
             log.error("version %d is not published: %s", self.next_number, error)
         self._pending = None
 
-    def _in_place(
-        self, training: Mapping[str, torch.Tensor] | None, probe: Probe | None, version: int | None, **undo: Any
-    ) -> WeightsVersion:
-        if self._sharding is not None:
-            return self._sharding.publish(training, version=version, probe=probe, **undo)
-        models = self._weights()
-        return self._connection.publish(
-            actor=models["actor"], critic=models.get("critic"), training=training, version=version, probe=probe, **undo
-        )
-
-    def _writing(
-        self, number: int, training: Mapping[str, torch.Tensor] | None, probe: Probe | None
-    ) -> Callable[[contextlib.AbstractContextManager[None]], tuple[WeightsVersion, float]]:
-        """Return the writes of a version, called by the thread with the stream of its copies."""
-        through = self._connection.begin_version()
-        if self._sharding is not None:
-            write = self._sharding.writing(number, training, trained_through=through, probe=probe)
-        else:
-            versions, weights = self._connection.versions, self._weights()
-            write = functools.partial(versions.publish, number, weights, training, trained_through=through, probe=probe)
-
-        def timed(stream: contextlib.AbstractContextManager[None]) -> tuple[WeightsVersion, float]:
-            started_s = time.monotonic()
-            with stream:
-                found = write()
-            return found, time.monotonic() - started_s
-
-        return timed
-
-    def _weights(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        actor, critic = self._models["actor"], self._models.get("critic")
-        return {"actor": published(actor)} | ({} if critic is None else {"critic": critic.state_dict()})
-
     @property
     def _is_worth_a_thread(self) -> bool:
         # The first publish of a trainer maps the files, and sets their size.
-        nbytes = self._connection.weights_bytes if self._sharding is None else self._sharding.weights_bytes
-        return self.is_beside and nbytes >= BESIDE_FROM_BYTES
+        return self.is_beside and self._models.versions.weights_bytes >= BESIDE_FROM_BYTES
 
     def _stream(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of copies that begin after all that training has issued so far, beside what it issues."""
@@ -243,10 +199,23 @@ class Publishing:
         every = self._answers_every
         if self._probe is None or not every or not (first or number % every == 0):
             return None
-        if self._sharding is not None:
-            # The first rank may wait for its checkpoint. Inside the model's own collectives the others would seem hung.
-            self._sharding.meet()
+        # The first rank may wait for its checkpoint. Inside the model's own collectives the others would seem hung.
+        self._models.meet()
         return self._probe()
+
+
+def _timed(
+    write: Callable[[], WeightsVersion],
+) -> Callable[[contextlib.AbstractContextManager[None]], tuple[WeightsVersion, float]]:
+    """Return the writes of a version, called with the stream of their copies; they tell their seconds."""
+
+    def timed(stream: contextlib.AbstractContextManager[None]) -> tuple[WeightsVersion, float]:
+        started_s = time.monotonic()
+        with stream:
+            found = write()
+        return found, time.monotonic() - started_s
+
+    return timed
 
 
 @contextlib.contextmanager

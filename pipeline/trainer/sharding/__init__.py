@@ -5,6 +5,6 @@ models        models loaded slice by slice onto their ranks, and passes through 
 optimizer     the optimizer of a rank's shards
 ranks         collectives of a publish and a checkpoint; passes of all ranks in step
 reduction     gathered gradients summed to shards on CPUs, without a copy of them
-sharding      everything of one rank: load, publish, restore, save
+sharding      the models of a run, loaded as shards
 tensor_files  safetensors files, read by slices and written a tensor at a time
 """

@@ -43,7 +43,7 @@ _SPLIT_KINDS = ("exp_avg", "exp_avg_sq", "float32")
 class Write(Protocol):
     """Writes a checkpoint from models and state that are written when `save_pretrained` and `state` are called."""
 
-    def __call__(self, *, actor: Any, critic: Any, state: Callable[[Path], None]) -> Path:
+    def __call__(self, *, actor: Any, critic: Any, state: Mapping[str, Tensor] | Callable[[Path], None]) -> Path:
         """Write the checkpoint and return its folder; called on rank 0."""
 
 
@@ -95,7 +95,7 @@ class _Held:
     """The tensors of a version in shared memory."""
 
     def __init__(self, held: HeldVersion) -> None:
-        self._weights, self._state = held.weights.tensors, held.training.tensors
+        self._weights, self._state = held.weights, held.training
 
     def next(self, expected: _Tensor) -> Tensor:
         """Return the tensor, by its name."""

@@ -61,10 +61,6 @@ class RankGroup:
             dist.all_gather(received, sent, group=self._process_group)
             return [[value % (2 * _SIGN) for value in one.tolist()] for one in received]
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.agree(True)
-
     def agree(self, ready: bool) -> bool:
         """Return whether every rank passed True."""
         flag = torch.tensor(int(ready), device=self._device)

@@ -12,8 +12,9 @@ import torch
 
 from pipeline.errors import WeightsError
 from pipeline.models.weights import store
-from pipeline.models.weights.shards import Shard, ShardedVersions
+from pipeline.models.weights.shards import Shard
 from pipeline.models.weights.store import WeightsReader
+from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage.weights_header import WeightsVersion, newest_version
 from tests.models.weights.test_versions import ENDLESS, DyingMapping, Killed
 
@@ -52,8 +53,8 @@ class Rank:
     def broadcast(self, values: Sequence[int]) -> list[int]:
         return self.gather(values)[0]
 
-    def barrier(self) -> None:
-        self.gather([])
+    def agree(self, ready: bool) -> bool:
+        return all(found for (found,) in self.gather([int(ready)]))
 
 
 def together(ranks: Ranks, call: Callable[[int], Any]) -> list[Any]:
@@ -75,20 +76,20 @@ def together(ranks: Ranks, call: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-def shards(rank: int, value: float, world_size: int = 2) -> dict[str, dict[str, Shard]]:
+def shards(rank: int, value: float, world_size: int = 2) -> dict[str, Shard]:
     """Return a rank's shards of float32, published as bfloat16 but for the head; each element has its own value."""
     found = {}
     for name, shape in SHAPES.items():
         whole = value + torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) % 7
         dtype = torch.float32 if name == "head" else torch.bfloat16
         if not shape:
-            found[name] = Shard(whole, shape, 0, dtype, split=False)
+            found[f"actor.{name}"] = Shard(whole, shape, 0, dtype, split=False)
             continue
         chunk = -(-shape[0] // world_size)
         first = min(rank * chunk, shape[0])
         own = whole[first : first + chunk].clone()
-        found[name] = Shard(own, shape, first * (torch.Size(shape).numel() // shape[0]), dtype)
-    return {"actor": found}
+        found[f"actor.{name}"] = Shard(own, shape, first * (torch.Size(shape).numel() // shape[0]), dtype)
+    return found
 
 
 def training(rank: int, value: float) -> dict[str, torch.Tensor]:
@@ -102,12 +103,13 @@ class Crew:
         self.path = path
         self.ranks = Ranks()
         self.groups = [Rank(self.ranks, rank) for rank in range(2)]
-        self.versions = [ShardedVersions(path, group) for group in self.groups]
+        self.versions = [PolicyVersions(path, group) for group in self.groups]
 
     def publish(self, version: int, value: float, *, has_state: bool = True, **options: Any) -> list[Any]:
         def publish(rank: int) -> WeightsVersion:
             state = training(rank, value) if has_state else None
-            return self.versions[rank].publish(version, shards(rank, value), state, trained_through=version, **options)
+            wanted = WeightsVersion(version, trained_through=version, **options)
+            return self.versions[rank].publish(wanted, shards(rank, value), state)
 
         return together(self.ranks, publish)
 
@@ -137,15 +139,15 @@ def assert_holds(path: Path, version: int, value: float) -> None:
         expected = value + torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) % 7
         assert torch.equal(into[f"actor.{name}"], expected), name
     for rank in range(2):
-        versions = ShardedVersions(path, Rank(Ranks(), rank))
+        versions = PolicyVersions(path, Rank(Ranks(), rank))
         state = training(rank, -1)
         found = shards(rank, -5)
         assert versions.holds_training(newest, state) and versions.restore_training(newest, state)
-        versions.restore(newest, found)
+        versions.restore(found, version=newest)
         assert torch.equal(state["moments"], training(rank, value)["moments"])
-        assert torch.equal(found["actor"]["head"].local, shards(rank, value)["actor"]["head"].local)
+        assert torch.equal(found["actor.head"].local, shards(rank, value)["actor.head"].local)
         # float32 shards of what is published in bfloat16 come from the training state.
-        assert torch.equal(found["actor"]["weight"].local, shards(rank, -5)["actor"]["weight"].local)
+        assert torch.equal(found["actor.weight"].local, shards(rank, -5)["actor.weight"].local)
         versions.close()
 
 
@@ -236,9 +238,9 @@ def test_the_newest_version_that_has_a_state_on_every_rank_is_spared_and_found(t
     assert found == other and found.version == 3
     state, own = training(1, -1), shards(1, -5)
     assert successor.versions[1].restore_training(found, state)
-    successor.versions[1].restore(found, own)
+    successor.versions[1].restore(own, version=found)
     assert torch.equal(state["moments"], training(1, 3.0)["moments"])
-    assert torch.equal(own["actor"]["head"].local, shards(1, 3.0)["actor"]["head"].local)
+    assert torch.equal(own["actor.head"].local, shards(1, 3.0)["actor.head"].local)
 
     successor.publish(3, 3.5, rollback=True, position=8)
     for version in (4, 5, 6):
@@ -280,7 +282,7 @@ def test_a_rank_without_a_training_state_says_so(tmp_path: Path) -> None:
     together(
         crew.ranks,
         lambda rank: crew.versions[rank].publish(
-            0, shards(rank, 0), training(rank, 0) if rank == 0 else None, trained_through=0
+            WeightsVersion(0), shards(rank, 0), training(rank, 0) if rank == 0 else None
         ),
     )
     newest = newest_version(path)
@@ -303,12 +305,10 @@ def test_damaged_weights_are_not_restored(tmp_path: Path) -> None:
     found = shards(0, -5)
     newest = newest_version(path)
     assert newest is not None
-    versions = ShardedVersions(path, Rank(Ranks(), 0))
+    versions = PolicyVersions(path, Rank(Ranks(), 0))
 
-    with pytest.raises(WeightsError, match="damaged"):
-        versions.restore(newest, found)
-
-    assert torch.equal(found["actor"]["head"].local, shards(0, -5)["actor"]["head"].local)
+    with pytest.raises(WeightsError, match="no whole copy"):
+        versions.restore(found, version=newest)
 
 
 def test_weights_of_another_model_are_not_restored(tmp_path: Path) -> None:
@@ -318,8 +318,47 @@ def test_weights_of_another_model_are_not_restored(tmp_path: Path) -> None:
     newest = newest_version(tmp_path / "weights")
     assert newest is not None
     found = shards(0, -5)
-    found["actor"]["head"] = found["actor"]["head"]._replace(shape=(3, 1))
-    versions = ShardedVersions(tmp_path / "weights", Rank(Ranks(), 0))
+    found["actor.head"] = found["actor.head"]._replace(shape=(3, 1))
+    versions = PolicyVersions(tmp_path / "weights", Rank(Ranks(), 0))
 
-    with pytest.raises(WeightsError, match=r"^actor\.head: published as \(1, 3\), not a tensor of this model$"):
-        versions.restore(newest, found)
+    with pytest.raises(WeightsError, match=r"^actor\.head: \(3, 1\), published as \(1, 3\)$"):
+        versions.restore(found, version=newest)
+
+    assert torch.equal(found["actor.head"].local, shards(0, -5)["actor.head"].local)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_number_of_ranks_publishes_the_bytes_and_the_fingerprint_of_whole_tensors(
+    tmp_path: Path, world_size: int
+) -> None:
+    """The expected one is of plain tensors in the published dtypes."""
+    ranks = Ranks(world_size)
+    versions = [PolicyVersions(tmp_path / "weights", Rank(ranks, rank)) for rank in range(world_size)]
+    whole = {name: shard.local.to(shard.dtype) for name, shard in shards(0, 2.0, 1).items()}
+    expected = PolicyVersions(tmp_path / "whole").publish(WeightsVersion(1), whole, None)
+
+    found = together(ranks, lambda rank: versions[rank].publish(WeightsVersion(1), shards(rank, 2.0, world_size), None))
+
+    assert found == [expected] * world_size
+    assert (tmp_path / "weights").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_each_block_is_hashed_by_one_rank_and_those_of_one_rank_beside_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[tuple[int, int]] = []
+    crew = Crew(tmp_path / "weights")
+    crew.publish(0, 0.0)
+    for rank, versions in enumerate(crew.versions):
+        assert versions._weights is not None
+        for slot in versions._weights._slots:
+            digest = slot._digest
+            monkeypatch.setattr(
+                slot, "_digest", lambda index, rank=rank, digest=digest: hashed.append((rank, index)) or digest(index)
+            )
+
+    crew.publish(1, 1.0)
+
+    # The three blocks: rows 0 to 2 of 440,000 B are rank 0's, the others rank 1's, then head and scale of rank 0.
+    assert sorted(hashed) == [(0, 0), (0, 1), (1, 2)]
+    crew.close()

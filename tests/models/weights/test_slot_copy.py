@@ -8,7 +8,7 @@ import xxhash
 
 from pipeline.errors import WeightsError
 from pipeline.models.weights import slot_copy
-from pipeline.models.weights.slot_copy import Slot
+from pipeline.models.weights.slot_copy import Slot, combined
 from tests.models.weights.lazy_gpu import LazyGpu
 
 SHAPES = {"a": ((3, 50), torch.float32), "none": ((0, 4), torch.float32), "b": ((7,), torch.bfloat16),
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_with_the_fingerprint_of_a_slow_reference(small_
     memory = memoryview(bytearray(4096))
     its, target = slot(memory), tensors(seed=1)
 
-    written = its.write(tensors())
+    written = combined(its.write(tensors()))
 
     assert its.read(target) == written == slow_fingerprint(memory, 96)
     for name, expected in tensors().items():
@@ -61,7 +61,7 @@ def test_what_is_written_is_read_with_the_fingerprint_of_a_slow_reference(small_
 
 def test_without_some_of_the_targets_the_fingerprint_is_of_all_tensors(small_blocks):
     its, target = slot(), tensors(seed=1)
-    written = its.write(tensors())
+    written = combined(its.write(tensors()))
 
     del target["b"]
     with pytest.raises(WeightsError, match="b: missing"):
@@ -81,10 +81,10 @@ def test_tensors_that_are_no_plain_copy_of_bytes_are_copied_by_value(small_block
     target["c"] = torch.zeros(5, 3, 11, dtype=torch.float64).permute(2, 1, 0)
     its = slot()
 
-    written = its.write(given)
+    written = combined(its.write(given))
     found = its.read(target)
 
-    assert found == written == slot().write(expected)
+    assert found == written == combined(slot().write(expected))
     for name in SHAPES:
         assert torch.equal(target[name].to(expected[name].dtype), expected[name]), name
 
@@ -92,7 +92,7 @@ def test_tensors_that_are_no_plain_copy_of_bytes_are_copied_by_value(small_block
 def test_one_bit_changes_the_fingerprint():
     memory = memoryview(bytearray(4096))
     its = slot(memory)
-    written = its.write(tensors())
+    written = combined(its.write(tensors()))
     memory[700] ^= 1
 
     assert its.read(tensors()) != written
@@ -119,12 +119,12 @@ def test_a_gpus_tensors_are_copied_whole(small_blocks, on_gpu, refuses):
     memory = memoryview(bytearray(4096))
     its = slot(memory, gpu)
 
-    written = its.write(given)
+    written = combined(its.write(given))
     assert gpu.in_flight == 0
     found = its.read(target)
 
     assert gpu.in_flight == 0
-    assert found == written == slow_fingerprint(memory, 96) == slot().write(tensors())
+    assert found == written == slow_fingerprint(memory, 96) == combined(slot().write(tensors()))
     for name, expected in tensors().items():
         assert torch.equal(target[name], expected), name
 
@@ -136,9 +136,9 @@ def test_a_gpus_tensors_of_other_dtype_or_layout_are_converted_on_the_gpu(small_
     target["c"] = torch.zeros(5, 3, 11, dtype=torch.float64).permute(2, 1, 0)
     its = slot(driver=LazyGpu(*given.values(), *target.values()))
 
-    written = its.write(given)
+    written = combined(its.write(given))
 
-    assert its.read(target) == written == slot().write(tensors())
+    assert its.read(target) == written == combined(slot().write(tensors()))
     for name, expected in tensors().items():
         assert torch.equal(target[name].to(expected.dtype), expected), name
 

@@ -105,7 +105,7 @@ def test_a_publisher_killed_half_way_leaves_the_version_before(path, monkeypatch
     def die(digests):
         raise Killed
 
-    monkeypatch.setattr("pipeline.models.weights.slot_copy.combined", die)
+    monkeypatch.setattr("pipeline.models.weights.store.combined", die)
     with pytest.raises(Killed):
         publisher.publish(3, tensors(3.0))
     monkeypatch.undo()
@@ -126,14 +126,14 @@ def test_a_reader_that_is_overtaken_copies_again(path):
     overtaken = []
 
     class Target(dict):
-        """At the read of the first tensor, the publisher overtakes the reader by all slots."""
+        """When its tensors are first asked for, the publisher overtakes the reader by all slots."""
 
-        def get(self, name, default=None):
+        def items(self):
             if not overtaken:
-                overtaken.append(name)
+                overtaken.append(True)
                 for version in (2, 3):
                     publisher.publish(version, tensors(float(version)))
-            return super().get(name, default)
+            return super().items()
 
     target = Target(tensors())
 

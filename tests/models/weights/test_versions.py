@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pipeline.models.weights import store, tensor_specs, versions
+from pipeline.models.weights.shards import as_shards
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage import weights_header
+from pipeline.storage.weights_header import WeightsVersion
 from tests.storage.test_ledger import DyingMemory, Killed
 
 ENDLESS = 1 << 30
 
 
 def model(value):
-    return {"actor": {"a": torch.full((3, 2), value), "b": torch.full((5,), value, dtype=torch.bfloat16)}}
+    return {"actor.a": torch.full((3, 2), value), "actor.b": torch.full((5,), value, dtype=torch.bfloat16)}
 
 
 def training(value):
@@ -35,13 +37,14 @@ class DyingSlot(store.Slot):
     """A slot whose writer dies when the budget of stores is spent, in the middle of a tensor."""
 
     def write(self, tensors):
-        for name, view in self.views.items():
+        for name, shard in as_shards(tensors).items():
+            view = self.views[name]
             if DyingMapping.budget[0] == 0:
                 half = view.numel() // 2
-                view.flatten()[:half].copy_(tensors[name].flatten()[:half])
+                view.flatten()[:half].copy_(shard.local.flatten()[:half])
                 raise Killed
             DyingMapping.budget[0] -= 1
-            view.copy_(tensors[name])
+            view.copy_(shard.local)
         return super().write(tensors)
 
 
@@ -90,7 +93,8 @@ class VersionsMachine(RuleBasedStateMachine):
 
     def publish(self, version, value, *, rollback, keeps_state=True):
         state = training(value) if keeps_state else None
-        return self.trainer.publish(version, model(float(value)), state, trained_through=value, rollback=rollback)
+        wanted = WeightsVersion(version, trained_through=value, rollback=rollback)
+        return self.trainer.publish(wanted, model(float(value)), state)
 
     @rule(
         back=st.none() | st.integers(0, 3),
@@ -140,7 +144,7 @@ class VersionsMachine(RuleBasedStateMachine):
     def what_is_newest_is_whole(self):
         if self.values == 0 and not self.path.exists():
             return
-        into = {f"actor.{name}": tensor for name, tensor in model(-1.0)["actor"].items()}
+        into = model(-1.0)
         found = self.reader.fetch(into)
         assert (found.version, found.trained_through, found.history) == (self.version, self.value, self.history)
         assert all(tensor.eq(self.value).all() for tensor in into.values())
@@ -158,7 +162,7 @@ class VersionsMachine(RuleBasedStateMachine):
         state, weights = training(-1), model(-1.0)
         assert self.trainer.restore_training(found, state)
         assert self.trainer.restore(weights, version=found) == found
-        assert all(tensor.eq(value).all() for tensor in [*state.values(), *weights["actor"].values()])
+        assert all(tensor.eq(value).all() for tensor in [*state.values(), *weights.values()])
 
     def teardown(self):
         store.WeightsMapping = versions.WeightsMapping = self.original
@@ -182,7 +186,7 @@ def test_without_room_for_the_training_state_the_weights_are_published_alone(tmp
 
     with caplog.at_level(logging.WARNING):
         for version in range(2):
-            trainer.publish(version, model(1.0), training(1), trained_through=0)
+            trainer.publish(WeightsVersion(version), model(1.0), training(1))
 
     assert trainer.newest().version == 1
     assert not trainer.restore_training(trainer.newest(), training(0))
@@ -192,7 +196,7 @@ def test_without_room_for_the_training_state_the_weights_are_published_alone(tmp
 
 def test_a_training_state_of_another_model_is_not_used(tmp_path):
     trainer = PolicyVersions(tmp_path / "weights")
-    trainer.publish(0, model(1.0), training(1), trained_through=0)
+    trainer.publish(WeightsVersion(0), model(1.0), training(1))
     other = {**training(0), "actor.exp_avg.b": torch.zeros(1)}
 
     assert not trainer.restore_training(trainer.newest(), other)
@@ -201,7 +205,7 @@ def test_a_training_state_of_another_model_is_not_used(tmp_path):
 
 def test_a_damaged_training_state_is_never_used_as_if_it_were_whole(tmp_path):
     trainer = PolicyVersions(tmp_path / "weights")
-    damaged = trainer.publish(0, model(1.0), training(1), trained_through=0)
+    damaged = trainer.publish(WeightsVersion(0), model(1.0), training(1))
     trainer._training._slots[0].views["progress"][0] = 99
 
     with pytest.raises(store.WeightsError, match="no whole copy"):
@@ -211,7 +215,7 @@ def test_a_damaged_training_state_is_never_used_as_if_it_were_whole(tmp_path):
 def test_the_newest_version_is_read_from_the_header_without_a_mapping(tmp_path, monkeypatch):
     trainer = PolicyVersions(tmp_path / "weights")
     assert trainer.newest() is None
-    published = [trainer.publish(version, model(1.0), None, trained_through=0) for version in range(2)]
+    published = [trainer.publish(WeightsVersion(version), model(1.0), None) for version in range(2)]
     mapped = []
     monkeypatch.setattr(store, "WeightsMapping", mapped.append)
 
@@ -222,7 +226,7 @@ def test_the_newest_version_is_read_from_the_header_without_a_mapping(tmp_path, 
 
 def test_the_newest_version_is_found_while_another_slot_is_written(tmp_path, monkeypatch):
     trainer = PolicyVersions(tmp_path / "weights")
-    published = trainer.publish(0, model(1.0), None, trained_through=0)
+    published = trainer.publish(WeightsVersion(0), model(1.0), None)
     words, other = trainer._weights._mapping.marks, weights_header.slot_mark(1)
     read, reads = os.pread, []
 

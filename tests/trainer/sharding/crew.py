@@ -23,8 +23,10 @@ from pipeline.models import chunked_log_probs
 from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import Saved, adapt, adapter_of
-from pipeline.models.weights.shards import ShardedVersions
+from pipeline.models.weights.store import joined
+from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime.checkpoint_note import CheckpointNote
+from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import load_reference
@@ -264,35 +266,34 @@ def _case(name: str, folder: Path, group: RankGroup) -> dict[str, Any]:
 def _published(models: dict[str, Any], state: dict[str, Tensor], place: Path, group: RankGroup) -> dict[str, Any]:
     """Publish the models, set all to 0, and restore all; return rank 0's findings."""
     before = _copies(models, state)
-    versions = ShardedVersions(place / "weights", group)
-    shards = {model: shards_of(module, published=True) for model, module in models.items()}
-    first = versions.publish(1, shards, state, trained_through=5)
+    versions = PolicyVersions(place / "weights", group)
+    shards = joined({model: shards_of(module, published=True) for model, module in models.items()})
+    first = versions.publish(WeightsVersion(1, trained_through=5), shards, state)
     # Rank 0 turns the page once it has gathered the digests; the others do not wait for that.
-    group.barrier()
+    group.agree(True)
     _clear(models, state, shards)
-    again = ShardedVersions(place / "weights", group)
+    again = PolicyVersions(place / "weights", group)
     is_restored = again.restore_training(first, state)
-    again.restore(first, shards)
+    again.restore(shards, version=first)
     different = _different(before, _copies(models, state), group)
     # The second publish is that of a successor.
-    second = again.publish(2, shards, state, trained_through=6)
+    second = again.publish(WeightsVersion(2, trained_through=6), shards, state)
     if group.rank == 0:
-        _write_held(versions, second, models, state, place)
-    group.barrier()
+        _write_held(versions, models, state, place)
+    group.agree(True)
     versions.close()
     again.close()
     return {"restored": group.agree(is_restored), "different": different, "versions": [first, second]}
 
 
-def _write_held(versions: Any, version: Any, models: dict[str, Any], state: dict[str, Tensor], place: Path) -> None:
+def _write_held(versions: Any, models: dict[str, Any], state: dict[str, Tensor], place: Path) -> None:
     """Write a checkpoint of the newest version from shared memory."""
-    split = {name for name, shard in state_shards(state, models).items() if shard.split}
-    held = versions.held(version, split)
+    held = versions.held(state_shards(state, models))
     if not adapter_of(models["actor"]):
         note = CheckpointNote("", STEPS, STEPS, 11, False, "", "", {})
         write = functools.partial(save_checkpoint, place / "held", note, tokenizer=Tokenizer())
         HeldCheckpoint(models, state, held).write(write)
-    assert held.is_next is False
+    assert held.is_next() is False
 
 
 def _saved(
@@ -303,7 +304,7 @@ def _saved(
     note = CheckpointNote("", STEPS, STEPS, 11, False, "", "", {})
     write = functools.partial(save_checkpoint, place / "checkpoints", note, tokenizer=Tokenizer())
     path = save_together(group, models, state, MODELS[name], write)
-    _clear(models, state, {model: shards_of(module) for model, module in models.items()})
+    _clear(models, state, joined({model: shards_of(module) for model, module in models.items()}))
     if name.startswith("lora"):
         # The base model is the one of its own folder.
         fill(models["actor"], place.parent / name, "model.actor", without=adapter_of(models["actor"]))
@@ -350,8 +351,8 @@ def _copies(models: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tenso
     return {**{name: shard.local.clone() for name, shard in shards.items()}, **{n: t.clone() for n, t in state.items()}}
 
 
-def _clear(models: dict[str, Any], state: dict[str, Tensor], shards: dict[str, dict[str, Any]]) -> None:
-    for tensor in [*state.values(), *(shard.local for named in shards.values() for shard in named.values())]:
+def _clear(models: dict[str, Any], state: dict[str, Tensor], shards: dict[str, Any]) -> None:
+    for tensor in [*state.values(), *(shard.local for shard in shards.values())]:
         tensor.zero_()
 
 

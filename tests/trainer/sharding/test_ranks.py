@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pipeline.config.schema import Config
+from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding import ranks
-from pipeline.trainer.sharding.sharding import Sharding
 
 
 def test_a_rank_that_meets_the_others_is_known_to_wait_for_them(
@@ -40,10 +40,11 @@ def test_a_rank_that_meets_the_others_is_known_to_wait_for_them(
         new_group=lambda **_: None,
     )
     monkeypatch.setattr(ranks, "dist", group)
-    monkeypatch.setattr("pipeline.trainer.sharding.sharding.dist", group)
-    connection = cast(Any, SimpleNamespace(weights_path=tmp_path / "weights"))
-    sharding = Sharding(Config(), {}, connection, torch.device("cpu"), waiting)
+    monkeypatch.setattr("pipeline.trainer.saving.rank_models.dist", group)
+    monkeypatch.setattr("pipeline.trainer.saving.rank_models.is_sharded", lambda model: True)
+    connection = cast(Any, SimpleNamespace(rank=1, weights_path=tmp_path / "weights"))
+    models = RankModels(Config(), {"actor": torch.nn.Identity()}, connection, torch.device("cpu"), waiting)
 
-    sharding.meet()
+    models.meet()
 
     assert seen == [True] and not is_waiting

@@ -1,0 +1,195 @@
+"""The models of one rank as they are published, restored and saved with the training state, whole or as shards.
+
+A rank that holds whole models is a group of one rank, in which one shard is a whole tensor. So the ranks of a sharded
+trainer and a rank with whole models take one path; only the files of a checkpoint are written and read in two ways:
+those of whole models by transformers, those of shards by slices (`pipeline.trainer.sharding.checkpoints`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.config.schema import Config
+from pipeline.models.lora import Saved, adapter_of, published
+from pipeline.models.weights.held import HeldVersion, state_dicts
+from pipeline.models.weights.shards import Alone, Shard, as_shards
+from pipeline.models.weights.store import flatten, joined
+from pipeline.models.weights.versions import PolicyVersions
+from pipeline.storage.weights_header import WeightsVersion
+from pipeline.trainer.checkpoints import STATE_FILE, load_whole
+from pipeline.trainer.connection import Connection
+from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, Write, load_shards, save_together, state_shards
+from pipeline.trainer.sharding.models import is_sharded, shards_of
+from pipeline.trainer.sharding.ranks import TIMEOUT, RankGroup
+
+Waiting = Callable[[], contextlib.AbstractContextManager[None]]
+"""Encloses a collective, in which a rank makes no progress of its own."""
+
+
+class RankModels:
+    """The models of one rank. What all ranks do together is a collective if the models are sharded.
+
+    Attributes:
+        is_sharded: Whether all ranks publish and save together; else the first one alone.
+        publishes: Whether this rank takes part in publishes and checkpoints.
+        versions: The published versions.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        models: Mapping[str, nn.Module],
+        connection: Connection,
+        device: torch.device,
+        waiting: Waiting = contextlib.nullcontext,
+    ) -> None:
+        """Take over the models; with shards a collective.
+
+        Args:
+            config: The run's configuration.
+            models: ``actor`` and, with PPO, ``critic``, whole or sharded.
+            connection: This rank's connection to the daemon.
+            device: Device of the models.
+            waiting: Encloses each collective.
+        """
+        self._config = config
+        self._models = models
+        self._held: HeldCheckpoint | None = None
+        self.is_sharded = is_sharded(models["actor"])
+        self.publishes = self.is_sharded or connection.rank == 0
+        if not self.is_sharded:
+            self._group: Alone | RankGroup = Alone()
+            self.versions = connection.versions
+            return
+        self._group = RankGroup(device, waiting)
+        # A group of its own, on the CPU: a thread publishes beside the collectives of training.
+        beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        publishing = RankGroup(torch.device("cpu"), _in_training(waiting), beside)
+        self.versions = PolicyVersions(connection.weights_path, publishing, holds_pages=device.type != "cpu")
+
+    def writing(self, wanted: WeightsVersion, training: Mapping[str, Tensor] | None) -> Callable[[], WeightsVersion]:
+        """Return the publish of a version, which a thread of every rank may call while training goes on.
+
+        The tensors are read live: the caller waits for the end before they change. Training's thread meets the other
+        ranks here, so that none waits for a late one in a pass or in the publish. Arguments and errors of the publish:
+        `PolicyVersions.publish`.
+        """
+        models = self._published()
+        self.meet()
+        return functools.partial(self.versions.publish, wanted, models, training)
+
+    def restore(self, version: WeightsVersion, state: Mapping[str, Tensor]) -> bool:
+        """Set the models and the training state to a version.
+
+        Returns:
+            False if a rank has no training state of that version: then no rank has changed anything.
+
+        Raises:
+            WeightsError: If weights or state are damaged, or the weights are another model's.
+        """
+        if not self._group.agree(self.versions.holds_training(version, state)):
+            return False
+        self.versions.restore_training(version, state)
+        self.versions.restore(self._published(), version=version)
+        return True
+
+    def load(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Set the models and the training state to a checkpoint's.
+
+        Raises:
+            CheckpointError: If a file cannot be read, or is of other models.
+        """
+        if self.is_sharded:
+            load_shards(folder, STATE_FILE, self._models, state)
+        else:
+            load_whole(folder, self._config, self._models, state)
+
+    def meet(self) -> None:
+        """Wait for all ranks; a collective in which a rank may be for any time."""
+        self._group.agree(True)
+
+    def due(self, is_due: bool) -> bool:
+        """Return the first rank's answer on every rank: only that rank knows the checkpoints that it has written."""
+        return bool(self._group.broadcast([int(is_due)])[0])
+
+    def held(self, state: Mapping[str, Tensor]) -> tuple[bool, HeldVersion | None]:
+        """Return whether shared memory holds the newest version and the states of all ranks.
+
+        Args:
+            state: This rank's training state.
+
+        Returns:
+            The answer, on every rank, and on the first one the version, which `save` writes. Shards with adapters are
+            never held: no rank has their whole base model.
+        """
+        found = None
+        if self._group.rank == 0 and not (self.is_sharded and adapter_of(self._models["actor"])):
+            shards = state_shards(state, self._models) if self.is_sharded else as_shards(state)
+            found = self.versions.held(shards)
+            if found is not None and self.is_sharded:
+                self._held = HeldCheckpoint(self._models, state, found)
+        return self.due(found is not None), found
+
+    def save(self, write: Write, state: Mapping[str, Tensor] | None, held: HeldVersion | None) -> Path | None:
+        """Write a checkpoint.
+
+        Args:
+            write: Writes it from models and state, on the first rank.
+            state: This rank's training state, to save the live tensors, which all ranks do together; None for `held`.
+            held: The version to save, from `held`; the first rank alone saves it, in any thread.
+
+        Returns:
+            The checkpoint's folder; None on another rank than the first.
+
+        Raises:
+            CheckpointError: On every rank that takes part, if the checkpoint cannot be written.
+        """
+        if isinstance(self._group, RankGroup) and state is not None:
+            return save_together(self._group, self._models, state, self._config.model, write)
+        if self._held is not None:
+            from_shards, self._held = self._held, None
+            return from_shards.write(write)
+        live = {name: published(model) for name, model in self._models.items()}
+        states = live if held is None else state_dicts(held.weights, **live)
+        tensors = state if held is None else held.training
+        assert tensors is not None
+        return write(
+            actor=Saved(self._models["actor"], self._config.model, states["actor"]),
+            critic=_WithState(self._models["critic"], states["critic"]) if "critic" in states else None,
+            state=tensors,
+        )
+
+    def close(self) -> None:
+        """Unmap the published versions; they stay."""
+        self.versions.close()
+
+    def _published(self) -> dict[str, Shard]:
+        if self.is_sharded:
+            return joined({model: shards_of(module, published=True) for model, module in self._models.items()})
+        return as_shards(flatten(**{model: published(module) for model, module in self._models.items()}))
+
+
+class _WithState:
+    """A model that is saved with the tensors of a state dict in place of its own."""
+
+    def __init__(self, model: Any, state: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._state = state
+
+    def save_pretrained(self, path: Path) -> None:
+        self._model.save_pretrained(path, state_dict=self._state)
+
+
+def _in_training(waiting: Waiting) -> Waiting:
+    """Return the context of a collective for training's thread; in another one the rank does not wait."""
+    training = threading.current_thread()
+    return lambda: waiting() if threading.current_thread() is training else contextlib.nullcontext()
