@@ -265,7 +265,7 @@ class DetachedReplayBuffer:
         with self._links.take() as link:
             try:
                 lease = link.ask(
-                    lambda: WantBatch(link.name, link.incarnation, link.request, deadline_s),
+                    lambda: WantBatch(link.name, link.peer.incarnation, link.request, deadline_s),
                     lambda message: isinstance(message, Lease),
                     deadline_s,
                 )
@@ -338,7 +338,7 @@ class DetachedReplayBuffer:
         until_s = time.monotonic() + CALL_S if deadline_s is None else deadline_s
         with self._links.take() as link:
             answer = link.ask(
-                lambda: Ask(link.name, link.incarnation, link.request, call, until_s),
+                lambda: Ask(link.name, link.peer.incarnation, link.request, call, until_s),
                 lambda message: isinstance(message, Books),
                 until_s,
             )

@@ -14,7 +14,6 @@ import collections
 import contextlib
 import fcntl
 import os
-import random
 import secrets
 import shutil
 import struct
@@ -30,6 +29,7 @@ import msgspec
 from pipeline.errors import ArenaFullError, BufferClosedError, ConfigError, DeadlineError, UnreachableError
 from pipeline.replay.queue import client_name
 from pipeline.runtime.messages import Join, Message, Refused, Welcome
+from pipeline.runtime.peer import Peer
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
@@ -192,7 +192,7 @@ class Link:
     """One client of the server, with one request in flight at a time.
 
     Attributes:
-        incarnation: A new one for each server that welcomes the client, so that answers of a dead server are void.
+        peer: This side of the conversation with the server; answers of a dead server are void.
         request: Number of the request in flight.
         ticket: The ticket in hand, -1 without one.
         lease: The lease in hand, -1 without one.
@@ -205,10 +205,9 @@ class Link:
         self._folder = folder
         self._owner_pid = owner_pid
         self.name, self._descriptor = _lock_client(folder)
-        self.incarnation = random.getrandbits(62)
-        self._server = 0
+        self.peer = Peer()
         # A socket name is never reused: ZeroMQ removes the file of a closed socket some time later.
-        self._socket = f"{self.name}.{self.incarnation:x}"
+        self._socket = f"{self.name}.{self.peer.incarnation:x}"
         try:
             self._mailbox = Mailbox(folder, self._socket)
         except ConfigError:
@@ -237,20 +236,20 @@ class Link:
         """
         self.request += 1
         self.busy = True
-        if not self._server:
+        if self.peer.server is None:
             self._join()
         sent_s = self._send(make)
         while True:
             while self._mail:
                 message = self._mail.popleft()
                 if isinstance(message, Welcome):
-                    if message.incarnation != self._server:
-                        self._welcomed(message.incarnation)
+                    if self.peer.meets(message):
+                        self._join()
                         sent_s = self._send(make)
                 elif isinstance(message, Refused):
-                    if (message.to, message.request) == (self.incarnation, self.request):
+                    if (message.to, message.request) == (self.peer.incarnation, self.request):
                         self._raise(message)
-                elif getattr(message, "to", None) == self.incarnation and is_answer(message):
+                elif getattr(message, "to", None) == self.peer.incarnation and is_answer(message):
                     return message
             self._mail.extend(self._mailbox.receive(_CHECK_S))
             if not self._mail:
@@ -276,12 +275,8 @@ class Link:
         return time.monotonic()
 
     def _join(self) -> None:
-        self._outbox.send(Join(self.name, self.incarnation, self._socket, self._server, self.ticket, self.lease))
-
-    def _welcomed(self, server: int) -> None:
-        self._server = server
-        self.incarnation = random.getrandbits(62)
-        self._join()
+        peer = self.peer
+        self._outbox.send(Join(self.name, peer.incarnation, self._socket, peer.server or 0, self.ticket, self.lease))
 
     def _raise(self, refused: Refused) -> NoReturn:
         self.done()

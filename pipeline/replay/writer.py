@@ -71,7 +71,7 @@ class RowWriter:
         rows = len(experience.sequences)
         with self._links.take() as link:
             ticket = link.ask(
-                lambda: WantRoom(link.name, link.incarnation, link.request, rows, nbytes, deadline_s),
+                lambda: WantRoom(link.name, link.peer.incarnation, link.request, rows, nbytes, deadline_s),
                 lambda message: isinstance(message, Ticket),
                 deadline_s,
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from pipeline.runtime.messages import (
     Welcome,
     is_evaluation,
 )
+from pipeline.runtime.peer import Peer
 from pipeline.runtime.transport import Sender, worker_name
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import WeightsVersion
@@ -122,8 +122,7 @@ class RolloutWorker:
         self._group_size = group_size
         self._hooks = hooks
         self._reader: WeightsReader | None = None
-        self._incarnation = random.getrandbits(62)
-        self._buffer_incarnation: int | None = None
+        self._peer = Peer()
         # Tickets without an outcome, in the order of their arrival; those that have begun come first.
         self._tickets: dict[int, _InHand] = {}
         self._shown = -1, 0.0, 0
@@ -143,14 +142,14 @@ class RolloutWorker:
     def handle(self, message: Message) -> None:
         """Handle a message of the buffer."""
         match message:
-            case Welcome(incarnation=incarnation) if incarnation != self._buffer_incarnation:
-                self._connect(incarnation)
-            case Ticket(to=self._incarnation):
+            case Welcome() if self._peer.meets(message):
+                self._connect()
+            case Ticket(to=self._peer.incarnation):
                 if message.ticket not in self._unsettled and message.ticket not in self._tickets:
                     self._tickets[message.ticket] = _InHand(message, message.deadline_s - self._clock())
-            case Settled(to=self._incarnation, ticket=ticket):
+            case Settled(to=self._peer.incarnation, ticket=ticket):
                 self._unsettled.pop(ticket, None)
-            case Wait(to=self._incarnation, reason=reason):
+            case Wait(to=self._peer.incarnation, reason=reason):
                 self._metrics.wait_for(reason)
             case Drain():
                 self.draining = True
@@ -248,25 +247,23 @@ class RolloutWorker:
     def _hello(self) -> Hello:
         held = [*self._unsettled.values(), *(in_hand.ticket for in_hand in self._tickets.values())]
         return Hello(
-            self._name, self._incarnation, [message.ticket for message in held],
+            self._name, self._peer.incarnation, [message.ticket for message in held],
             pid=os.getpid(), attempts=[message.attempt for message in held],
         )  # fmt: skip
 
-    def _connect(self, incarnation: int) -> None:
-        if self._buffer_incarnation is not None:
-            # Unread tickets of the dead buffer are void: the new buffer learns the tickets in hand from this Hello, and
-            # issues the others, with their room, to any worker.
-            self._incarnation = random.getrandbits(62)
+    def _connect(self) -> None:
+        # Unread tickets of a dead buffer are void: the new buffer learns the tickets in hand from this Hello, and
+        # issues the others, with their room, to any worker.
+        if self._peer.has_met_another:
             # The new buffer makes its evaluation anew.
             void = [number for number in self._tickets if is_evaluation(number)]
             self._stream.cancel(void)
             self._tickets = {number: held for number, held in self._tickets.items() if number not in void}
             self._unsettled = {number: held for number, held in self._unsettled.items() if not is_evaluation(number)}
-        self._buffer_incarnation = incarnation
         self._sender.send(self._hello())
         for message in self._unsettled.values():
             self._sender.send(message)
-        self._sender.send(WantTickets(self._name, self._incarnation, self._stream.tickets_ahead))
+        self._sender.send(WantTickets(self._name, self._peer.incarnation, self._stream.tickets_ahead))
 
     def _work(self, in_hand: _InHand) -> Outcome:
         """Return the outcome of a ticket whose responses have ended."""

@@ -16,6 +16,7 @@ link                messages between two processes over a socket
 lock                the lock and record of an instance
 messages            every message between the processes
 pause               whether tickets are issued
+peer                one side of a conversation with a process that may be restarted
 pool                processes that run code of the user, replaced when they end
 pool_process        the forkserver of a pool, and the start of a process
 role                a role's folder, metrics, reports and SIGTERM

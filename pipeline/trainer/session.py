@@ -10,13 +10,13 @@ from __future__ import annotations
 import collections
 import logging
 import os
-import random
 import time
 from typing import Protocol
 
 import msgspec
 
 from pipeline.runtime.messages import Ack, Credit, Damaged, Drain, Hello, Lease, Message, Published, Release, Welcome
+from pipeline.runtime.peer import Peer
 from pipeline.runtime.transport import Sender, trainer_name
 from pipeline.storage.weights_header import WeightsVersion
 
@@ -68,8 +68,7 @@ class BufferSession:
         self._name = trainer_name(rank)
         self._world_size = world_size
         self._prefetch = prefetch
-        self._incarnation = random.getrandbits(62)
-        self._buffer_incarnation: int | None = None
+        self._peer = Peer()
         self._leases: collections.deque[Lease] = collections.deque()
         self._newest_lease = -1
         self._in_hand: list[int] = []
@@ -95,12 +94,12 @@ class BufferSession:
         incarnation.
         """
         deadline_s = time.monotonic() + timeout_s
-        while self._buffer_incarnation is None and (left_s := deadline_s - time.monotonic()) > 0:
+        while self._peer.server is None and (left_s := deadline_s - time.monotonic()) > 0:
             self.receive(min(left_s, _HELLO_AGAIN_S))
-            if self._buffer_incarnation is None:
-                self._incarnation = random.getrandbits(62)
+            if self._peer.server is None:
+                self._peer.renew()
                 self._send(self._hello())
-        return self._buffer_incarnation is not None
+        return self._peer.server is not None
 
     def receive(self, timeout_s: float) -> None:
         """Handle the buffer's messages, waiting up to `timeout_s` for the first one."""
@@ -109,9 +108,9 @@ class BufferSession:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Welcome(incarnation=incarnation) if incarnation != self._buffer_incarnation:
-                self._welcomed(incarnation)
-            case Lease(to=self._incarnation, lease=lease) if lease > self._newest_lease:
+            case Welcome() if self._peer.meets(message):
+                self._welcomed()
+            case Lease(to=self._peer.incarnation, lease=lease) if lease > self._newest_lease:
                 # Leases arrive in order; a lower number is a repeat by a buffer that could not know of the first send.
                 self._newest_lease = lease
                 self.deliveries_repeated += message.deliveries > 1
@@ -121,22 +120,23 @@ class BufferSession:
             case Drain():
                 self.draining = True
 
-    def _welcomed(self, incarnation: int) -> None:
-        if self._buffer_incarnation is not None:
+    def _welcomed(self) -> None:
+        # Unread leases of a dead buffer are void: the new one may lease them to other ranks, or lease other rows under
+        # their numbers.
+        if self._peer.has_met_another:
             log.debug("the buffer was restarted, repeating the messages that it may have missed")
-            # Unread leases of the dead buffer are void: the new one may lease them to other ranks, or lease other rows
-            # under their numbers.
-            self._incarnation = random.getrandbits(62)
             for lease in self._acks:
                 self._send(Ack(self._name, lease))
             if self._published is not None:
                 self._send(self._published)
             if self._damaged is not None:
-                self._damaged = msgspec.structs.replace(self._damaged, incarnation=self._incarnation)
+                self._damaged = msgspec.structs.replace(self._damaged, incarnation=self._peer.incarnation)
                 self._send(self._damaged)
-        self._buffer_incarnation = incarnation
+        self._greet()
+
+    def _greet(self) -> None:
         self._send(self._hello())
-        self._send(Credit(self._name, self._incarnation, self._prefetch))
+        self._send(Credit(self._name, self._peer.incarnation, self._prefetch))
 
     # Leases.
 
@@ -185,13 +185,12 @@ class BufferSession:
         """
         for _ in range(batches):
             lowest = self._in_hand.pop()
-            self._send(Release(self._name, lowest, self._incarnation))
+            self._send(Release(self._name, lowest, self._peer.incarnation))
         if batches and not is_last:
             self._leases.clear()
-            self._incarnation = random.getrandbits(62)
+            self._peer.renew()
             self._newest_lease = lowest - 1
-            self._send(self._hello())
-            self._send(Credit(self._name, self._incarnation, self._prefetch))
+            self._greet()
 
     def refuse(self, lease: Lease, damaged: dict[int, str]) -> None:
         """Report the damaged tickets of a lease, each with its reason, and give up all later leases."""
@@ -200,9 +199,9 @@ class BufferSession:
         # The later leases are delivered again under the same numbers, with other rows: leases sent to the incarnation
         # so far are void, and numbers are accepted from the damaged lease on.
         self._leases.clear()
-        self._incarnation = random.getrandbits(62)
+        self._peer.renew()
         self._newest_lease = lease.lease - 1
-        self._damaged = Damaged(self._name, lease.lease, [*damaged], reason, self._incarnation)
+        self._damaged = Damaged(self._name, lease.lease, [*damaged], reason, self._peer.incarnation)
         self._send(self._damaged)
 
     # Versions.
@@ -234,25 +233,24 @@ class BufferSession:
 
         Every rank announces the rollback before its hello: one rank's hello may overtake another rank's rollback.
         """
-        self._incarnation = random.getrandbits(62)
+        self._peer.renew()
         self._leases.clear()
         self._in_hand.clear()
         self._in_version.clear()
         self._acks.clear()
         self._newest_lease = -1
         self.announce(published)
-        self._send(self._hello())
-        self._send(Credit(self._name, self._incarnation, self._prefetch))
+        self._greet()
 
     def close(self) -> None:
         """Hand back every lease that is not trained."""
         # The credit first: otherwise the buffer would lease the rows to this rank again.
-        self._send(Credit(self._name, self._incarnation, 0))
+        self._send(Credit(self._name, self._peer.incarnation, 0))
         for lease in self._held():
-            self._send(Release(self._name, lease, self._incarnation))
+            self._send(Release(self._name, lease, self._peer.incarnation))
 
     def _hello(self) -> Hello:
-        return Hello(self._name, self._incarnation, self._held(), self._newest_lease < 0, os.getpid())
+        return Hello(self._name, self._peer.incarnation, self._held(), self._newest_lease < 0, os.getpid())
 
     def _held(self) -> list[int]:
         return [*self._in_version, *self._in_hand, *(lease.lease for lease in self._leases)]
