@@ -36,12 +36,11 @@ _Digests = Callable[[Callable[[int], int], Sequence[int]], list[int]]
 
 
 class _Segment(NamedTuple):
-    """The part of a tensor in one block: its bytes in the slot, and its start in the tensor."""
+    """The part of a tensor in one block: its bytes in the slot and in the tensor."""
 
     name: str
-    start: int
-    end: int
-    tensor_start: int
+    in_slot: slice
+    in_tensor: slice
 
 
 class _Span(NamedTuple):
@@ -49,17 +48,20 @@ class _Span(NamedTuple):
 
     start: int
     end: int
+    is_whole: bool
     array: Any = None
 
     def covers(self, segment: _Segment) -> bool:
         """Return whether all of a segment is this rank's."""
-        return self.start <= segment.tensor_start and segment.tensor_start + segment.end - segment.start <= self.end
+        return self.is_whole or (self.start <= segment.in_tensor.start and segment.in_tensor.stop <= self.end)
 
     def common(self, segment: _Segment) -> tuple[slice, slice]:
         """Return the bytes of a segment that are this rank's, in the slot and in `array`."""
-        offset = segment.start - segment.tensor_start
-        first = max(segment.tensor_start, self.start)
-        last = max(first, min(segment.end - offset, self.end))
+        if self.is_whole:
+            return segment.in_slot, segment.in_tensor
+        offset = segment.in_slot.start - segment.in_tensor.start
+        first = max(segment.in_tensor.start, self.start)
+        last = max(first, min(segment.in_tensor.stop, self.end))
         return slice(first + offset, last + offset), slice(first - self.start, last - self.start)
 
 
@@ -112,6 +114,8 @@ class Slot:
                 as_published = given[name].local.detach().to(self.views[name].dtype).contiguous()
                 copies.begin(name, self._part(name, given[name]), as_published)
 
+            is_whole = all(span.is_whole for span in spans.values())
+
             def copied(index: int) -> int:
                 segments = self._segments[index]
                 for segment in segments:
@@ -119,7 +123,7 @@ class Slot:
                     if (source := spans[segment.name]).array is not None:
                         in_slot, in_source = source.common(segment)
                         self._bytes[in_slot] = source.array[in_source]
-                is_own = all(spans[segment.name].covers(segment) for segment in segments)
+                is_own = is_whole or all(spans[segment.name].covers(segment) for segment in segments)
                 return self._digest(index) if is_own else 0
 
             return digests(copied, range(len(self._blocks)))
@@ -231,8 +235,9 @@ class Slot:
         spans: dict[str, _Span] = {}
         on_card, other = list[str](), list[str]()
         for name, shard in shards.items():
-            nbytes = self.views[name].element_size()
-            span = _Span(shard.elements.start * nbytes, shard.elements.stop * nbytes)
+            view = self.views[name]
+            first, last = (place * view.element_size() for place in (shard.elements.start, shard.elements.stop))
+            span = _Span(first, last, shard.local.numel() == view.numel())
             if not shard.local.numel():
                 pass
             elif self._driver.holds(shard.local):
@@ -267,7 +272,7 @@ class Slot:
             end = begin + view.numel() * view.element_size()
             for index in range(begin // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)):
                 first, last = max(begin, self._blocks[index][0]), min(end, self._blocks[index][1])
-                segments[index].append(_Segment(name, first, last, first - begin))
+                segments[index].append(_Segment(name, slice(first, last), slice(first - begin, last - begin)))
         return segments
 
 
