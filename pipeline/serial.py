@@ -33,7 +33,7 @@ from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
 from pipeline.runtime.lock import InstanceLock, SharedMemoryLock, StateLock, shm_directory
 from pipeline.runtime.messages import Message
 from pipeline.runtime.role import RoleContext, monotonic_s
-from pipeline.runtime.run_start import begin_run, open_run
+from pipeline.runtime.run_start import begin_run, forgotten_if_refused, open_run
 from pipeline.runtime.signals import hold_signals, ignore_signals, unwind_on_signals
 from pipeline.runtime.transport import BUFFER, trainer_name, worker_name
 from pipeline.runtime.workspace import Workspace
@@ -118,7 +118,13 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     hold_signals()
     runtime_dir, shm_dir = Path(config.daemon.runtime_dir), shm_directory(config.daemon.runtime_dir)
     state_lock = StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config))
-    with InstanceLock(runtime_dir), state_lock, RunLog(config, "serial"), SharedMemoryLock(shm_dir) as shm_lock:
+    with (
+        InstanceLock(runtime_dir),
+        state_lock,
+        RunLog(config, "serial"),
+        SharedMemoryLock(shm_dir) as shm_lock,
+        forgotten_if_refused(config),
+    ):
         if completed := open_run(config, shm_dir, back_to=back_to, dtype_follows_gpus=loaded.dtype_follows_gpus):
             sys.stdout.write(f"{completed}\n")
             return ExitCode.OK

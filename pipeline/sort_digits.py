@@ -19,6 +19,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.config.model_files import ModelSizes
 from pipeline.config.schema import Config
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 BUILTIN = "builtin:sort-digits"
 PROMPT_COUNT = 8192
 WARMUP_STEPS = 68
+SYMBOLS = ("<pad>", "<eos>", "<unk>", *"0123456789", *"abcdefghijklmnopqrstuvwxyz", *" >+-*/=,.:?")
+"""The vocabulary; the index of a symbol is its token id."""
+HIDDEN, INNER, LAYERS, HEADS = 128, 384, 4, 4
+"""Widths of the hidden states and of the MLP, decoder layers, attention heads."""
 _RECIPE_VERSION = 1
 
 
@@ -44,6 +49,23 @@ def model_directory(directory: str | os.PathLike[str]) -> Path:
 def prompts_path(directory: str | os.PathLike[str]) -> Path:
     """Return the prompts file in a directory that `prepare` made."""
     return Path(directory) / "prompts.jsonl"
+
+
+def sizes() -> ModelSizes:
+    """Return the sizes of the embedded model, whether or not it is made yet."""
+    matrices = {
+        **{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"},
+        **{f"mlp.{name}_proj": (INNER, HIDDEN) for name in ("gate", "up")},
+        "mlp.down_proj": (HIDDEN, INNER),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    tensors: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (len(SYMBOLS), HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        **{f"model.layers.{layer}.{name}.weight": shape for layer in range(LAYERS) for name, shape in matrices.items()},
+    }
+    return ModelSizes(tensors, LAYERS, HIDDEN, INNER, 2 * HIDDEN, len(SYMBOLS))
 
 
 def with_paths(config: Config) -> Config:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline import sort_digits
+from pipeline.config.model_files import model_sizes
 from pipeline.config.prompts import PromptsConfig
 from pipeline.config.schema import Config, DaemonConfig, ModelConfig
 from pipeline.errors import DeadlineError
@@ -119,6 +120,12 @@ def test_the_model_is_the_small_llama(directory: Path) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 859_520
     assert model.generation_config.eos_token_id == 1
     assert model.dtype == torch.float32
+
+
+def test_the_sizes_of_the_model_are_known_before_it_is_made(directory: Path) -> None:
+    found = model_sizes(sort_digits.model_directory(directory), "model.actor")
+
+    assert sort_digits.sizes() == found
 
 
 def test_prepared_again_nothing_is_written(directory: Path) -> None:

@@ -166,14 +166,21 @@ def lines_of(evaluation: Evaluation) -> list[str]:
     """Return an evaluation as a table, a row a file and one for all of several."""
     from pipeline.cli.status import table
 
-    columns = ("file", "prompts", "failed", "pass@1", f"pass@{evaluation.k}", "reward", "length", "cut")
+    # With k = 1 both are one number.
+    of_k = evaluation.k > 1
+    columns = (
+        "file", "prompts", "failed", "pass@1", *([f"pass@{evaluation.k}"] if of_k else []), "reward", "length", "cut"
+    )  # fmt: skip
     rows = []
     files = evaluation.files
     for one in [*files, evaluation.total] if len(files) > 1 else files:
-        values = (
-            one.pass_at_1, one.pass_at_k, one.reward_mean, one.response_length_mean_tokens, one.cut_ratio
-        )  # fmt: skip
-        forms = ("{:.4f}", "{:.4f}", "{:.4f}", "{:.1f}", "{:.1%}")
-        cells = ["–" if value is None else form.format(value) for form, value in zip(forms, values, strict=True)]
+        values = [
+            (one.pass_at_1, "{:.4f}"),
+            *([(one.pass_at_k, "{:.4f}")] if of_k else []),
+            (one.reward_mean, "{:.4f}"),
+            (one.response_length_mean_tokens, "{:.1f}"),
+            (one.cut_ratio, "{:.1%}"),
+        ]
+        cells = ["–" if value is None else form.format(value) for value, form in values]
         rows.append((one.name, f"{one.prompts:,}", f"{one.failed:,}", *cells))
     return table(columns, rows)

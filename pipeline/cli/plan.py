@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.cli.options import configured, load
-from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.config.plan import Models
-    from pipeline.config.schema import Config
     from pipeline.supervisor.capacity.budgets import Budget
     from pipeline.supervisor.capacity.machine import Machine
     from pipeline.supervisor.capacity.sharding import Choice
@@ -42,7 +40,12 @@ class _Bytes(click.ParamType[int]):
 @configured
 @click.option("--gpus", type=click.IntRange(min=0), help="Number of GPUs; else those that a run may use here.")
 @click.option("--gpu-memory", type=_Bytes(), help="Memory of each GPU, such as 80GB; else of the smallest of these.")
-@click.option("--ram", type=_Bytes(), help="Host memory, such as 1TB, half of it for /dev/shm; else this machine's.")
+@click.option("--ram", type=_Bytes(), help="Host memory, such as 1TB; else this machine's.")
+@click.option(
+    "--shm",
+    type=_Bytes(),
+    help="Room in /dev/shm, such as 800GB; else half of --ram, or what is free here.",
+)
 @click.option(
     "--disk", type=_Bytes(), help="Room for the run in daemon.state_dir, such as 2TB; else what is free there."
 )
@@ -52,6 +55,7 @@ def plan(
     gpus: int | None,
     gpu_memory: int | None,
     ram: int | None,
+    shm: int | None,
     disk: int | None,
 ) -> None:
     """Print the memory that a run needs on each device, from config.json and the headers of safetensors files alone.
@@ -65,6 +69,7 @@ def plan(
       rlhfd plan --config grpo.toml
       rlhfd plan --gpus 8 --gpu-memory 80GB --ram 1TB --set trainer.world_size=4
     """
+    from pipeline import sort_digits
     from pipeline.config.plan import models_of
     from pipeline.supervisor.capacity import machine as machines
     from pipeline.supervisor.capacity.budgets import budgets_of, remedies
@@ -72,9 +77,10 @@ def plan(
     from pipeline.supervisor.capacity.sharding import choice
 
     config = load(path, sets, files=False, on_cards=None if gpus is None else gpus > 0).config
-    _refuse_embedded(config)
-    machine = machines.described(gpus, gpu_memory, ram, os.environ)
-    models = models_of(config)
+    made = {str(sort_digits.model_directory(sort_digits.directory_of(config.daemon.state_dir))): sort_digits.sizes()}
+    config = sort_digits.with_paths(config)
+    machine = machines.described(gpus, gpu_memory, ram, os.environ, shm_bytes=shm)
+    models = models_of(config, made)
     chosen = choice(config, models, machine)
     is_auto, config = config.trainer.sharding == "auto", chosen.config
     budgets = budgets_of(config, models, machine)
@@ -113,11 +119,6 @@ def _lines(chosen: Choice, models: Models, machine: Machine, budgets: list[Budge
     if lacking := [budget.name for budget in budgets if budget.lacks_bytes]:
         yield ""
         yield f"does not fit: {', '.join(lacking)}"
-
-
-def _refuse_embedded(config: Config) -> None:
-    if str(config.model.actor).startswith("builtin:"):
-        raise ConfigError("model.actor: the embedded model is made at the first start; a plan needs a model's folder")
 
 
 def _decimal(text: str) -> str | int:

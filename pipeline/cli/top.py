@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,7 +15,7 @@ from rich.text import Text
 from pipeline.cli.status import devices, duration, engine, progress, size, table, warnings
 from pipeline.errors import UnreachableError
 from pipeline.runtime.messages import is_evaluation
-from pipeline.supervisor.live import panel
+from pipeline.supervisor.live import brief, panel
 from pipeline.supervisor.snapshot import Snapshot
 
 _COLUMNS = ("process", "pid", "state", "doing", "for", "on", "engine", "last minute", "restarts", "memory", "devices")
@@ -33,6 +34,8 @@ _BY_PRIORITY = (
     "last minute",
 )
 _GAP = 2
+_LEAST_ROWS = 3
+"""Processes for which the sentences of `why` make room in a short pane."""
 _COLOURS = {"ready": "green", "failed": "red", "stopped": "red"}
 _LEAST_SHARE = 0.02
 
@@ -81,12 +84,38 @@ def text(status: Mapping[str, Any], why: Mapping[str, Any]) -> str:
 
 
 def screen(
-    status: Mapping[str, Any], why: Mapping[str, Any], *, width: int = 200, ascii_only: bool = False
+    status: Mapping[str, Any], why: Mapping[str, Any], *, width: int = 200, height: int = 200, ascii_only: bool = False
 ) -> RenderableType:
-    """Return the screen for a width in columns: the panel of `start`, the sentences of `why`, the processes."""
+    """Return the screen for a pane: the panel of `start`, the sentences of `why`, the processes.
+
+    In a pane that is too short for them the panel is one line, then the sentences are left out, and as many processes
+    are shown as fit.
+    """
     shot = Snapshot.of_status(status)
     found = rows(status, why)
     fitting = _fitting(found, width)
+    grid = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
+    for column in fitting:
+        grid.add_column(column, no_wrap=True, overflow="ellipsis")
+    sentences = [Text(sentence) for sentence in why.get("sentences") or []]
+    attention = [Text(f"ATTENTION: {warning}", style="bold red") for warning in warnings(status)]
+    foot = Text(f"up {duration(status.get('uptime_s'))}; Ctrl-C leaves, the run continues", style="dim")
+    above = panel(shot, ascii_only=ascii_only)
+    whole = Group(above, *attention, *sentences, Text(), _grid(found, fitting), Text(), foot)
+    if _lines(whole, width) <= height:
+        return whole
+    short = Text(brief(shot), no_wrap=True, overflow="ellipsis")
+    for parts in ([short, *attention, *sentences], [short, *attention]):
+        # The head of the table and the foot are a line each.
+        if (room := height - _lines(Group(*parts), width) - 2) >= min(len(found), _LEAST_ROWS):
+            break
+    left_out = len(found) - max(room, 0)
+    if left_out > 0:
+        foot = Text(f"{left_out:,} more processes; ", style="dim") + foot
+    return Group(*parts, _grid(found[: max(room, 0)], fitting), foot)
+
+
+def _grid(found: Sequence[tuple[str, ...]], fitting: Sequence[str]) -> Table:
     grid = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
     for column in fitting:
         grid.add_column(column, no_wrap=True, overflow="ellipsis")
@@ -94,10 +123,13 @@ def screen(
         cells = dict(zip(_COLUMNS, row, strict=True))
         grid.add_row(*(Text(cells[name], style=_COLOURS.get(cells[name], "") if name == "state" else "")
                        for name in fitting))  # fmt: skip
-    sentences = [Text(sentence) for sentence in why.get("sentences") or []]
-    attention = [Text(f"ATTENTION: {warning}", style="bold red") for warning in warnings(status)]
-    foot = Text(f"up {duration(status.get('uptime_s'))}; Ctrl-C leaves, the run continues", style="dim")
-    return Group(panel(shot, ascii_only=ascii_only), *attention, *sentences, Text(), grid, Text(), foot)
+    return grid
+
+
+def _lines(shown: RenderableType, width: int) -> int:
+    """Return the lines that a renderable takes in a width in columns."""
+    console = Console(width=width, file=io.StringIO())
+    return len(console.render_lines(shown, pad=False))
 
 
 def _fitting(found: list[tuple[str, ...]], width: int) -> list[str]:
@@ -121,7 +153,10 @@ def run(ask: Ask, console: Console, interval_s: float) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
-                shown = screen(ask("status"), ask("why"), width=console.width, ascii_only=console.options.ascii_only)
+                width, height = console.size
+                shown = screen(
+                    ask("status"), ask("why"), width=width, height=height, ascii_only=console.options.ascii_only
+                )
             except UnreachableError as error:
                 # It may be starting, or busy for a moment: the next answer is shown.
                 shown = Text(str(error), style="bold red")

@@ -6,7 +6,9 @@ The bytes a parameter are those of the table in docs/operations.md: tests compar
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeline.config.losses import worker_holds_actor
@@ -98,20 +100,28 @@ class Needs(NamedTuple):
     worker_load: int
 
 
-def models_of(config: Config) -> Models:
+def models_of(config: Config, made: Mapping[str, ModelSizes] = MappingProxyType({})) -> Models:
     """Read the sizes of a configuration's models.
+
+    Args:
+        config: The configuration.
+        made: Sizes by path of models whose files may not exist yet.
 
     Raises:
         ConfigError: If a folder has no readable config.json or safetensors file.
     """
     model = config.model
-    actor = model_sizes(Path(model.actor), "model.actor")
+
+    def sizes(path: str, field: str) -> ModelSizes:
+        return made[path] if path in made else model_sizes(Path(path), field)
+
+    actor = sizes(model.actor, "model.actor")
     critic = reference = None
     if config.rollout.algorithm == "ppo":
-        critic = actor if model.critic is None else model_sizes(Path(model.critic), "model.critic")
+        critic = actor if model.critic is None else sizes(model.critic, "model.critic")
     if config.reference_on is not None and config.reference_folder is not None:
-        reference = actor if model.reference is None else model_sizes(Path(model.reference), "model.reference")
-    reward = None if model.reward is None else model_sizes(Path(model.reward), "model.reward")
+        reference = actor if model.reference is None else sizes(model.reference, "model.reference")
+    reward = None if model.reward is None else sizes(model.reward, "model.reward")
     return Models(actor, critic, reference, reward)
 
 

@@ -42,6 +42,8 @@ from pipeline.storage import sealed_json
 from pipeline.storage.files import UNREADABLE, flush_folder, replacing
 
 _NOTE = "run.json"
+_OF_A_START = ("run.json", "inputs.json", "history.msgpack")
+"""Files that a start writes before any step; a run with no other file has done nothing."""
 _REMOVED = ".removed-"
 _DTYPE = "model.dtype"
 _DIFFERENCES = 3
@@ -133,7 +135,7 @@ class RunFolder:
                 `model.dtype` alone.
         """
         try:
-            if not (self.path / _NOTE).exists():
+            if not self.exists:
                 self._compare_dtypes(follows_gpus=dtype_follows_gpus)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self.path.parent.glob(f"{_REMOVED}*"):
@@ -145,6 +147,17 @@ class RunFolder:
                 raise ConfigError(self._taken(found))
         except OSError as error:
             raise ConfigError(f"daemon.state_dir: cannot use {self.path}: {error}") from error
+
+    @property
+    def exists(self) -> bool:
+        """Whether the run has been started before."""
+        return (self.path / _NOTE).exists()
+
+    def forget(self) -> None:
+        """Remove the folder of a run whose first start was refused, unless the start has kept anything in it."""
+        with contextlib.suppress(OSError):
+            if all(path.name in _OF_A_START for path in self.path.iterdir()):
+                shutil.rmtree(self.path)
 
     def _found(self) -> RunNote | None:
         """Return the run's description; None if there is none, or a damaged one in a folder that is surely this run's.

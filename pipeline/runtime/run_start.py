@@ -5,7 +5,9 @@ The caller holds the locks of runtime and state directory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,22 @@ def open_run(
         folder.settle(telemetry)
     # A killed run may have steps beyond its last checkpoint: it is taken over, and writes its checkpoint.
     return "" if is_left else folder.completion()
+
+
+@contextlib.contextmanager
+def forgotten_if_refused(config: Config) -> Iterator[Callable[[], None]]:
+    """Enclose a start: with a ConfigError the folder of a run that was never started before is removed again.
+
+    Yields:
+        A function that removes it too, for a start that a process of the run refuses.
+    """
+    folder = RunFolder(config)
+    forget: Callable[[], None] = (lambda: None) if folder.exists else folder.forget
+    try:
+        yield forget
+    except ConfigError:
+        forget()
+        raise
 
 
 def begin_run(config: Config, shm_dir: Path, layout: LedgerLayout) -> Workspace:

@@ -56,7 +56,7 @@ class ExitHandler:
             code: Exit code, or minus the signal.
         """
         if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
-            self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.last_line}")
+            self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.cause}")
         elif slot.role == "setup":
             self._setup_ended(slot, code)
         elif slot.role == "trainer":
@@ -77,7 +77,7 @@ class ExitHandler:
             self._retry(slot, code)
         else:
             # An error of its own, such as a folder that it cannot write, would come again.
-            self._abort(ExitCode.FAILED, f"the embedded model could not be made: {slot.error or slot.last_line}")
+            self._abort(ExitCode.FAILED, f"the embedded model could not be made: {slot.cause}")
 
     def _rank_ended(self, slot: Slot, code: int) -> None:
         self._to_buffer.send(death_of(slot))
@@ -101,13 +101,13 @@ class ExitHandler:
         """Plan another forkserver: no running process depends on it; without one, a role's start takes seconds more."""
         delay_s = self._fleet.retry(slot)
         further = "roles are started without it" if delay_s is None else f"restart in {delay_s:.1f} s"
-        log.warning("the forkserver has ended (%d), %s: %s", code, further, slot.error or slot.last_line)
+        log.warning("the forkserver has ended (%d), %s: %s", code, further, slot.cause)
 
     def _retry(self, slot: Slot, code: int) -> None:
         delay_s = self._fleet.retry(slot)
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         how += f", {slot.ended_by}" if slot.ended_by else ""
-        reason = slot.error or slot.last_line
+        reason = slot.cause
         if remedy := after_exit(slot.role, slot.ended_by, reason):
             reason = f"{reason}; {remedy}"
         if delay_s is not None:

@@ -21,6 +21,7 @@ from pipeline.runtime.forkserver_refusal import ForkserverRefusal, conditions_of
 from pipeline.runtime.role import Report
 from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
+from pipeline.telemetry import log_lines
 from pipeline.telemetry.metric import START
 from pipeline.telemetry.metrics import BY_NAME
 from pipeline.telemetry.slab import MetricsSlab
@@ -90,6 +91,16 @@ class Slot:
     def name(self) -> str:
         """Name of the slot in logs."""
         return self.role if self.role in ("buffer", "setup", "forkserver") else f"{self.role}-{self.index}"
+
+    @property
+    def cause(self) -> str:
+        """Cause of the child's end as far as the child said it: its error, else its last line.
+
+        A line of its log below a warning tells what it did before, and is no cause.
+        """
+        line = log_lines.parse(self.last_line, f"{self.role}-{self.index}")
+        is_cause = not line.logger or log_lines.LEVELS[line.level] <= log_lines.LEVELS["warning"]
+        return self.error or (self.last_line if is_cause else "") or "it reported no error"
 
     @property
     def works(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TextIO
 
 from rich.console import Console, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -41,10 +42,12 @@ _LEARNING_FORMS: Final = {
 """Formats of the values of a step in a line, by their names in `pipeline.telemetry.history.LEARNING`."""
 _EVALUATION_FORMS: Final = {
     "pass_at_1": "pass@1 {:.4f}",
-    "pass_at_k": "pass@k {:.4f}",
+    "pass_at_k": "pass@{k} {:.4f}",
     "reward_mean": "reward {:.4f}",
     "response_length_mean_tokens": "length {:.1f} tokens",
 }
+_ECHO_COLUMNS: Final = 4
+"""Columns right of the panel for the echo of Ctrl-C twice: an echo that wraps would move the panel by a line."""
 _COLOURS: Final = {"ready": "green", "failed": "red"}
 
 log = logging.getLogger(__name__)
@@ -112,7 +115,8 @@ class LiveView:
 
     def _show(self, snapshot: Snapshot, now_s: float) -> None:
         if self._live is not None:
-            live, shown = self._live, panel(snapshot, ascii_only=self._console.options.ascii_only)
+            shown = panel(snapshot, ascii_only=self._console.options.ascii_only)
+            live, shown = self._live, Constrain(shown, max(self._console.width - _ECHO_COLUMNS, 1))
             self._attempt(lambda: live.update(shown, refresh=True))
         else:
             first = self._shown is None
@@ -174,6 +178,15 @@ def line(snapshot: Snapshot, *, introduce: bool = False) -> str:
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
+def brief(snapshot: Snapshot) -> str:
+    """Return the panel's head, step, reward and speed as one line."""
+    steps = f"{snapshot.step:,} / {snapshot.max_steps:,}" if snapshot.max_steps else f"{snapshot.step:,}"
+    return (
+        f"rlhfd {snapshot.state} {snapshot.algorithm} {snapshot.model}: step {steps}, "
+        f"reward {_shown(snapshot.reward_mean, '.3f')}, {_shown(snapshot.tokens_per_s, ',.0f')} tokens/s"
+    )
+
+
 def panel(snapshot: Snapshot, *, ascii_only: bool = False) -> RenderableType:
     """Return a snapshot as a panel of some ten lines."""
     rows = Table.grid(padding=(0, 2))
@@ -204,10 +217,12 @@ def panel(snapshot: Snapshot, *, ascii_only: bool = False) -> RenderableType:
 
 def evaluation_text(evaluation: Mapping[str, Any]) -> str:
     """Return the last evaluation and the progress of the next as text."""
+    k = evaluation.get("k") or "k"
     known = [
-        form.format(value)
+        form.format(value, k=k)
         for field, form in _EVALUATION_FORMS.items()
-        if isinstance(value := evaluation.get(field), int | float)
+        # With k = 1 both are one number.
+        if isinstance(value := evaluation.get(field), int | float) and not (field == "pass_at_k" and k == 1)
     ]
     last = f"version {evaluation['version']}: {', '.join(known)}" if evaluation.get("version") is not None else ""
     prompts = evaluation.get("prompts") or 0

@@ -127,10 +127,10 @@ class Shutdown:
         """Restart the buffer: no other process can write the undelivered rows to disk."""
         may_restart = code not in _ENDED_IN_ORDER and not self._hung_twice(slot)
         if may_restart and self._fleet.retry(slot) is not None:
-            reason = slot.error or slot.last_line
+            reason = slot.cause
             log.warning("buffer ended (%d) before it had written the undelivered rows, restart: %s", code, reason)
         elif code:
-            self._keep(f"undelivered rows are not on disk: {slot.error or slot.last_line}: rows")
+            self._keep(f"undelivered rows are not on disk: {slot.cause}: rows")
 
     def _held(self) -> str:
         """Return what shared memory holds of the end: the weights, and the training state if it is of this version."""
@@ -174,7 +174,7 @@ class Shutdown:
         if not hopeless:
             # Ranks end together: one warning, about the rank that ended first.
             if slot.ended_by != "group":
-                reason = slot.error or slot.last_line
+                reason = slot.cause
                 log.warning("%s ended (%d) before its last checkpoint, restart: %s", slot.name, code, reason)
             return
         self._unsaved_ranks = []

@@ -84,6 +84,7 @@ class InstanceStatus:
             },
         }
         self._files = names_of(config.evaluation.files)
+        self._k = config.evaluation.pass_k or config.evaluation.num_generations
         names = zip(REWARD_LABELS, part_labels(config), strict=False), zip(EVALUATION_LABELS, self._files, strict=False)
         self._reader = MetricsReader(slab, info, dict(itertools.chain(*names)))
         self._gpus = GpuWatch()
@@ -317,6 +318,7 @@ class InstanceStatus:
         }
         return {
             "version": None if version is None else int(version),
+            "k": self._k,
             **files.pop(TOTAL),
             "files": files,
             "done": done,

@@ -28,7 +28,7 @@ from pipeline.runtime.lifeline import adopt_orphans, reap_orphans
 from pipeline.runtime.lock import InstanceLock, InstanceRecord, SharedMemoryLock, StateLock, shm_directory
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import count_warnings, monotonic_s
-from pipeline.runtime.run_start import begin_run, open_run
+from pipeline.runtime.run_start import begin_run, forgotten_if_refused, open_run
 from pipeline.runtime.signals import hold_signals, release_signals
 from pipeline.runtime.transport import BUFFER, Outbox
 from pipeline.runtime.workspace import Workspace
@@ -102,6 +102,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config)),
         RunLog(config, "supervisor") as run_log,
         SharedMemoryLock(shm_dir) as shm_lock,
+        forgotten_if_refused(config) as forget,
     ):
         completed = open_run(
             config,
@@ -125,7 +126,10 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
             if http is not None:
                 http.close()
             raise
-        return _serve(Supervisor(config, loaded, workspace, http, run_log, notifier), config, workspace)
+        code = _serve(Supervisor(config, loaded, workspace, http, run_log, notifier), config, workspace)
+        if code is ExitCode.BAD_CONFIG:
+            forget()
+        return code
 
 
 def _serve(supervisor: Supervisor, config: Config, workspace: Workspace) -> ExitCode:

@@ -231,7 +231,7 @@ class Watchdog:
                     slot.state,
                     slot.due_s if slot.state == "backoff" else slot.started_s,
                     self.shares.shares(slot.role, str(slot.index)),
-                    slot.error or slot.last_line,
+                    slot.error or slot.last_line if slot.alive else slot.cause,
                     self.engines.view(slot.index) if slot.role == "rollout" else None,
                 )
                 for slot in self._slots()

@@ -21,7 +21,12 @@ from pipeline.config.schema import Config
 from pipeline.errors import DeadlineError, ExitCode
 from pipeline.runtime.role import Report, RoleContext
 from pipeline.sort_digits import (
+    HEADS,
+    HIDDEN,
+    INNER,
+    LAYERS,
     PROMPT_COUNT,
+    SYMBOLS,
     WARMUP_STEPS,
     file_bytes_of,
     is_prepared,
@@ -35,7 +40,6 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 _REPORT_EVERY_STEPS = 10
-_SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", *"abcdefghijklmnopqrstuvwxyz", *" >+-*/=,.:?"]
 _PAD, _EOS = 0, 1
 _DIGITS_LEAST, _DIGITS_MOST = 3, 8
 _WARMUP_ROWS = 64
@@ -108,7 +112,7 @@ def _make_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    symbol_ids = {symbol: token_id for token_id, symbol in enumerate(_SYMBOLS)}
+    symbol_ids = {symbol: token_id for token_id, symbol in enumerate(SYMBOLS)}
     backend = Tokenizer(models.WordLevel(symbol_ids, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
@@ -129,11 +133,11 @@ def _make_model(path: Path, model_seed: int, warmup_steps: int, progress: Callab
 
     tokenizer = _make_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(_SYMBOLS),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        vocab_size=len(SYMBOLS),
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
         max_position_embeddings=256,
         initializer_range=0.05,
         tie_word_embeddings=True,
@@ -179,7 +183,7 @@ def _supervised_rows(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows ``7302>0237<eos>``, padded on the right, and labels that count the answer alone."""
     import torch
 
-    symbol_ids = {symbol: token_id for token_id, symbol in enumerate(_SYMBOLS)}
+    symbol_ids = {symbol: token_id for token_id, symbol in enumerate(SYMBOLS)}
     width = 2 * _DIGITS_MOST + 2
     input_ids = torch.full((_WARMUP_ROWS, width), _PAD)
     labels = torch.full((_WARMUP_ROWS, width), _IGNORED_LABEL)

@@ -126,3 +126,36 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
     code, output = planned(tmp_path, "--gpus", "0")
 
     assert (code, output) == (78, f"model.actor: {tmp_path} has no config.json\n")
+
+
+def test_the_embedded_model_has_a_plan_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLHFD_CONFIG", raising=False)
+
+    result = CliRunner().invoke(main, ["plan", "--gpus", "0", "--ram", "64GB"])
+
+    assert result.exit_code == 0, result.output
+    assert "861,312 parameters, 4 layers" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("mounted", "room"), [(("--ram", "100GB"), "50.0 GB"), (("--ram", "100GB", "--shm", "80GB"), "80.0 GB")]
+)
+def test_the_room_in_shared_memory_is_half_of_the_memory_or_as_it_is_mounted(
+    folder: Path, mounted: tuple[str, ...], room: str
+) -> None:
+    _, output = planned(folder, "--gpus", "0", *mounted)
+
+    assert f"100.0 GB of memory, {room} of it for /dev/shm" in output
+    assert re.search(rf"^/dev/shm: \S+ \S+ of {room}, fits", output, re.MULTILINE)
+
+
+def test_a_mount_larger_than_the_memory_holds_no_more_than_the_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ram_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    _, output = planned(folder, "--gpus", "0", "--shm", "900TB")
+
+    assert f"of {ram_bytes / 1e9:,.1f} GB, fits" in output.partition("/dev/shm: ")[2].splitlines()[0]

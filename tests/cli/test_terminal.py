@@ -106,6 +106,26 @@ class TestTop:
         assert [line.split()[:2] for line in lines] == [["buffer", "0"], ["rollout", "0"], ["rollout", "1"]]
         assert "…" not in "".join([head, *lines])
 
+    @pytest.mark.parametrize(
+        ("height", "parts", "processes"), [(24, 5, 3), (12, 3, 3), (8, 3, 3), (6, 2, 2), (5, 2, 1), (4, 2, 0)]
+    )
+    def test_a_short_screen_has_the_processes_that_fit_and_counts_the_others(
+        self, height: int, parts: int, processes: int
+    ) -> None:
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        status = {**STATUS, "algorithm": "grpo"}
+
+        console.print(top_view.screen(status, WHY, width=100, height=height))
+
+        assert isinstance(console.file, io.StringIO)
+        lines = console.file.getvalue().splitlines()
+        assert len(lines) <= height
+        shown = [line for line in lines if line.startswith(("buffer 0", "rollout 0", "rollout 1"))]
+        assert len(shown) == processes
+        assert "ATTENTION: rollout 1 has failed" in "\n".join(lines)
+        assert ("trainer-0 waits for data." in lines) == (parts > 2)
+        assert ("Ctrl-C leaves" in lines[-1]) and ("more processes" in lines[-1]) == (processes < 3)
+
     def test_an_answer_of_another_version_is_no_error(self) -> None:
         console = Console(file=io.StringIO(), width=160)
 

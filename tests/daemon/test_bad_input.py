@@ -38,6 +38,7 @@ def refused(daemon: Daemon, *, code: int = BAD_CONFIG, timeout_s: float = START_
         assert daemon.wait(timeout_s) == code, daemon.errors
     assert not daemon.shm_dir.exists()
     assert not daemon.runtime_dir.exists() or list(daemon.runtime_dir.iterdir()) == []
+    assert list(daemon.state_dir.glob("runs/*")) == []
     assert "Traceback" not in daemon.errors
     return daemon.errors.splitlines()
 

@@ -37,6 +37,13 @@ def names_for_type_checkers() -> list[str]:
     return [alias.name for node in imports if (node.module or "").startswith("pipeline.") for alias in node.names]
 
 
+def test_the_page_of_the_api_lists_each_public_name_once() -> None:
+    table = [line.split("|")[1] for line in (ROOT / "docs" / "api.md").read_text().splitlines() if line.startswith("|")]
+    listed = [name for cell in table for name in re.findall(r"`(\w+)`", cell)]
+
+    assert sorted(listed) == sorted(pipeline.__all__)
+
+
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in SEEDS.items() for name in names])
 def test_a_public_name_is_the_object_of_its_module(module: str, name: str) -> None:
     scope: dict[str, object] = {}

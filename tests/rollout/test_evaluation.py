@@ -263,6 +263,9 @@ def test_the_command_shows_a_table_or_json(
     assert [line.split()[:3] for line in lines[1:]] == [["held", "7", "0"], ["other", "1", "0"], ["all", "8", "0"]]
     total = json.loads(as_json.stdout)["total"]
     assert lines[3].split()[3] == f"{total['pass_at_1']:.4f}"
+    of_one = CliRunner().invoke(eval_command, [*arguments, "--set", "evaluation.pass_k=1"])
+    assert of_one.stdout.splitlines()[0].split() == ["file", "prompts", "failed", "pass@1", "reward", "length", "cut"]
+    assert of_one.stdout.splitlines()[3].split()[3] == lines[3].split()[3]
     assert {*tmp_path.iterdir()} == before, "no embedded model was made for another one"
 
 

@@ -119,6 +119,24 @@ def test_the_last_worker_that_fails_ends_the_run_and_no_earlier_one(case: Case) 
     assert case.aborted == [(ExitCode.GAVE_UP, "rollout-1 failed (exit code 1): no weights")]
 
 
+@pytest.mark.parametrize(
+    ("last_line", "told"),
+    [
+        ("2026-01-02T03:04:05.678Z INFO rollout-0 pipeline.rollout.worker: weights are loaded", False),
+        ("2026-01-02T03:04:05.678Z WARNING rollout-0 pipeline.rollout.worker: the driver is gone", True),
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("", False),
+    ],
+)
+def test_a_line_of_a_log_that_warns_of_nothing_is_no_cause_of_a_death(
+    case: Case, caplog: pytest.LogCaptureFixture, last_line: str, told: bool
+) -> None:
+    case.ends(case.workers[0], -9, last_line=last_line)
+
+    (line,) = [line for line in caplog.messages if line.startswith("rollout-0 ended")]
+    assert line.partition(" s: ")[2] == (last_line if told else "it reported no error")
+
+
 @pytest.mark.parametrize("code", [ExitCode.BAD_CONFIG, ExitCode.GAVE_UP])
 def test_a_childs_own_verdict_on_the_run_is_the_runs_exit_code(case: Case, code: ExitCode) -> None:
     case.ends(case.workers[0], code, error="prompts.path: gone")

@@ -5,6 +5,7 @@ import fcntl
 import io
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -231,6 +232,19 @@ def test_terminal_gets_the_panel_and_its_cursor_back(terminal: Terminal) -> None
     assert "\x1b[?25h" in terminal.screen()
 
 
+def test_the_panel_leaves_room_for_the_echo_of_two_interrupts(terminal: Terminal) -> None:
+    view = LiveView(terminal.stream, clock_s=FakeClock())
+
+    view.start()
+    view.update(SNAPSHOT)
+
+    written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.screen())
+    view.stop()
+    # An echo beyond the last column goes to the next line, and leaves a border of the panel on the screen.
+    assert "╰" in written
+    assert max(map(len, written.splitlines())) + len("^C^C") <= 80
+
+
 def test_terminal_is_redrawn_four_times_a_second_at_most(terminal: Terminal) -> None:
     now = FakeClock()
     view = LiveView(terminal.stream, clock_s=now)
@@ -452,14 +466,15 @@ def test_the_pace_goes_on_while_a_worker_is_replaced() -> None:
 
 def test_the_panel_shows_the_last_evaluation_and_the_progress_of_the_next() -> None:
     evaluation = {
-        "version": 40, "pass_at_1": 0.4531, "pass_at_k": 0.8125, "reward_mean": 0.45, "done": 96, "prompts": 500,
-        "response_length_mean_tokens": 6.25,
+        "version": 40, "k": 4, "pass_at_1": 0.4531, "pass_at_k": 0.8125, "reward_mean": 0.45, "done": 96,
+        "prompts": 500, "response_length_mean_tokens": 6.25,
     }  # fmt: skip
     shown = (
-        "version 40: pass@1 0.4531, pass@k 0.8125, reward 0.4500, length 6.2 tokens; 96 of 500 prompts of an evaluation"
+        "version 40: pass@1 0.4531, pass@4 0.8125, reward 0.4500, length 6.2 tokens; 96 of 500 prompts of an evaluation"
     )
 
     assert evaluation_text(evaluation) == shown
+    assert evaluation_text({**evaluation, "k": 1}) == shown.replace(" pass@4 0.8125,", "")
     assert evaluation_text({"version": None, "done": 0, "prompts": 0}) == "not evaluated yet"
     console = Console(file=io.StringIO(), width=200)
     console.print(panel(dataclasses.replace(SNAPSHOT, evaluation=evaluation)))

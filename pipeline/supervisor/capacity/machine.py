@@ -22,7 +22,7 @@ class Machine(NamedTuple):
         gpus: Number of GPUs.
         gpu_bytes: Memory of the smallest of them, 0 without one.
         ram_bytes: Host memory.
-        shm_bytes: Room in /dev/shm.
+        shm_bytes: Room in /dev/shm, which is never more than the host memory.
     """
 
     gpus: int
@@ -32,14 +32,20 @@ class Machine(NamedTuple):
 
 
 def described(
-    gpus: int | None, gpu_bytes: int | None, ram_bytes: int | None, environ: Mapping[str, str] = os.environ
+    gpus: int | None,
+    gpu_bytes: int | None,
+    ram_bytes: int | None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    shm_bytes: int | None = None,
 ) -> Machine:
     """Return this machine with the values that are given in place of its own.
 
     Args:
         gpus: Number of GPUs; None for those that a run may use here.
         gpu_bytes: Memory of a GPU; None for the smallest of those that a run may use here.
-        ram_bytes: Host memory, half of it for /dev/shm; None for this machine's.
+        ram_bytes: Host memory; None for this machine's.
+        shm_bytes: Room in /dev/shm; None for half of `ram_bytes`, which is Linux's default, or for the free room here.
         environ: The environment, with the list of GPUs that a run may use (CUDA_VISIBLE_DEVICES).
 
     Raises:
@@ -53,9 +59,13 @@ def described(
         raise ConfigError("--gpu-memory: this machine shows no GPU, give the memory of one, such as 80GB")
     memory = gpu_bytes if gpu_bytes is not None else min(here, default=0)
     if ram_bytes is not None:
-        return Machine(count, memory, ram_bytes, ram_bytes // 2)
-    shm = os.statvfs(SHM)
-    return Machine(count, memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), shm.f_bavail * shm.f_frsize)
+        return Machine(count, memory, ram_bytes, min(ram_bytes // 2 if shm_bytes is None else shm_bytes, ram_bytes))
+    ram_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if shm_bytes is None:
+        shm = os.statvfs(SHM)
+        shm_bytes = shm.f_bavail * shm.f_frsize
+    # A mount may be larger than the memory that its files would take.
+    return Machine(count, memory, ram_bytes, min(shm_bytes, ram_bytes))
 
 
 def of_processes(environ: Mapping[str, str]) -> Machine:

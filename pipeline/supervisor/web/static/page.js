@@ -82,7 +82,9 @@ function showEvaluation(evaluation) {
   if (!evaluation) return;
   // Not from the values of a step: version 0 is evaluated before the first one.
   write("pass_at_1", shown(evaluation.pass_at_1, percent));
-  const passed = evaluation.version === null ? "not evaluated yet" : `right at version ${fixed(0)(evaluation.version)}, pass@k ${shown(evaluation.pass_at_k, percent)}`;
+  // With k = 1 both are one number.
+  const of_k = evaluation.k === 1 ? "" : `, pass@${evaluation.k} ${shown(evaluation.pass_at_k, percent)}`;
+  const passed = evaluation.version === null ? "not evaluated yet" : `right at version ${fixed(0)(evaluation.version)}${of_k}`;
   write("held-out-of", passed + (evaluation.prompts ? `; ${fixed(0)(evaluation.done)} of ${fixed(0)(evaluation.prompts)} prompts` : ""));
 }
 
