@@ -24,6 +24,10 @@ from pipeline.errors import ConfigError
 FOLDER_VARIABLE = "_RLHFD_MODULES"
 REWARD_KEYWORDS: Final = ("gt_answer", "response_start", "response_end", "tokenizer")
 """Keywords that each reward function gets."""
+PROMPT: Final = "prompt"
+"""Keyword of the prompt, a text or chat messages, for reward functions that name it."""
+ANSWER: Final = "answer"
+"""Another name of ``gt_answer``, where the prompt's row has no further column of this name."""
 
 _IMPORT_TIMEOUT_S = 120.0
 _SIGNATURES_ELSEWHERE: Final = (
@@ -32,6 +36,8 @@ _SIGNATURES_ELSEWHERE: Final = (
     (frozenset(("queries", "labels")), "OpenRLHF"),
 )
 """Parameters by which a reward function of another trainer is known."""
+_CALLED_AS_THEY_ARE: Final = ("TRL", "verl")
+"""Trainers whose reward functions are called with their own arguments (`pipeline.rollout.reward.foreign`)."""
 
 
 def folders(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -140,14 +146,15 @@ def problem_of_call(function: Callable[..., Any]) -> str:
         signature = inspect.signature(getattr(function, "forward", function))
     except (TypeError, ValueError):
         return ""
-    for names, trainer in _SIGNATURES_ELSEWHERE:
-        if names <= set(signature.parameters):
-            code = getattr(inspect.unwrap(function), "__code__", None)
-            location = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-            return (
-                f"has the signature of {trainer}{location}, {', '.join(sorted(names))}: here it is (input_ids, "
-                "attention_mask, *, response, gt_answer, **_), a call a row, which returns a number"
-            )
+    if (trainer := trainer_of(function)) in _CALLED_AS_THEY_ARE:
+        return ""
+    if trainer:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        location = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+        return (
+            f"has the signature of {trainer}{location}, {', '.join(signature.parameters)}: here it is (input_ids, "
+            "attention_mask, *, response, gt_answer, **_), a call a row, which returns a number"
+        )
     kinds = inspect.Parameter
     by_name = [name for name, one in signature.parameters.items()
                if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)][2:]  # fmt: skip
@@ -161,6 +168,17 @@ def problem_of_call(function: Callable[..., Any]) -> str:
             f"cannot be called{location}, {error}: its parameters are {form}, and **_ takes those that it does not use"
         )
     return ""
+
+
+def trainer_of(function: Callable[..., Any]) -> str:
+    """Return the trainer whose signature a reward function has: TRL, verl, OpenRLHF; empty for this project's."""
+    try:
+        names = set(inspect.signature(getattr(function, "forward", function)).parameters)
+    except (TypeError, ValueError):
+        return ""
+    if "input_ids" in names:
+        return ""
+    return next((trainer for theirs, trainer in _SIGNATURES_ELSEWHERE if theirs <= names), "")
 
 
 def problem_of_factory(factory: Callable[..., Any]) -> str:

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from pipeline.config.lengths import Lengths
+from pipeline.config.user_modules import PROMPT
 from pipeline.errors import ConfigError, PromptError
 from pipeline.experience.types import Experience
 from pipeline.experience.vision_rows import VisionRows
@@ -257,13 +258,13 @@ class LocalRoller:
         input_ids, mask = self._pad([rendered.ids for _, rendered in begun.kept])
         room = self._columns(input_ids.shape[1]) - input_ids.shape[1]
         max_length = input_ids.shape[1] + min(room, begun.response_tokens or room)
-        columns = [prompt.columns for prompt, _ in begun.kept]
+        columns = [{**prompt.columns, PROMPT: prompt.prompt} for prompt, _ in begun.kept]
         return self._maker.begin(
             input_ids,
             mask,
             dataclasses.replace(self.sampling, max_length=max_length, seed=seed_of(self._seed, begun.position)),
             [prompt.answer for prompt, _ in begun.kept],
-            columns=columns if any(columns) else None,
+            columns=columns,
             vision=vision_rows_of(begun.kept) if self.vision else None,
         )
 

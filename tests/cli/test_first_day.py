@@ -122,7 +122,7 @@ class Scorer:
 scorer = Scorer()
 def theirs(text, truth): return 1.0
 def nothing(): return 1.0
-def of_trl(completions, answer): return [1.0]
+def of_openrlhf(queries, prompts, labels): return [1.0]
 """
 
 
@@ -138,7 +138,7 @@ def of_trl(completions, answer): return [1.0]
                               "keyword argument 'gt_answer': its parameters are (input_ids, attention_mask, *, "
                               "gt_answer, response_start, response_end, tokenizer), and **_ takes those that it does "
                               "not use"),
-        ("my_rewards:of_trl", "my_rewards:of_trl has the signature of TRL ({folder}/my_rewards.py:9), comple"),
+        ("my_rewards:of_openrlhf", "my_rewards:of_openrlhf has the signature of OpenRLHF ({folder}/my_rewards.py:9), "),
         ("my_rewards:nothing", "my_rewards:nothing cannot be called ({folder}/my_rewards.py:8), too many positional "),
     ],
 )  # fmt: skip

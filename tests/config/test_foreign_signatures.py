@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.user_modules import problem_of_call
+from pipeline.config.user_modules import problem_of_call, trainer_of
 
 
 def trl(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
@@ -31,16 +31,20 @@ def own(input_ids: Any, attention_mask: Any, *, response: Any, gt_answer: Any, p
 
 
 @pytest.mark.parametrize(
-    ("function", "trainer"), [(trl, "TRL"), (trl_short, "TRL"), (verl, "verl"), (openrlhf, "OpenRLHF")]
+    ("function", "trainer"),
+    [(trl, "TRL"), (trl_short, "TRL"), (verl, "verl"), (openrlhf, "OpenRLHF"), (own, ""), (print, "")],
 )
-def test_the_signature_of_another_trainer_is_named_with_that_of_here(
-    function: Callable[..., Any], trainer: str
-) -> None:
-    problem = problem_of_call(function)
+def test_a_function_of_another_trainer_is_known_by_its_parameters(function: Callable[..., Any], trainer: str) -> None:
+    assert trainer_of(function) == trainer
 
-    assert problem.startswith(f"has the signature of {trainer} (")
+
+def test_the_signature_of_openrlhf_is_named_with_that_of_here() -> None:
+    problem = problem_of_call(openrlhf)
+
+    assert problem.startswith("has the signature of OpenRLHF (")
     assert "(input_ids, attention_mask, *, response, gt_answer, **_)" in problem and "\n" not in problem
 
 
-def test_a_function_of_here_has_no_problem() -> None:
-    assert problem_of_call(own) == ""
+@pytest.mark.parametrize("function", [trl, trl_short, verl, own])
+def test_a_function_of_here_of_trl_and_of_verl_has_no_problem(function: Callable[..., Any]) -> None:
+    assert problem_of_call(function) == ""

@@ -22,6 +22,7 @@ from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.response_text import ResponseText
+from pipeline.rollout.reward.foreign import adapted
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.signatures import Signature, awaited
 from pipeline.rollout.reward.wire import RowScore, applied, none_applies, row_score
@@ -30,8 +31,10 @@ RewardFunction = Callable[..., Any]
 """``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number.
 
 A function with parameters named `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` or
-`raw_images` gets these of the row too, None where the row has none; one named `response`, the text of the response; any
-other one, the column of the prompt's row with this name (`pipeline.rollout.reward.signatures`)."""
+`raw_images` gets these of the row too, None where the row has none; one named `response`, the text of the response; one
+named `prompt`, the prompt as its file has it; any other one, the column of the prompt's row with this name. `answer` is
+`gt_answer` where the row has no such column (`pipeline.rollout.reward.signatures`). Functions of TRL and verl are called
+as they are (`pipeline.rollout.reward.foreign`)."""
 
 NAMED = "reward"
 """The module that functions of this package show in errors: ``reward:exact``."""
@@ -109,6 +112,11 @@ class FunctionReward:
     def wants_columns(self) -> bool:
         """Whether a function takes further columns of the prompt's row."""
         return any(signature.wants_columns for _, signature in self._functions)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether a function names the prompt."""
+        return any(signature.wants_prompt for _, signature in self._functions)
 
     @property
     def together(self) -> list[int]:
@@ -333,8 +341,7 @@ def load_reward_function(reward: RewardConfig | str) -> RewardFunction:
         raise ConfigError(f"{field}: {user_modules.no_function(module, function_name)}")
     if problem := user_modules.problem_of_call(function):
         raise ConfigError(f"{field}: {name} {problem}")
-    loaded: RewardFunction = function
-    return loaded
+    return adapted(function)
 
 
 def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: bool = False) -> Tensor:

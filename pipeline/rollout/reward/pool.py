@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.rewards import RewardConfig, reward_of, to_json
+from pipeline.config.user_modules import PROMPT
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.reward.functions import is_reward, too_large
@@ -165,9 +166,12 @@ class RewardPool:
         ]
         if vision is not None and facts["sees_images"]:
             rows = [with_images(row, vision.rows([place])) for place, row in enumerate(rows)]
-        if columns is not None and facts["wants_columns"]:
+        if columns is not None and (facts["wants_columns"] or facts["wants_prompt"]):
+            left_out = () if facts["wants_prompt"] else (PROMPT,)
             rows = [
-                msgspec.structs.replace(row, columns=json.dumps(named))
+                msgspec.structs.replace(
+                    row, columns=json.dumps({name: value for name, value in named.items() if name not in left_out})
+                )
                 for row, named in zip(rows, columns, strict=True)
             ]
         scores = self._score(rows, facts["together"])

@@ -44,7 +44,12 @@ def _load(functions: str, tokenizer: Any, timeout_s: float, hidden: list[int] | 
         timeout_s=timeout_s,
         text=ResponseText(tokenizer, hidden),
     )
-    facts = {"sees_images": reward.sees_images, "wants_columns": reward.wants_columns, "together": reward.together}
+    facts = {
+        "sees_images": reward.sees_images,
+        "wants_columns": reward.wants_columns,
+        "wants_prompt": reward.wants_prompt,
+        "together": reward.together,
+    }
     return functools.partial(_serve, reward, timeout_s), facts
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from pipeline.config.user_modules import REWARD_KEYWORDS
+from pipeline.config.user_modules import ANSWER, PROMPT, REWARD_KEYWORDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 RESPONSE: Final = "response"
@@ -53,6 +53,7 @@ class Signature:
         is_batched: Whether one call scores all rows.
         is_async: Whether calls are awaited.
         wants_columns: Whether the function takes columns of the prompt's row.
+        wants_prompt: Whether the function names the prompt.
     """
 
     def __init__(self, function: Callable[..., Any], vision: Sequence[str]) -> None:
@@ -78,9 +79,10 @@ class Signature:
         self._vision = [name for name in vision if name in named]
         self._wants_response = RESPONSE in named
         # The first two are tokens and mask.
-        reserved = {*REWARD_KEYWORDS, RESPONSE, *vision}
+        reserved = {*REWARD_KEYWORDS, RESPONSE, PROMPT, *vision}
         self._columns = [name for name in named[2:] if name not in reserved]
-        self._needed = [name for name in self._columns if parameters[name].default is kinds.empty]
+        self._needed = [name for name in self._columns if parameters[name].default is kinds.empty and name != ANSWER]
+        self.wants_prompt = PROMPT in named
         self._reserved = reserved
         self.wants_columns = self._takes_any or bool(self._columns)
 
@@ -97,7 +99,7 @@ class Signature:
         Args:
             row: The row's values of `REWARD_KEYWORDS`.
             seen: The image keywords.
-            columns: The further columns of the prompt's row.
+            columns: The further columns of the prompt's row, and its prompt.
             response: Returns the text of the response.
 
         Raises:
@@ -112,6 +114,10 @@ class Signature:
             for name, value in columns.items()
             if name not in self._reserved and (self._takes_any or name in self._columns)
         }
+        if ANSWER in self._columns:
+            given.setdefault(ANSWER, row["gt_answer"])
+        if self.wants_prompt:
+            given[PROMPT] = columns.get(PROMPT)
         given |= {**row, **{name: seen[name] for name in self._vision}}
         if self._wants_response:
             given[RESPONSE] = response()

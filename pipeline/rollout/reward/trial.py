@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline.config.rewards import rewards_in_force
 from pipeline.config.schema import Config
+from pipeline.config.user_modules import PROMPT
 from pipeline.errors import PromptError, RewardError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_tokenizer
@@ -91,7 +92,7 @@ class RewardTrial:
             "response_end": torch.tensor([ids.shape[1]]),
             "gt_answer": [prompt.answer],
         }
-        functions_row = {**row, "columns": [prompt.columns]}
+        functions_row = {**row, "columns": [{**prompt.columns, PROMPT: prompt.prompt}]}
         parts: dict[str, float] = {}
         for name, function, weight in self._functions:
             try:
