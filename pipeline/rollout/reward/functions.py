@@ -33,8 +33,8 @@ RewardFunction = Callable[..., Any]
 A function with parameters named `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` or
 `raw_images` gets these of the row too, None where the row has none; one named `response`, the text of the response; one
 named `prompt`, the prompt as its file has it; any other one, the column of the prompt's row with this name. `answer` is
-`gt_answer` where the row has no such column (`pipeline.rollout.reward.signatures`). Functions of TRL and verl are called
-as they are (`pipeline.rollout.reward.foreign`)."""
+`gt_answer` where the row has no such column (`pipeline.rollout.reward.signatures`). Functions of TRL and verl are
+called as they are (`pipeline.rollout.reward.foreign`)."""
 
 NAMED = "reward"
 """The module that functions of this package show in errors: ``reward:exact``."""
