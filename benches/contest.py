@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import select
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benches.peers import RAY, REVERB, Environment, NotInstallableError, python_of
 from benches.report import ROOT
-from benches.workload import APPEND_ROWS, ROWS_VARIABLE
+from benches.workload import APPEND_ROWS, RAGGED_VARIABLE, ROWS_VARIABLE
 
 WARM_APPENDS = 32
 _ANSWER_S = 60.0
@@ -35,12 +34,9 @@ class Contestant(NamedTuple):
 
 BOUND = Contestant("bound", "bound: two plain copies and the touch, no messages")
 BARE = Contestant("bare", "bare: the same three processes, plain copies, no promise kept")
-# numba may be installed here; it is not with rlhfd alone.
-_NUMPY = (("NUMBA_DISABLE_JIT", "1"),)
-_NUMBA = (("NUMBA_DISABLE_JIT", "0"),)
-DAEMON = Contestant("daemon", "rlhfd: worker, buffer, trainer", variables=_NUMPY)
-FAST = Contestant("daemon", "rlhfd[fast]: worker, buffer, trainer", variables=_NUMBA)
-REPLAY = Contestant("replay", "rlhfd: `DetachedReplayBuffer`", variables=_NUMPY)
+DAEMON = Contestant("daemon", "rlhfd: worker, buffer, external trainer")
+RAGGED = Contestant("daemon", "rlhfd, its own trainer: worker, buffer, trainer", variables=((RAGGED_VARIABLE, "1"),))
+REPLAY = Contestant("replay", "rlhfd: `DetachedReplayBuffer`")
 RAW = Contestant("zeromq_raw", "ZeroMQ, raw bytes, zero-copy send")
 STREAMER = Contestant("zeromq_streamer", "ZeroMQ, raw bytes, through a process between the two")
 TRANSFER_QUEUE = Contestant("transfer_queue", "TransferQueue", RAY)
@@ -69,8 +65,6 @@ class Runner:
 
     def __init__(self, contestant: Contestant, producers: int, append_rows: int = APPEND_ROWS) -> None:
         environment = contestant.environment
-        if contestant is FAST and importlib.util.find_spec("numba") is None:
-            raise NotInstallableError("numba is not installed: pip install 'rlhfd[fast]'")
         python = sys.executable if environment is None else python_of(environment)
         # One thread each: with more, the processes of one way would compete for the cores.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -59,7 +59,7 @@ def _table(name: str, quick: bool) -> Table:
             codec.ExtentReader(view, checksum=checksum)
             for view, checksum in (extents[place], extents[(place + 1) % places])
         ]
-        codec.gather([(reader, rows) for reader in readers])
+        codec.gather_padded([(reader, rows) for reader in readers])
 
     def copy() -> None:
         start = next(turns) * len(flat) % (len(arena) - len(flat))

@@ -24,8 +24,6 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Daemons go NumPy's way: numba's import costs each process half a second. Tests of its loops turn it on.
-os.environ["NUMBA_DISABLE_JIT"] = "1"
 # How long an example takes is the machine's affair: no test fails because others are busy beside it.
 settings.register_profile("rlhfd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Tests of many examples take a multiple of `settings.default.max_examples`.

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from benches.ways import QUEUED_BATCHES, Send
-from benches.workload import APPEND_ROWS, BATCH_ROWS, Arrays
+from benches.workload import APPEND_ROWS, BATCH_ROWS, RAGGED_VARIABLE, Arrays
 from pipeline.buffer import process as buffer_process
 from pipeline.buffer.sizing import checked_layout
 from pipeline.config.schema import Config, DaemonConfig, RolloutConfig, TrainerConfig
 from pipeline.config.sections import BufferConfig, MetricsConfig
 from pipeline.errors import DeadlineError
 from pipeline.experience import codec
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.runtime.messages import Hello, Sealed, Settled, Ticket, WantTickets, Welcome
 from pipeline.runtime.role import RoleContext
@@ -36,12 +37,14 @@ from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
+from pipeline.trainer.prefetch import Gathering
 
 # Half of the batches that may be queued are leased to the trainer; half are reserved, or sealed and not leased yet.
 _PREFETCH = QUEUED_BATCHES // 2
 _TICKETS_AHEAD = QUEUED_BATCHES // 2 * BATCH_ROWS // APPEND_ROWS
 _WORKERS = 2
 _DEADLINE_S = 60.0
+_IS_RAGGED = os.environ.get(RAGGED_VARIABLE) == "1"
 
 
 class Way:
@@ -55,14 +58,18 @@ class Way:
         MetricsSlab.create(self._workspace.metrics_path, slots).close()
         self._buffer = subprocess.Popen([sys.executable, "-m", "benches.ways.daemon", str(folder)])
         self.parts = {"buffer": self._buffer.pid}
-        self._connection: Connection = open_connection(folder, rank=0, world_size=1, prefetch=_PREFETCH)
+        gathering = Gathering(padded=not _IS_RAGGED)
+        self._connection: Connection = open_connection(
+            folder, rank=0, world_size=1, prefetch=_PREFETCH, gathering=gathering
+        )
 
     def address(self) -> Any:
         return str(self._workspace.folder)
 
     def batches(self) -> Iterator[Any]:
-        for experience in self._connection.experiences(timeout_s=_DEADLINE_S):
-            yield arrays_of(experience)
+        while (batch := self._connection.take(timeout_s=_DEADLINE_S)) is not None:
+            yield arrays_of_rows(batch.rows) if _IS_RAGGED else arrays_of(batch.experience)
+            self._connection.acknowledge()
 
     def close(self) -> None:
         self._connection.close()
@@ -153,6 +160,12 @@ def experience_of(arrays: Arrays) -> Experience:
 def arrays_of(experience: Experience) -> Arrays:
     """Return the tensors of a batch as arrays over the same memory."""
     return {name: value.numpy() for name, value in vars(experience).items() if isinstance(value, torch.Tensor)}
+
+
+def arrays_of_rows(rows: RaggedRows) -> Arrays:
+    """Return the columns and the pixels of rows without padding as arrays over the same memory."""
+    vision = {name: value.numpy() for name, value in (rows.vision or {}).items() if isinstance(value, torch.Tensor)}
+    return {**rows.columns, **vision}
 
 
 def _serve(folder: Path) -> None:

@@ -27,7 +27,7 @@ from pipeline.telemetry import log_file, log_lines
 
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "pyzmq", "xxhash",
-    "setproctitle", "starlette", "uvicorn", "rich", "click", "prometheus-client", "pillow", "ray", "vllm", "numba",
+    "setproctitle", "starlette", "uvicorn", "rich", "click", "prometheus-client", "pillow", "ray", "vllm",
 )  # fmt: skip
 _LIMITS = {
     "open files": resource.RLIMIT_NOFILE,

@@ -4,14 +4,12 @@ advantage_estimators  advantages by name, penalty of length
 advantages            KL terms, rewards per action, GAE, group advantages
 batching              split, strip, pad, batch
 checks                checks of rows and batches
-codec                 Experience to the bytes of an extent and back; the gather into one batch
-extent_format         header and blocks of an extent
+codec                 RaggedRows or Experience to the bytes of an extent and back; the gather of rows of extents
+extent_format         header and columns of an extent
 field_arrays          fields of a padded batch as arrays, and their headers
 quarantine_reader     quarantine files, read back into tensors
+ragged                RaggedRows: rows end to end, and the doors from and to padded batches
 recorded_batches      the batches of recorded steps, read back into tensors
-row_blocks            blocks of rows, copied into extents and batches
-row_kernels           choice between the loops below and NumPy
-row_loops             loops over rows that numba compiles
 row_spans             spans of rows within their padding
 tensor_pool           memory of batches, reused
 types                 Experience, BufferItem and their vision-language kin

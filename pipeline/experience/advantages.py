@@ -22,49 +22,53 @@ _MAX_EXPONENT = 60.0
 """exp(60), 1e26, can be summed in float32 over any response; the estimator is exact up to this exponent."""
 
 
-KlEstimator = Callable[[Tensor, Tensor], Tensor]
-"""From log-ratios k and action mask, both ``(B, A)``, to an estimate of KL(actor || reference) an action."""
+KlEstimator = Callable[..., Tensor]
+"""From log-ratios k of any shape, and an action mask of it or None, to an estimate of KL(actor || reference) each."""
 
 
-def k1_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
+def k1_kl(log_ratios: Tensor, action_mask: Tensor | None = None) -> Tensor:
     """Estimate KL(actor || reference) per action as k (k1, http://joschu.net/blog/kl-approx.html).
 
     Args:
-        log_ratios: ``(B, A)`` float32, k.
-        action_mask: ``(B, A)`` bool.
+        log_ratios: ``(B, A)`` or ``(N,)`` float32, k.
+        action_mask: Of the same shape, bool; None if all are actions.
 
     Returns:
-        ``(B, A)`` float32, of either sign. The gradient of its mean over samples is 0 on average.
+        As many float32, of either sign. The gradient of its mean over samples is 0 on average.
     """
-    return log_ratios.masked_fill(~action_mask, 0.0)
+    return _masked(log_ratios, action_mask)
 
 
-def k2_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
+def k2_kl(log_ratios: Tensor, action_mask: Tensor | None = None) -> Tensor:
     """Estimate KL(actor || reference) per action as k^2 / 2 (k2, http://joschu.net/blog/kl-approx.html).
 
     Args:
-        log_ratios: ``(B, A)`` float32, k.
-        action_mask: ``(B, A)`` bool.
+        log_ratios: ``(B, A)`` or ``(N,)`` float32, k.
+        action_mask: Of the same shape, bool; None if all are actions.
 
     Returns:
-        ``(B, A)`` float32, never negative. The gradient of its mean over samples is that of the KL.
+        As many float32, never negative. The gradient of its mean over samples is that of the KL.
     """
-    return (log_ratios.square() / 2).masked_fill(~action_mask, 0.0)
+    return _masked(log_ratios.square() / 2, action_mask)
 
 
-def k3_kl(log_ratios: Tensor, action_mask: Tensor) -> Tensor:
+def k3_kl(log_ratios: Tensor, action_mask: Tensor | None = None) -> Tensor:
     """Estimate KL(actor || reference) per action as exp(-k) - 1 + k (k3, http://joschu.net/blog/kl-approx.html).
 
     Args:
-        log_ratios: ``(B, A)`` float32, k.
-        action_mask: ``(B, A)`` bool.
+        log_ratios: ``(B, A)`` or ``(N,)`` float32, k.
+        action_mask: Of the same shape, bool; None if all are actions.
 
     Returns:
-        ``(B, A)`` float32, never negative, finite for every finite k.
+        As many float32, never negative, finite for every finite k.
     """
     exponents = (-log_ratios).clamp(max=_MAX_EXPONENT)
     # expm1 keeps the digits that exp(x) - 1 loses near 0: there k3 is the difference of two nearly equal numbers.
-    return (exponents.expm1() + log_ratios).clamp(min=0.0).masked_fill(~action_mask, 0.0)
+    return _masked((exponents.expm1() + log_ratios).clamp(min=0.0), action_mask)
+
+
+def _masked(values: Tensor, action_mask: Tensor | None) -> Tensor:
+    return values if action_mask is None else values.masked_fill(~action_mask, 0.0)
 
 
 KL_ESTIMATORS: Final[Mapping[str, KlEstimator]] = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}

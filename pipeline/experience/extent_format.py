@@ -1,12 +1,11 @@
-"""The format of an extent: its header, and the place of each block.
+"""The format of an extent: its header, and the place of each column.
 
     u32 header length, header (msgpack `ExtentHeader`), zeros up to a multiple of 64
-    blocks, each aligned to 64 bytes, in the order in which `lay_out` places them:
-        for each group of rows of similar length, for each field with a column a token:  (rows, width) values
-        for each other field:                                                            (B, ...) values
+    columns, each aligned to 64 bytes, in the order of the header's fields, row after row, without padding:
+        (T,) values of a field with a column a token, (N,) of one with a column an action, (B, ...) of any other
     the vision part (`vision_codec`), if the experience is a vision-language one
 
-Rows are right-aligned in their blocks. The padding before a row is undefined: the reader zeroes its own copy.
+T is the sum of the rows' tokens, N that of their actions. A mask without holes has no column: the lengths determine it.
 
 A decoded header is consistent: for any bytes, `read_header` either returns a header whose parts agree with each other
 or raises DecodeError. The other functions rely on it.
@@ -19,7 +18,7 @@ import itertools
 import math
 import operator
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -65,12 +64,7 @@ class FieldHeader(msgspec.Struct, frozen=True, array_like=True):
     tail: tuple[Size, ...]
 
 
-class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Rows stored together: their indices in the append, and the widths of their blocks."""
-
-    rows: list[Size]
-    sequence_width: Size
-    action_width: Size
+Fields = tuple[FieldHeader, ...]
 
 
 class MediumHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -93,8 +87,7 @@ class ExtentHeader(msgspec.Struct, frozen=True, array_like=True):
     """The header of an extent; `vision` is None in an extent of text alone."""
 
     rows: Size
-    fields: tuple[FieldHeader, ...]
-    groups: list[GroupHeader]
+    fields: Fields
     sequence_lengths: list[Size]
     action_lengths: list[Size]
     full_masks: tuple[str, ...]
@@ -106,7 +99,6 @@ class _HeaderOnWire(msgspec.Struct, frozen=True, array_like=True):
 
     rows: Size
     fields: msgspec.Raw
-    groups: list[GroupHeader]
     sequence_lengths: list[Size]
     action_lengths: list[Size]
     full_masks: tuple[str, ...]
@@ -114,91 +106,27 @@ class _HeaderOnWire(msgspec.Struct, frozen=True, array_like=True):
 
 
 _header_decoder = msgspec.msgpack.Decoder(_HeaderOnWire)
-_fields_decoder = msgspec.msgpack.Decoder(tuple[FieldHeader, ...])
+_fields_decoder = msgspec.msgpack.Decoder(Fields)
 
 
-class FieldRun(NamedTuple):
-    """Fields of one dtype, all with a column a token or all with a column an action, whose blocks are adjacent.
+class Run(NamedTuple):
+    """The columns of neighbouring fields of one dtype and one shape, `stride` bytes apart."""
 
-    `stack`: index of the plan's stack that contains them; `first`: index of the first of them in the stack;
-    `kind`: the dtype of their arrays.
-    """
-
-    fields: tuple[FieldHeader, ...]
-    stack: int
-    first: int
-    is_token: bool
-    kind: np.dtype[Any]
-
-
-class Plan(NamedTuple):
-    """The part of the layout that depends only on an extent's fields and on its masks that are not stored.
-
-    `stacks`: fields with columns, neighbours of one kind together, as in a batch; `runs`: the field runs of each stack;
-    `others`: fields without columns; `info_names`: names of the fields of `info`; `errors`: the reasons why no extent
-    can have these fields.
-    """
-
-    stacks: tuple[tuple[FieldHeader, ...], ...]
-    runs: tuple[FieldRun, ...]
-    others: tuple[FieldHeader, ...]
-    info_names: tuple[str, ...]
-    errors: tuple[str, ...]
-
-
-# All extents of a training run have the same fields: their plan is computed once.
-@functools.lru_cache(maxsize=64)
-def plan_of(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Plan:
-    """Return the plan of a header's fields and of its masks that are not stored."""
-    if errors := tuple(_errors_of_fields(fields, full_masks)):
-        return Plan((), (), (), (), errors)
-    with_columns = (field for field in fields if field.columns)
-    kinds = itertools.groupby(with_columns, lambda field: (field.columns, field.dtype))
-    stacks = tuple(tuple(kind) for _, kind in kinds)
-    runs = [
-        FieldRun(
-            tuple(field for _, field in part),
-            index,
-            part[0][0],
-            part[0][1].columns == "S",
-            _ARRAY_DTYPES[part[0][1].dtype],
-        )
-        for index, stack in enumerate(stacks)
-        for is_left_out, found in itertools.groupby(enumerate(stack), lambda place: place[1].name in full_masks)
-        if not is_left_out and (part := list(found))
-    ]
-    others = tuple(field for field in fields if not field.columns)
-    info_names = tuple(field.name for field in fields if field.name.startswith("info."))
-    return Plan(stacks, tuple(runs), others, info_names, ())
-
-
-class Stack(NamedTuple):
-    """The values of a field run in the rows of one group: one block a field, `stride` bytes apart."""
-
-    run: FieldRun
-    group: GroupHeader
-    shape: tuple[int, int, int]
+    fields: Fields
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
     start: int
     stride: int
 
-    def array(self, memory: memoryview) -> Array:
-        """Return the blocks as one array (fields, rows, columns) over the extent's memory."""
-        kind = self.run.kind
-        return np.ndarray(
-            self.shape, kind, memory, self.start, (self.stride, self.shape[2] * kind.itemsize, kind.itemsize)
-        )
-
-    def under(self, plan: Plan) -> Iterator[Stack]:
-        """Yield the blocks of those fields that a plan of fewer fields has, one by one, with their places there."""
-        places = {
-            field: (number, first) for number, fields in enumerate(plan.stacks) for first, field in enumerate(fields)
-        }
-        for number, field in enumerate(self.run.fields):
-            if field in places:
-                stack, first = places[field]
-                run = self.run._replace(fields=(field,), stack=stack, first=first)
-                shape = (1, self.shape[1], self.shape[2])
-                yield self._replace(run=run, shape=shape, start=self.start + number * self.stride)
+    def array(self, memory: memoryview | Array) -> Array:
+        """Return the columns as one array (fields, *shape) over memory."""
+        count = len(self.fields)
+        if count == 1:
+            return np.ndarray((1, *self.shape), self.dtype, memory, self.start)
+        steps = [self.dtype.itemsize]
+        for size in self.shape[:0:-1]:
+            steps.insert(0, steps[0] * size)
+        return np.ndarray((count, *self.shape), self.dtype, memory, self.start, (self.stride, *steps))
 
 
 class Block(NamedTuple):
@@ -219,32 +147,38 @@ def block_at(start: int, field: FieldHeader, shape: tuple[int, ...]) -> Block:
     return Block(field, shape, start, start + math.prod(shape) * _ARRAY_DTYPES[field.dtype].itemsize)
 
 
-def lay_out(header: ExtentHeader, plan: Plan, start: int) -> tuple[list[Stack], list[Block], int]:
-    """Return the places of the text fields.
+# All extents of a training run have the same fields.
+@functools.lru_cache(maxsize=64)
+def _stored_together(fields: Fields, full_masks: tuple[str, ...]) -> tuple[Fields, ...]:
+    """Return the fields that have a column, neighbours of one kind together."""
+    stored = (field for field in fields if field.name not in full_masks)
+    return tuple(
+        tuple(kind) for _, kind in itertools.groupby(stored, lambda field: (field.dtype, field.columns, field.tail))
+    )
+
+
+def lay_out(fields: Fields, full_masks: tuple[str, ...], sizes: Mapping[str, int], start: int) -> tuple[list[Run], int]:
+    """Return the places of columns.
 
     Args:
-        header: The extent's header.
-        plan: The plan of its fields.
-        start: Offset of the first block, from `header_bytes`.
+        fields: The fields.
+        full_masks: Names of those without a column.
+        sizes: The first dimension of a column by the kind of its field: T of "S", N of "A", B of "".
+        start: Offset of the first column.
 
     Returns:
-        The stacks of the fields with columns, a group at a time; the blocks of the other fields; the end of the last.
+        The columns, and the end of the last.
     """
-    stacks, blocks, stop = [], [], start
-    for group in header.groups:
-        rows, widths = len(group.rows), (group.action_width, group.sequence_width)
-        for run in plan.runs:
-            count, width = len(run.fields), widths[run.is_token]
-            nbytes = rows * width * run.kind.itemsize
-            stride = (nbytes + _BLOCK_ALIGNMENT - 1) & -_BLOCK_ALIGNMENT
-            stacks.append(Stack(run, group, (count, rows, width), start, stride))
-            stop = start + (count - 1) * stride + nbytes
-            start += count * stride
-    for field in plan.others:
-        block = block_at(start, field, (header.rows, *field.tail))
-        blocks.append(block)
-        stop, start = block.stop, align(block.stop)
-    return stacks, blocks, stop
+    runs, stop = [], start
+    for together in _stored_together(fields, full_masks):
+        first = together[0]
+        shape, dtype = (sizes[first.columns], *first.tail), _ARRAY_DTYPES[first.dtype]
+        nbytes = math.prod(shape) * dtype.itemsize
+        stride = align(nbytes)
+        runs.append(Run(together, shape, dtype, start, stride))
+        stop = start + (len(together) - 1) * stride + nbytes
+        start += len(together) * stride
+    return runs, stop
 
 
 def write_header(packed: bytes, memory: memoryview) -> None:
@@ -260,8 +194,8 @@ def header_bytes(packed: bytes) -> int:
     return align(_LENGTH.size + len(packed))
 
 
-def read_header(memory: memoryview) -> tuple[ExtentHeader, Plan, int]:
-    """Return an extent's header, the plan of its fields, and the offset of its first block.
+def read_header(memory: memoryview) -> tuple[ExtentHeader, int]:
+    """Return an extent's header, and the offset of its first column.
 
     Raises:
         DecodeError: If there is no readable header, or its parts are inconsistent.
@@ -269,51 +203,39 @@ def read_header(memory: memoryview) -> tuple[ExtentHeader, Plan, int]:
     try:
         (length,) = _LENGTH.unpack_from(memory)
         found = _header_decoder.decode(memory[_LENGTH.size : _LENGTH.size + length])
-        fields, plan = _fields_and_plan(bytes(found.fields), found.full_masks)
+        fields, errors = _fields_and_errors(bytes(found.fields), found.full_masks)
     except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"extent of {len(memory):,} B has no readable header: {error}") from error
     header = ExtentHeader(
-        found.rows, fields, found.groups, found.sequence_lengths, found.action_lengths, found.full_masks, found.vision
+        found.rows, fields, found.sequence_lengths, found.action_lengths, found.full_masks, found.vision
     )
-    if reason := next(iter(plan.errors or _errors(header)), ""):
+    if reason := next(iter(errors or _errors(header)), ""):
         raise DecodeError(f"extent of {len(memory):,} B: its header {reason}")
-    return header, plan, align(_LENGTH.size + length)
+    return header, align(_LENGTH.size + length)
 
 
 # All extents of a training run have the same fields: they are decoded once.
 @functools.lru_cache(maxsize=64)
-def _fields_and_plan(packed: bytes, full_masks: tuple[str, ...]) -> tuple[tuple[FieldHeader, ...], Plan]:
+def _fields_and_errors(packed: bytes, full_masks: tuple[str, ...]) -> tuple[Fields, tuple[str, ...]]:
     fields = _fields_decoder.decode(packed)
-    return fields, plan_of(fields, full_masks)
+    return fields, tuple(_errors_of_fields(fields, full_masks))
 
 
 def _errors(header: ExtentHeader) -> Iterator[str]:
     """Yield the errors of a header beyond its fields: each would make a reader fail or allocate without bound."""
     rows, tokens, actions = header.rows, header.sequence_lengths, header.action_lengths
-    if not len(tokens) == len(actions) == rows:
+    if not len(tokens) == len(actions) == rows or not rows:
         yield f"has lengths of other than its {rows} rows"
-        return
-    every, groups = list(range(rows)), header.groups
-    # Usually one group has all rows, in order.
-    is_one_group = len(groups) == 1 and rows > 0 and groups[0].rows == every
-    if not is_one_group:
-        placed = sorted(itertools.chain.from_iterable(group.rows for group in groups))
-        if placed != every or not all(group.rows for group in groups):
-            yield f"has groups that are not its {rows} rows"
-            return
-    for group in groups:
-        if max(tokens if is_one_group else map(tokens.__getitem__, group.rows)) > group.sequence_width:
-            yield "has a row that is longer than its group"
-        if max(actions if is_one_group else map(actions.__getitem__, group.rows)) > group.action_width:
-            yield "has a row with more actions than its group"
-    if not all(map(operator.le, actions, tokens)):
+    elif not all(map(operator.le, actions, tokens)):
         yield "has a row with more actions than tokens"
 
 
-def _errors_of_fields(fields: tuple[FieldHeader, ...], full_masks: tuple[str, ...]) -> Iterator[str]:
+def _errors_of_fields(fields: Fields, full_masks: tuple[str, ...]) -> Iterator[str]:
     columns = {field.name: field.columns for field in fields}
     for field in fields:
         yield from field_errors(field)
+        if field.columns and field.tail:
+            yield f"has a {field.name} of several numbers a column"
     if len(columns) < len(fields):
         yield "names a field twice"
     if columns.get("sequences") != "S" or "sequences" in full_masks:
@@ -366,13 +288,6 @@ def as_tensor(array: Array, dtype: str) -> torch.Tensor:
     """Return a tensor over an array's memory; int16 becomes bfloat16 if that is `dtype`."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
-
-
-def index_of(places: list[int]) -> slice | list[int]:
-    """Return a slice if the places are consecutive, because slices copy several times faster than index lists."""
-    first, count = places[0], len(places)
-    # Comparing the ends is not enough: rows may come in any order, and more than once.
-    return slice(first, first + count) if places == list(range(first, first + count)) else places
 
 
 def align(nbytes: int) -> int:

@@ -68,7 +68,9 @@ class QuarantinedExtent:
             codec.ExtentReader(memoryview(extent_file.read_extent(self._file, index)))
             for index in range(len(self.extents))
         ]
-        return codec.gather([(reader, extent.chosen) for reader, extent in zip(readers, self.extents, strict=True)])
+        return codec.gather_padded(
+            [(reader, extent.chosen) for reader, extent in zip(readers, self.extents, strict=True)]
+        )
 
 
 def read_quarantine(path: str | os.PathLike[str]) -> QuarantinedExtent:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipeline.errors import DecodeError
 from pipeline.experience import codec
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.storage import extent_file
 from pipeline.storage.recording import Recording, read_recording
@@ -49,10 +50,10 @@ def recorded_batches(
             except FileNotFoundError:
                 # Removed by the run, between the look and the read.
                 continue
-            yield from batches
+            yield from (batch.padded() for batch in batches)
 
 
-def batches_of(recording: Recording, step: int) -> list[Experience]:
+def batches_of(recording: Recording, step: int) -> list[RaggedRows]:
     """Return the batches of one recorded step, whose rows are kept.
 
     Raises:

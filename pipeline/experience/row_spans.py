@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.errors import FieldError
-from pipeline.experience import row_kernels
 from pipeline.experience.extent_format import Array
 
 
@@ -40,11 +39,6 @@ class Spans(NamedTuple):
             FieldError: If a row has no token, or an action behind its last token.
         """
         rows, width = shape
-        if mask is not None and action_mask is not None and (found := row_kernels.find_spans(mask, action_mask)):
-            lengths, (attention_is_full, actions_are_full, end_together) = found
-            masks = (("attention_mask", attention_is_full), ("action_mask", actions_are_full))
-            full = tuple([name for name, is_full in masks if is_full])
-            return cls(lengths[0], lengths[1], lengths[2], width, columns, end_together, full)
         tokens = [width] * rows if mask is None else _ones_at_the_end(mask)
         taken = [columns] * rows if action_mask is None else _ones_at_the_end(action_mask)
         if tokens is None or taken is None or not width:

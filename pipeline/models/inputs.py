@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 
-from pipeline.errors import FieldError, ShapeError
+from pipeline.errors import FieldError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.position_limits import check_rows
 from pipeline.models.vision_inputs import vision_backbone, vision_inputs
@@ -26,29 +25,6 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
         ``(B, S)`` int64; 0 in the padding on the left.
     """
     return (attention_mask != 0).long().cumsum(dim=-1).sub_(1).clamp_(min=0)
-
-
-def action_columns(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the columns of a padded batch that a pass for log-probs or values reads, and those of the actions.
-
-    Args:
-        sequences: ``(B, S)`` int64.
-        attention_mask: ``(B, S)``, nonzero where the token is real; the padding may be on either side.
-        action_mask: ``(B, A)`` bool, of the last A columns; at least one action in each row.
-
-    Returns:
-        Three masks, each ``(B, S)`` bool: the actions; the real tokens that an action follows, which are those before
-        the last action of the row; the tokens whose next token is an action.
-
-    Raises:
-        ShapeError: If a row has no action, or no token before one.
-    """
-    is_action = functional.pad(action_mask, (sequences.shape[1] - action_mask.shape[1], 0))
-    real = (attention_mask != 0) & (is_action.flip(1).cumsum(dim=1).flip(1) > is_action.long())
-    predicts = functional.pad(is_action[:, 1:], (0, 1))
-    if bool((predicts & ~real).any()) or not bool(is_action.any(dim=1).all()) or bool(is_action[:, 0].any()):
-        raise ShapeError("a row has no action, or no token before one of its actions")
-    return is_action, real, predicts
 
 
 def accepted_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.types import Experience, is_vl_experience
 from pipeline.models.attention_kernels import chooses_kernels, without_cudnn_attention
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.critic import Critic
-from pipeline.models.inputs import accepted_keywords, action_columns
+from pipeline.models.flat_rows import FlatRows, on_device, ranges
+from pipeline.models.inputs import accepted_keywords
 from pipeline.models.position_limits import check_rows
 from pipeline.models.shared_prefix import SharedRows
 from pipeline.models.varlen_attention import kernel_of, problem_of_attention, uses_varlen_attention
@@ -98,23 +99,21 @@ class PackedRows:
         )
 
     @classmethod
-    def of_padded(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
-        """Return the rows of a padded batch, concatenated, each without its last action: no action follows it.
-
-        Arguments and errors are those of `pipeline.models.inputs.action_columns`.
-        """
-        _, real, predicts = action_columns(sequences, attention_mask, action_mask)
-        lengths = real.sum(dim=1)
-        row_lengths: list[int] = lengths.tolist()
-        starts = functional.pad(lengths.cumsum(dim=0), (1, 0))
+    def of_flat(cls, rows: FlatRows) -> Self:
+        """Return rows that end with their last action, each without it: no action follows it."""
+        device, ends = rows.tokens.device, np.cumsum(rows.lengths)
+        kept = np.ones(int(ends[-1]), np.bool_)
+        kept[ends - 1] = False
+        lengths = rows.lengths - 1
         return cls(
-            input_ids=sequences[real].unsqueeze(0),
-            position_ids=(real.long().cumsum(dim=1) - 1)[real].unsqueeze(0),
-            cu_seqlens=starts.to(torch.int32),
-            max_seqlen=max(row_lengths),
-            row_lengths=row_lengths,
-            before=predicts[real].nonzero().squeeze(1),
-            num_actions=action_mask.sum(dim=1).tolist(),
+            input_ids=rows.tokens[on_device(kept, device)].unsqueeze(0),
+            position_ids=on_device(ranges(np.zeros_like(lengths), lengths), device).unsqueeze(0),
+            cu_seqlens=on_device(np.append(0, np.cumsum(lengths)).astype(np.int32), device),
+            max_seqlen=int(lengths.max()),
+            row_lengths=lengths.tolist(),
+            # One token less in each row before.
+            before=rows.action - 1 - rows.row,
+            num_actions=rows.counts.tolist(),
         )
 
     def check(self, model: nn.Module, field: str) -> None:
@@ -217,52 +216,38 @@ def packed_action_log_probs(
     return list(log_probs.split(rows.num_actions))
 
 
-def log_probs_by_packing(
-    model: nn.Module,
-    sequences: Tensor,
-    attention_mask: Tensor,
-    action_mask: Tensor,
-    *,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    shared: bool = False,
+def log_probs_of_rows(
+    model: nn.Module, rows: FlatRows, *, temperature: float = 1.0, with_entropy: bool = False, shared: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs and entropies of the actions of a padded batch, from one pass over its rows laid end to end.
+    """Return log-probs and entropies of the actions of rows, from one pass over the rows laid end to end.
 
     Args:
         model: As for `packed_action_log_probs`.
-        sequences: ``(B, S)`` int64.
-        attention_mask: ``(B, S)``, nonzero where the token is real; the padding may be on either side.
-        action_mask: ``(B, A)`` bool, of the last A columns; at least one action in each row.
+        rows: Rows that end with their last action.
         temperature: The sampling temperature, above 0.
         with_entropy: Whether to compute the entropies too.
         shared: Whether the pass computes each prompt once for all its rows.
 
     Returns:
-        Log-probs and entropies, each ``(B, A)`` float32 as from `action_log_probs`, 0 outside the mask; None in place
-        of the entropies if `with_entropy` is False.
+        Log-probs and entropies, each ``(N,)`` float32; None in place of the entropies if `with_entropy` is False.
 
     Raises:
         FieldError: If packed rows would attend to each other in this model, or it cannot share prompts.
-        ShapeError: If a row has no action, or no token before one.
     """
-    rows = (SharedRows if shared else PackedRows).of_padded(sequences, attention_mask, action_mask)
-    labels = sequences[:, -action_mask.shape[1] :][action_mask]
-    found = _log_probs(model, rows, labels, temperature=temperature, chunk_tokens=None, with_entropy=with_entropy)
-    spread = [value.new_zeros(action_mask.shape).masked_scatter(action_mask, value) for value in found if len(value)]
-    return spread[0], spread[1] if with_entropy else None
+    packed = SharedRows.of_flat(rows) if shared else PackedRows.of_flat(rows)
+    settings: Any = {"temperature": temperature, "chunk_tokens": None, "with_entropy": with_entropy}
+    log_probs, entropies = _log_probs(model, packed, rows.labels, **settings)
+    return log_probs, entropies if with_entropy else None
 
 
-def values_by_packing(
-    critic: Critic, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, *, shared: bool = False
-) -> Tensor:
-    """Return the value of the state before each action of a padded batch, ``(B, A)`` float32, 0 outside the mask.
+def values_of_rows(critic: Critic, rows: FlatRows, *, shared: bool = False) -> Tensor:
+    """Return the value of the state before each action, ``(N,)`` float32, by the backbone's pass over rows end to end.
 
-    Arguments and errors are those of `log_probs_by_packing`; a critic's backbone runs the pass.
+    Arguments and errors are those of `log_probs_of_rows`.
     """
-    rows = (SharedRows if shared else PackedRows).of_padded(sequences, attention_mask, action_mask)
-    values: Tensor = critic.value_head(packed_states(critic.backbone, rows).float()).squeeze(-1)
-    return values.new_zeros(action_mask.shape).masked_scatter(action_mask, values)
+    packed = SharedRows.of_flat(rows) if shared else PackedRows.of_flat(rows)
+    values: Tensor = critic.value_head(packed_states(critic.backbone, packed).float()).squeeze(-1)
+    return values
 
 
 @chooses_kernels

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, FieldError
 from pipeline.models.attention_kernels import without_cudnn_attention
-from pipeline.models.inputs import accepted_keywords, action_columns
+from pipeline.models.flat_rows import FlatRows, Index, on_device, ranges, starts_of
+from pipeline.models.inputs import accepted_keywords
 from pipeline.models.position_limits import check_rows
 from pipeline.models.prefix_attention import PrefixLayout
 from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention
@@ -47,31 +49,25 @@ class PromptGroups:
     """The rows of a batch, those of one prompt side by side, and the tokens that their passes compute.
 
     Attributes:
-        order: ``(B,)`` int64, the rows.
+        order: ``(B,)`` int64 on the host, the rows.
         groups: For each row, in that order, the number of its prompt.
         prompts: Tokens of each row's prompt: all before its first action.
         responses: Tokens of each row from there on that precede an action.
     """
 
-    order: Tensor
+    order: Index
     groups: list[int]
     prompts: list[int]
     responses: list[int]
 
     @classmethod
-    def of(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
-        """Return the groups of a padded batch in the order of their prompts' lengths, then of their first rows.
-
-        Arguments and errors are those of `pipeline.models.inputs.action_columns`.
-        """
-        columns = _Columns.of(sequences, attention_mask, action_mask)
-        order = columns.of_row.argsort(stable=True)
-        return cls(
-            order=order,
-            groups=columns.of_row[order].tolist(),
-            prompts=columns.is_prompt.sum(dim=1)[order].tolist(),
-            responses=columns.is_response.sum(dim=1)[order].tolist(),
-        )
+    def of(cls, rows: FlatRows) -> Self:
+        """Return the groups of rows in the order of their prompts' lengths, then of their first rows."""
+        of_row, _ = _prompts_of(rows)
+        order = np.argsort(of_row, kind="stable")
+        # No action follows a row's last token.
+        responses = rows.lengths - rows.prompts - 1
+        return cls(order, of_row[order].tolist(), rows.prompts[order].tolist(), responses[order].tolist())
 
     @property
     def saves(self) -> bool:
@@ -99,32 +95,30 @@ class SharedRows:
     row_lengths: Tensor
 
     @classmethod
-    def of_padded(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
-        """Return the rows of a padded batch; arguments and errors are those of `PromptGroups.of`."""
-        columns = _Columns.of(sequences, attention_mask, action_mask)
-        is_prompt, is_response, of_row, firsts = (
-            columns.is_prompt, columns.is_response, columns.of_row, columns.firsts
-        )  # fmt: skip
-        rows = of_row.argsort(stable=True)
-        prompt_lengths, response_lengths = is_prompt.sum(dim=1), is_response.sum(dim=1)
-        counts: list[int] = torch.bincount(of_row).tolist()
-        lengths = [part.tolist() for part in response_lengths[rows].split(counts)]
-        layout = PrefixLayout.of(prompt_lengths[firsts].tolist(), lengths, sequences.device)
-        positions = (is_prompt | is_response).long().cumsum(dim=1) - 1
-        chosen = [(firsts, is_prompt[firsts]), (rows, is_response[rows])]
-        # The index of a token: the start of its prompt or response in the pass, and its position there.
-        prompt_starts = layout.prompt_starts.long()
-        ends = prompt_starts[-1] + response_lengths[rows].cumsum(dim=0)
-        response_starts = torch.empty_like(ends).index_copy(0, rows, ends - response_lengths[rows])
-        indices = positions + torch.where(
-            is_prompt, prompt_starts[of_row].unsqueeze(1), (response_starts - prompt_lengths).unsqueeze(1)
-        )
+    def of_flat(cls, rows: FlatRows) -> Self:
+        """Return rows that end with their last action, each without it: no action follows it."""
+        device = rows.tokens.device
+        of_row, firsts = _prompts_of(rows)
+        order = np.argsort(of_row, kind="stable")
+        starts, prompts, responses = starts_of(rows.lengths), rows.prompts, rows.lengths - rows.prompts - 1
+        of_prompts = np.split(responses[order], np.cumsum(np.bincount(of_row))[:-1])
+        layout = PrefixLayout.of(prompts[firsts].tolist(), [each.tolist() for each in of_prompts], device)
+        index = [ranges(starts[firsts], prompts[firsts]), ranges((starts + prompts)[order], responses[order])]
+        zeros = np.zeros(len(firsts), np.int64)
+        positions = [ranges(zeros, prompts[firsts]), ranges(prompts[order], responses[order])]
+        # The index of the token before an action: the last of its prompt, or one of its response.
+        prompt_ends = np.cumsum(prompts[firsts])
+        response_starts = np.empty_like(responses)
+        response_starts[order] = prompt_ends[-1] + starts_of(responses[order])
+        place = rows.action - 1 - on_device(starts + prompts, device)[rows.row]
+        in_prompt = on_device(prompt_ends[of_row], device)[rows.row] + place
+        in_response = on_device(response_starts, device)[rows.row] + place
         return cls(
-            input_ids=torch.cat([sequences[index][real] for index, real in chosen]).unsqueeze(0),
-            position_ids=torch.cat([positions[index][real] for index, real in chosen]).unsqueeze(0),
-            before=indices[columns.predicts],
+            input_ids=rows.tokens[on_device(np.concatenate(index), device)].unsqueeze(0),
+            position_ids=on_device(np.concatenate(positions), device).unsqueeze(0),
+            before=torch.where(place < 0, in_prompt, in_response),
             layout=layout,
-            row_lengths=prompt_lengths + response_lengths,
+            row_lengths=on_device(prompts + responses, device),
         )
 
     def keywords(self, model: object) -> dict[str, Any]:
@@ -200,67 +194,40 @@ def may_share_prompts(model: object) -> bool:
     return isinstance(model, nn.Module) and model in _wanted
 
 
-def groups_to_share(
-    model: nn.Module, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor
-) -> PromptGroups | None:
-    """Return the groups of a batch if a model's passes are to compute each prompt once; None if they are not.
+def groups_to_share(model: nn.Module, rows: FlatRows) -> PromptGroups | None:
+    """Return the groups of rows if a model's passes are to compute each prompt once; None if they are not.
 
     Args:
         model: One with `may_share_prompts`.
-        sequences: As for `PromptGroups.of`.
-        attention_mask: As for `PromptGroups.of`.
-        action_mask: As for `PromptGroups.of`; with a row without an action prompts are not shared.
+        rows: Rows that end with their last action; with a row without an action prompts are not shared.
     """
-    if not len(sequences) or not bool(action_mask.any(dim=1).all()):
+    if not len(rows) or not rows.counts.all():
         return None
-    groups = PromptGroups.of(sequences, attention_mask, action_mask)
+    groups = PromptGroups.of(rows)
     repeats = len(set(groups.groups)) < len(groups.groups)
     return groups if repeats and (_wanted[model] or groups.saves) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The prompts of a padded batch.
-
-    Attributes:
-        is_prompt: ``(B, S)`` bool, the real tokens before a row's first action.
-        is_response: ``(B, S)`` bool, the later ones that precede an action.
-        predicts: ``(B, S)`` bool, the tokens whose next token is an action.
-        of_row: ``(B,)`` int64, the number of each row's prompt; shorter prompts first.
-        firsts: ``(U,)`` int64, the first row of each prompt.
-    """
-
-    is_prompt: Tensor
-    is_response: Tensor
-    predicts: Tensor
-    of_row: Tensor
-    firsts: Tensor
-
-    @classmethod
-    def of(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
-        is_action, real, predicts = action_columns(sequences, attention_mask, action_mask)
-        is_prompt = real & (is_action.cumsum(dim=1) == 0)
-        # Prompts from column 0 on, their length first, so that shorter ones have the smaller numbers.
-        lengths, columns = is_prompt.sum(dim=1, keepdim=True), torch.arange(sequences.shape[1], device=sequences.device)
-        source = (is_prompt.long().argmax(dim=1, keepdim=True) + columns).clamp(max=sequences.shape[1] - 1)
-        prompts = sequences.gather(1, source).masked_fill(columns >= lengths, -1)[:, : int(lengths.max())]
-        _, of_row = torch.unique(torch.cat([lengths, prompts], dim=1), dim=0, return_inverse=True)
-        rows = torch.arange(len(of_row), device=of_row.device)
-        firsts = torch.full((int(of_row.max()) + 1,), len(rows), device=rows.device)
-        firsts = firsts.scatter_reduce(0, of_row, rows, "amin")
-        return cls(is_prompt, real & ~is_prompt, predicts, of_row, firsts)
+def _prompts_of(rows: FlatRows) -> tuple[Index, Index]:
+    """Return the number of each row's prompt, ``(B,)``, and the first row of each prompt; shorter prompts first."""
+    tokens, starts = rows.tokens.cpu().numpy(), starts_of(rows.lengths)
+    found: dict[bytes, int] = {}
+    first_of = [
+        found.setdefault(tokens[start : start + length].tobytes(), row)
+        for row, (start, length) in enumerate(zip(starts, rows.prompts, strict=True))
+    ]
+    firsts = np.array(sorted(found.values(), key=lambda row: (rows.prompts[row], row)))
+    numbers = {int(row): number for number, row in enumerate(firsts)}
+    return np.array([numbers[row] for row in first_of]), firsts
 
 
 def _example(device: torch.device) -> tuple[list[tuple[Tensor, int]], SharedRows]:
     """Return rows of tokens with their numbers of actions, and the same rows with shared prompts."""
     rows = [(p + r, len(r)) for p, responses in zip(_PROMPTS, _RESPONSES, strict=True) for r in responses]
-    width, most = max(len(row) for row, _ in rows), max(actions for _, actions in rows)
-    padding = [width - len(row) for row, _ in rows]
-    ids = torch.tensor([[0] * pad + list(row) for pad, (row, _) in zip(padding, rows, strict=True)], device=device)
-    mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=device)
-    actions = torch.tensor([[column >= most - count for column in range(most)] for _, count in rows], device=device)
     alone = [(torch.tensor(row, device=device), count) for row, count in rows]
-    return alone, SharedRows.of_padded(ids, mask, actions)
+    lengths, counts = (np.array(sizes) for sizes in zip(*((len(row), count) for row, count in rows), strict=True))
+    actions, of_row = ranges(np.cumsum(lengths) - counts, counts), np.repeat(np.arange(len(rows)), counts)
+    return alone, SharedRows.of_flat(FlatRows.of(torch.cat([row for row, _ in alone]), lengths, actions, of_row))
 
 
 @without_cudnn_attention()

@@ -301,7 +301,7 @@ class DetachedReplayBuffer:
         try:
             if damaged:
                 raise DecodeError(reason)
-            experience = codec.gather(
+            experience = codec.gather_padded(
                 [(readers[part.ticket], part.rows) for part in lease.parts], pin_memory=device.type == "cuda"
             )
         except (DecodeError, FieldError) as error:

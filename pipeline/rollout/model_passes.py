@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from pipeline.errors import FieldError
 from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.critic import Critic
+from pipeline.models.flat_rows import FlatRows
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.log_probs import action_log_probs, all_values
-from pipeline.models.packing import log_probs_by_packing
+from pipeline.models.packing import log_probs_of_rows
 from pipeline.models.pass_size import PassSize, default_tokens, width_multiple
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
@@ -80,21 +81,22 @@ class ModelPasses:
         """Return the log-probs from passes that compute each prompt once; None if the passes of these rows do not."""
         if rows.vision is not None or not may_share_prompts(model):
             return None
-        groups = groups_to_share(model, rows.sequences, rows.attention_mask, rows.action_mask)
+        if not bool(rows.action_mask.any(dim=1).all()):
+            return None
+        flat = FlatRows.of_padded(rows.sequences.to(_device_of(model)), rows.attention_mask, rows.action_mask)
+        groups = groups_to_share(model, flat)
         if groups is None:
             return None
-        result, device = torch.zeros(rows.action_mask.shape), _device_of(model)
+        found = torch.zeros(len(flat.action))
 
         def step(part: slice) -> None:
-            index = groups.order[part]
-            columns = rows.sequences[index], rows.attention_mask[index], rows.action_mask[index]
-            on_device = (column.to(device) for column in columns)
-            log_probs, _ = log_probs_by_packing(model, *on_device, temperature=temperature, shared=True)
-            result[index] = log_probs.cpu()
-            self.telemetry.progress(rows_done=part.stop, rows=len(result))
+            some, actions = flat.rows(groups.order[part])
+            log_probs, _ = log_probs_of_rows(model, some, temperature=temperature, shared=True)
+            found[torch.from_numpy(actions)] = log_probs.cpu()
+            self.telemetry.progress(rows_done=part.stop, rows=len(flat))
 
         self._size(model).run(groups.prompts, groups.responses, step, groups.groups)
-        return result
+        return torch.zeros(rows.action_mask.shape).masked_scatter(rows.action_mask, found)
 
     def _log_probs_of_rows(self, model: Any, rows: Rows, temperature: float) -> Tensor:
         """Return the log-probs from padded passes; they are undefined outside the mask."""

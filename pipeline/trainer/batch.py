@@ -1,4 +1,4 @@
-"""The inputs of a loss from a batch of experience: checked, on one device, without groups of equal scores, trimmed."""
+"""The inputs of a loss from rows of experience: checked, on one device, one number an action, end to end."""
 
 from __future__ import annotations
 
@@ -6,45 +6,44 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience.types import TOKEN_FIELDS, Experience, ExperienceVL
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.flat_rows import FlatRows, Index, on_device, ranges
 from pipeline.models.pass_size import PassSize, tokens_once
 from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Rows of one batch.
+    """B rows with N actions that count; the columns have one number of each, row after row.
 
     Attributes:
-        sequences: ``(B, S)`` int64.
-        attention_mask: ``(B, S)`` int64.
-        action_mask: ``(B, A)`` bool; action column j is sequence column S - A + j, as everywhere.
-        log_probs: ``(B, A)`` float32, of the policy that sampled.
-        advantages: ``(B, A)`` float32.
-        base_log_probs: ``(B, A)`` float32, of the reference.
-        values: ``(B, A)`` float32, of the critic at the rollout.
-        returns: ``(B, A)`` float32, the targets of the critic.
-        behaviour_log_probs: ``(B, A)`` float32, of the engine that sampled; None if it is the trainer's own function.
-        importance_weights: ``(B, A)`` float32, factors of the policy loss; None for 1.
-        vision: Images and videos of the rows; copied to the device only when a micro-batch needs them.
+        flat: Tokens of the rows up to their last actions, and the places of the actions.
+        log_probs: ``(N,)`` float32, of the policy that sampled; None until they are computed.
+        advantages: ``(N,)`` float32.
+        base_log_probs: ``(N,)`` float32, of the reference.
+        values: ``(N,)`` float32, of the critic at the rollout.
+        returns: ``(N,)`` float32, the targets of the critic.
+        behaviour_log_probs: ``(N,)`` float32, of the engine that sampled; None if it is the trainer's own function.
+        entropies: ``(N,)`` float32, of the policy that sampled, if the rows have them.
+        importance_weights: ``(N,)`` float32, factors of the policy loss; None for 1.
+        vision: Images and videos of the rows.
         tokens_once: Tokens of a pass over these rows that computes each prompt once; None for one over whole rows.
     """
 
-    sequences: Tensor
-    attention_mask: Tensor
-    action_mask: Tensor
-    log_probs: Tensor
+    flat: FlatRows
+    log_probs: Tensor | None
     advantages: Tensor
-    base_log_probs: Tensor | None
-    values: Tensor | None
-    returns: Tensor | None
+    base_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
     behaviour_log_probs: Tensor | None = None
+    entropies: Tensor | None = None
     importance_weights: Tensor | None = None
     vision: VisionRows | None = None
     tokens_once: int | None = None
@@ -52,197 +51,168 @@ class TrainingBatch:
     @classmethod
     def of(
         cls,
-        experience: Experience,
+        rows: RaggedRows,
         algorithm: Literal["ppo", "grpo"],
         device: torch.device,
         *,
-        needs_reference: bool,
-        skip_cut: bool = False,
-        equal_groups: bool = False,
+        needs_log_probs: bool = True,
+        needs_reference: bool = False,
     ) -> Self:
-        """Return the inputs of a loss from an experience; with GRPO, only of groups whose scores differ.
-
-        With `skip_cut` rows whose response was cut at its maximum length are left out too; with `equal_groups` rows of
-        groups with equal scores stay: they count in the divisors, and their KL and entropy in the loss.
+        """Return the inputs of a loss from all rows of a batch.
 
         Raises:
-            FieldError: If a field is missing, is a list (a packed batch), marks actions in the padding, or if pixels
-                and grids do not account for each other.
-            ShapeError: If fields disagree in shape.
+            FieldError: If a field is missing, marks actions in the padding, or if pixels and grids do not account for
+                each other.
+            ShapeError: If a field has not one number an action, or the first token of a row is an action.
         """
-        sequences = _tensor(experience, "sequences", device)
-        attention_mask = _tensor(experience, "attention_mask", device, like=sequences)
-        action_mask = _tensor(experience, "action_mask", device).bool()
-        _check_mask(attention_mask, action_mask)
-        advantages = _tensor(experience, "advantages", device)
-        if advantages.dim() == 1 or advantages.shape[1] == 1:
-            advantages = advantages.reshape(-1, 1).expand(-1, action_mask.shape[1])
-        if advantages.shape != action_mask.shape:
-            raise ShapeError(f"advantages {tuple(advantages.shape)} for actions {tuple(action_mask.shape)}")
-        base_log_probs = values = returns = None
-        if needs_reference:
-            base_log_probs = _tensor(experience, "base_action_log_probs", device, like=action_mask)
+        rows = rows.on(device)
+        tensors = rows.moved
+        assert tensors is not None
+        for name in ("attention_mask", "action_mask"):
+            _check_present(rows, name)
+        flat, chosen = _flat_of(rows, tensors["sequences"])
+
+        def column(name: str, *, is_needed: bool = True) -> Tensor | None:
+            if name not in rows.named and not is_needed:
+                return None
+            _check_present(rows, name)
+            values = tensors[name]
+            if rows.named[name].columns == "A":
+                return values if chosen is None else values[on_device(chosen, device)]
+            if name == "advantages" and values.numel() == len(rows):
+                return values.reshape(-1)[flat.row]
+            raise ShapeError(f"{name} of shape {tuple(values.shape)}: one number an action is needed")
+
+        def needed(name: str) -> Tensor:
+            found = column(name)
+            assert found is not None
+            return found
+
+        advantages = needed("advantages")
+        values = returns = None
         if algorithm == "ppo":
-            values = _tensor(experience, "values", device, like=action_mask)
-            returns = advantages + values
-            if experience.returns is not None:
-                returns = _tensor(experience, "returns", device, like=action_mask)
-        batch = cls(
-            sequences=sequences,
-            attention_mask=attention_mask,
-            action_mask=action_mask,
-            log_probs=_tensor(experience, "action_log_probs", device, like=action_mask),
+            values = needed("values")
+            returns = column("returns", is_needed=False)
+            returns = advantages + values if returns is None else returns
+        return cls(
+            flat=flat,
+            log_probs=column("action_log_probs", is_needed=needs_log_probs),
             advantages=advantages,
-            base_log_probs=base_log_probs,
+            base_log_probs=column("base_action_log_probs", is_needed=needs_reference),
             values=values,
             returns=returns,
-            behaviour_log_probs=None
-            if experience.behaviour_log_probs is None
-            else _tensor(experience, "behaviour_log_probs", device, like=action_mask),
-            vision=VisionRows.of(experience) if isinstance(experience, ExperienceVL) else None,
+            behaviour_log_probs=column("behaviour_log_probs", is_needed=False),
+            entropies=column("action_entropy", is_needed=False),
+            vision=None if rows.vision is None else VisionRows.of(rows.vision_experience()),
         )
-        info = experience.info or {}
-        mixed = info.get("group_mixed") if algorithm == "grpo" and not equal_groups else None
-        kept = None if mixed is None else mixed.to(device).bool()
-        if skip_cut:
-            whole = ~_cut(info, device)
-            kept = whole if kept is None else kept & whole
-        return batch if kept is None else batch.rows(kept.nonzero().squeeze(1))
 
-    def rows(self, index: Tensor) -> Self:
-        """Return the rows of an index, ``(rows,)`` int64."""
-        rows = self._mapped(lambda column: column[index], lambda column: column[index])
-        return rows if self.vision is None else replace(rows, vision=self.vision.rows(index))
+    def __len__(self) -> int:
+        """Return the number of rows, B."""
+        return len(self.flat)
 
-    @classmethod
-    def to_score(cls, experience: Experience, device: torch.device) -> Self:
-        """Return all rows of an experience for passes without a loss; `log_probs` are the indices of the actions.
+    @property
+    def counts(self) -> Tensor:
+        """``(B,)`` int64, the actions of each row."""
+        return on_device(self.flat.counts, self.flat.tokens.device)
 
-        The indices are ``(B, A)`` int64, row by row: an element of a micro-batch knows its own.
+    def rows(self, index: Index) -> Self:
+        """Return the rows of an index, ``(rows,)`` int64 on the host."""
+        if len(index) == len(self) and bool((index == np.arange(len(self))).all()):
+            return self
+        flat, actions = self.flat.rows(index)
+        chosen = on_device(actions, self.flat.tokens.device)
+        vision = None if self.vision is None else self.vision.rows(index.tolist())
+        return replace(self.mapped(lambda column: column[chosen]), flat=flat, vision=vision)
 
-        Raises:
-            FieldError: As `of`.
-            ShapeError: As `of`.
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the batch with each of its columns changed."""
+        columns: dict[str, Any] = {
+            field.name: change(column)
+            for field in fields(self)
+            if isinstance(column := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **columns)
+
+    def to_score(self) -> Self:
+        """Return the rows for passes without a loss; `log_probs` are the numbers of the actions, ``(N,)`` int64.
+
+        So an action of a micro-batch knows its number in the batch.
         """
-        sequences = _tensor(experience, "sequences", device)
-        attention_mask = _tensor(experience, "attention_mask", device, like=sequences)
-        action_mask = _tensor(experience, "action_mask", device).bool()
-        _check_mask(attention_mask, action_mask)
-        indices = torch.arange(action_mask.numel(), device=device).reshape(action_mask.shape)
-        vision = VisionRows.of(experience) if isinstance(experience, ExperienceVL) else None
-        return cls(sequences, attention_mask, action_mask, indices, indices, None, None, None, vision=vision)
+        numbers = torch.arange(len(self.flat.action), device=self.flat.tokens.device)
+        return type(self)(self.flat, numbers, numbers, vision=self.vision)
 
-    def micro_batches(self, size: PassSize, width_multiple: int = 1, model: nn.Module | None = None) -> Iterator[Self]:
-        """Yield the rows in parts of a size, rows of similar length together, without common padding.
+    def micro_batches(self, size: PassSize, model: nn.Module | None = None) -> Iterator[Self]:
+        """Yield the rows that have actions in parts of a size, rows of similar length together.
 
         If the passes of a model share prompts, and these rows have some to share, the rows of one prompt are together
         instead, and the part says so.
-
-        A part has neither the columns that are padding in all its rows nor the columns after its last action. A part
-        without any action is left out. Its width is rounded up to a multiple, by padding on the left. With a bound of
-        padding, and if they are packed, the rows of a part end together, at their last actions: their widths are then
-        their lengths.
         """
-        shared = self._sharing_prompts(size, model)
-        if shared is not None:
-            yield from shared
-            return
-        batch = self._ending_together() if size.packed or size.most_padding is not None else self
-        if not len(batch.sequences):
-            return
-        order = batch.attention_mask.sum(dim=1).argsort(stable=True)
-        lefts, rights = batch._spans(order)
-        for columns in size.parts(lefts, rights):
-            part = batch.rows(order[columns])
-            if part.action_mask.any():
-                yield part._trimmed(width_multiple)
-
-    def _sharing_prompts(self, size: PassSize, model: nn.Module | None) -> Iterator[Self] | None:
-        """Return parts of rows whose prompts are computed once; None if a model's passes do not, or save too little."""
-        if model is None or not may_share_prompts(model) or (self.vision is not None and self.vision.tensors_exist):
-            return None
-        batch = self.rows(self.action_mask.any(dim=1).nonzero().squeeze(1))
-        groups = groups_to_share(model, batch.sequences, batch.attention_mask, batch.action_mask)
-        if groups is None:
-            return None
-        tokens = groups.prompts, groups.responses, groups.groups
-        return (
-            replace(batch.rows(groups.order[part])._trimmed(1), tokens_once=tokens_once(part, *tokens))
-            for part in size.parts(*tokens)
-        )
-
-    def _ending_together(self) -> Self:
-        """Return the rows that have actions, moved to the right until the last action of each is in the last column.
-
-        The tokens after a row's last action are left out: no action depends on them.
-        """
-        rows = self.rows(self.action_mask.any(dim=1).nonzero().squeeze(1))
-        # The columns after the last action: their number is the index of the first action from the right.
-        shift = rows.action_mask.flip(1).long().argmax(dim=1, keepdim=True)
-
-        def moved(column: Tensor) -> Tensor:
-            source = torch.arange(column.shape[1], device=column.device) - shift
-            return column.gather(1, source.clamp(min=0)).masked_fill(source < 0, 0)
-
-        return rows._mapped(moved, moved)
-
-    def _spans(self, order: Tensor) -> tuple[list[int], list[int]]:
-        """Return each row's columns before the first action column, padding left out, and those up to its last action.
-
-        The first number is negative for a row whose first token is to the right of that column.
-        """
-        mask, actions = self.attention_mask[order] != 0, self.action_mask[order]
-        before = self.sequences.shape[1] - actions.shape[1]
-        columns = torch.arange(1, actions.shape[1] + 1, device=actions.device)
-        firsts = mask.long().argmax(dim=1)
-        return (before - firsts).tolist(), (actions * columns).amax(dim=1).tolist()
-
-    def _trimmed(self, width_multiple: int) -> Self:
-        actions = self.action_mask.any(dim=0).nonzero()
-        first, end = int(actions[0]), int(actions[-1]) + 1
-        prompt_columns = self.sequences.shape[1] - self.action_mask.shape[1]
-        first_token = int(self.attention_mask.any(dim=0).nonzero()[0])
-        # The column before the first action stays in any case: its logits are the first action's distribution.
-        start = min(first_token, prompt_columns + first - 1)
-        padding = -(prompt_columns + end - start) % width_multiple
-        return self._mapped(
-            lambda column: functional.pad(column[:, start : prompt_columns + end], (padding, 0)),
-            lambda column: column[:, first:end],
-        )
-
-    def _mapped(self, by_token: Callable[[Tensor], Tensor], by_action: Callable[[Tensor], Tensor]) -> Self:
-        def mapped(name: str) -> Any:
-            column = getattr(self, name)
-            if name in ("vision", "tokens_once"):
-                return column
-            return None if column is None else (by_token if name in TOKEN_FIELDS else by_action)(column)
-
-        return type(self)(**{field.name: mapped(field.name) for field in fields(self)})
+        batch = self.rows(np.flatnonzero(self.flat.counts))
+        has_images = self.vision is not None and self.vision.tensors_exist
+        if model is not None and may_share_prompts(model) and not has_images:
+            groups = groups_to_share(model, batch.flat)
+            if groups is not None:
+                sizes = groups.prompts, groups.responses, groups.groups
+                for part in size.parts(*sizes):
+                    yield replace(batch.rows(groups.order[part]), tokens_once=tokens_once(part, *sizes))
+                return
+        order = np.argsort(batch.flat.lengths, kind="stable")
+        for part in size.parts(batch.flat.lengths[order].tolist(), [0] * len(order)):
+            yield batch.rows(order[part])
 
 
-def _tensor(experience: Experience, name: str, device: torch.device, *, like: Tensor | None = None) -> Tensor:
-    value = getattr(experience, name)
-    if not isinstance(value, Tensor):
-        kind = "missing" if value is None else f"a {type(value).__name__}, a packed batch is not trained on"
-        raise FieldError(f"{name} is {kind}")
-    if like is not None and value.shape != like.shape:
-        raise ShapeError(f"{name} of shape {tuple(value.shape)} where {tuple(like.shape)} is needed")
-    return value.to(device)
+def trained_rows(
+    rows: RaggedRows, algorithm: Literal["ppo", "grpo"], *, skip_cut: bool = False, equal_groups: bool = False
+) -> Index:
+    """Return the rows that are trained: with GRPO, only those of groups whose scores differ.
+
+    Args:
+        rows: The rows.
+        algorithm: The algorithm.
+        skip_cut: Whether rows whose response was cut at its maximum length are left out too.
+        equal_groups: Whether rows of groups with equal scores stay: they count in the divisors, their KL and entropy in
+            the loss.
+
+    Raises:
+        FieldError: If rows do not say whether their responses were cut.
+    """
+    kept = np.ones(len(rows), np.bool_)
+    if algorithm == "grpo" and not equal_groups and (mixed := rows.columns.get("info.group_mixed")) is not None:
+        kept &= mixed.astype(np.bool_)
+    if skip_cut:
+        cut = rows.columns.get("info.cut")
+        if cut is None:
+            raise FieldError("info['cut'] is missing: rows do not say whether their responses were cut")
+        kept &= ~cut.astype(np.bool_)
+    return np.flatnonzero(kept)
 
 
-def _cut(info: dict[str, Any], device: torch.device) -> Tensor:
-    cut = info.get("cut")
-    if not isinstance(cut, Tensor):
-        raise FieldError("info['cut'] is missing: rows do not say whether their responses were cut")
-    return cut.to(device).bool()
+def _flat_of(rows: RaggedRows, tokens: Tensor) -> tuple[FlatRows, Index | None]:
+    """Return the tokens of rows up to their last actions, and the indices of the actions that count; None for all.
 
-
-def _check_mask(attention_mask: Tensor, action_mask: Tensor) -> None:
-    rows, num_actions = action_mask.shape
-    if len(attention_mask) != rows or not 0 < num_actions < attention_mask.shape[1]:
-        raise ShapeError(
-            f"action_mask {tuple(action_mask.shape)} for sequences {tuple(attention_mask.shape)}: "
-            "the rows must be as many, and the actions fewer than the columns"
-        )
-    if (action_mask & (attention_mask[:, -num_actions:] == 0)).any():
+    Of rows with images, whose pixels belong to tokens, all tokens stay.
+    """
+    lengths, counts = np.array(rows.lengths), np.array(rows.counts)
+    row, action = np.repeat(np.arange(len(rows)), counts), ranges(np.cumsum(lengths) - counts, counts)
+    taken, real = rows.columns.get("action_mask"), rows.columns.get("attention_mask")
+    chosen = None if taken is None else np.flatnonzero(taken)
+    if chosen is not None:
+        row, action = row[chosen], action[chosen]
+    kept = np.ones(int(lengths.sum()), np.bool_) if real is None else real != 0
+    if not kept[action].all():
         raise FieldError("action_mask marks columns that attention_mask says are padding")
+    of_token = np.repeat(np.arange(len(rows)), lengths)
+    if rows.vision is None:
+        last = np.full(len(rows), -1)
+        np.maximum.at(last, row, action)
+        kept &= np.arange(len(kept)) <= last[of_token]
+    if not kept.all():
+        lengths = np.bincount(of_token[kept], minlength=len(rows))
+        action = np.cumsum(kept)[action] - 1
+        tokens = tokens[on_device(kept, tokens.device)]
+    return FlatRows.of(tokens, lengths, action, row), chosen
+
+
+def _check_present(rows: RaggedRows, name: str) -> None:
+    if name not in rows.named:
+        raise FieldError(f"{name} is missing")

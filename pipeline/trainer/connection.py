@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from pipeline.errors import DeadlineError, WeightsError
+from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_peft_names
 from pipeline.models.weights.store import flatten, joined
@@ -41,27 +42,30 @@ class Batch(NamedTuple):
     """A leased batch.
 
     Attributes:
-        experience: The rows, left-padded; ``info["policy_version"]`` is ``(B,)`` int64.
+        content: The rows, in the form in which the connection gathers them.
         lease: The lease's number.
         for_version: The policy version that is trained on the batch.
         position: Every prompt before this position is trained, dropped, or in a lease up to this one.
-        on_host: The rows as they were gathered, on the CPU; None if `experience` is.
         parts: The extents and rows that the batch was gathered from, in order.
         deaths: The largest number of trainers that died at a row.
     """
 
-    experience: Experience
+    content: RaggedRows | Experience
     lease: int
     for_version: int
     position: int = 0
-    on_host: Experience | None = None
     parts: Sequence[ExtentRows] = ()
     deaths: int = 0
 
     @property
-    def host_experience(self) -> Experience:
-        """The rows on the CPU."""
-        return self.experience if self.on_host is None else self.on_host
+    def rows(self) -> RaggedRows:
+        """The rows without padding, on the CPU, and on the connection's device besides."""
+        return ragged_rows(self.content)
+
+    @property
+    def experience(self) -> Experience:
+        """The rows, padded on the left; ``info["policy_version"]`` is ``(B,)`` int64."""
+        return self.content.padded() if isinstance(self.content, RaggedRows) else self.content
 
 
 class Connection:
@@ -195,29 +199,22 @@ class Connection:
             return None
         lease, device = self._session.take(), torch.device(device)
         fetched = self._prefetcher.take(lease, device)
-        if fetched.experience is None:
+        if fetched.content is None:
             self._prefetcher.discard()
             self._session.refuse(lease, fetched.damaged)
             return None
         self._session.hold(lease)
+        batch = Batch(fetched.content, lease.lease, lease.for_version, lease.position, lease.parts, lease.deaths)
         if self._metrics is not None:
-            self._metrics.took(fetched.experience, lease.lease, lease.for_version)
+            self._metrics.took(batch.experience, lease.lease, lease.for_version)
         if self._prefetcher.wants_next(device):
             # Leases that arrived meanwhile: the next batch is copied while this one is trained.
             self.receive(0.0)
             if (following := self._session.next_lease) is not None:
                 self._prefetcher.begin(following, device)
-        return Batch(
-            fetched.experience,
-            lease.lease,
-            lease.for_version,
-            lease.position,
-            fetched.on_host,
-            lease.parts,
-            lease.deaths,
-        )
+        return batch
 
-    def gather(self, parts: Sequence[ExtentRows], device: torch.device) -> Experience:
+    def gather(self, parts: Sequence[ExtentRows], device: torch.device) -> RaggedRows:
         """Return rows of leases of any rank as one batch; that rank must hold its lease meanwhile.
 
         Args:
@@ -225,7 +222,7 @@ class Connection:
             device: Device of the tensors.
 
         Returns:
-            The rows, left-padded, as in a leased batch.
+            The rows, as in a leased batch.
 
         Raises:
             DecodeError: If an extent is damaged.

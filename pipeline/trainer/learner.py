@@ -14,7 +14,6 @@ means weigh actions equally (DAPO, arXiv:2503.14476 eq. 8), not responses (GRPO'
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.experience.advantages import k3_kl
+from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_adapters
 from pipeline.models.packing import prepare_packing
@@ -32,12 +32,13 @@ from pipeline.models.pass_size import training_size, width_multiple
 from pipeline.models.recomputation import checkpoint_activations
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.progress import Telemetry
-from pipeline.trainer.batch import TrainingBatch
+from pipeline.trainer.batch import TrainingBatch, trained_rows
 from pipeline.trainer.loss.aggregation import StepTotals
 from pipeline.trainer.loss.kl_control import HORIZON_ROWS, KlControl
-from pipeline.trainer.loss.losses import value_loss, whiten
+from pipeline.trainer.loss.losses import value_losses, whitened
 from pipeline.trainer.loss.mini_batches import MiniBatches
 from pipeline.trainer.loss.objective import Corrected, LossSettings, Objective
+from pipeline.trainer.loss.row_sums import row_means
 from pipeline.trainer.optimizer import learning_rate_ratio
 from pipeline.trainer.passes import critic_values, log_probs_of_batch, policy_log_probs
 from pipeline.trainer.sharding.models import call_inside, inside
@@ -165,14 +166,14 @@ class Learner:
         ]
 
     def update(
-        self, experiences: Sequence[Experience], *, before_change: Callable[[], None] = lambda: None
+        self, batches: Sequence[RaggedRows | Experience], *, before_change: Callable[[], None] = lambda: None
     ) -> StepStats:
         """Take one step over all rows of all batches; an update with NaN or infinity changes no weight and is the last.
 
         `step` advances in any case, so that the next version is published and nothing waits for it without end.
 
         Args:
-            experiences: Batches, padded on either side, written by the maker of the same algorithm.
+            batches: Rows written by the maker of the same algorithm, in any form.
             before_change: Called before weights or optimizer state change.
 
         Returns:
@@ -184,26 +185,15 @@ class Learner:
             DeviceMemoryError: If a micro-batch of one row does not fit into the device's memory.
         """
         watch = Stopwatch(self._telemetry, self._synchronize)
-        experiences = [self._scored(experience, watch) for experience in experiences]
-        corrected = [
-            self._objective.correct(
-                TrainingBatch.of(
-                    experience,
-                    self._algorithm,
-                    self._device,
-                    needs_reference=self._kl_coef > 0,
-                    skip_cut=self._objective.skip_cut,
-                    equal_groups=self._objective.equal_groups,
-                )
-            )
-            for experience in experiences
-        ]
-        batches = [each.batch for each in corrected]
-        observed = [Observed.of(experience) for experience in experiences]
+        rows = [ragged_rows(batch) for batch in batches]
+        every = [self._scored(self._inputs_of(one), watch) for one in rows]
+        observed = [Observed.of(one, batch) for one, batch in zip(rows, every, strict=True)]
+        corrected = [self._corrected(one, batch) for one, batch in zip(rows, every, strict=True)]
+        trained = [each.batch for each in corrected]
         with watch.during("reduce"):
-            counts = Counts(*self._sum_over_ranks(count(batches, observed, corrected)))
+            counts = Counts(*self._sum_over_ranks(count(trained, observed, corrected)))
             least, largest = self._extremes_over_ranks(corrected) if counts.corrected else (None, None)
-        updates = self._take_updates(self._whitened(batches, counts), counts, watch, before_change)
+        updates = self._take_updates(self._whitened(trained, counts), counts, watch, before_change)
         ratios, kl_coef = self._learning_rate_ratios(), self._kl_coef
         before_change()
         self._kl_control.observe(counts.kls / max(counts.actions, 1), counts.rows)
@@ -287,13 +277,32 @@ class Learner:
             for first in first_steps
         ]
 
+    def _inputs_of(self, rows: RaggedRows) -> TrainingBatch:
+        """Return the inputs of the loss from all rows; log-probs that are computed here need not be in them."""
+        needs_reference = self._kl_coef > 0 and self._reference is None
+        return TrainingBatch.of(
+            rows,
+            self._algorithm,
+            self._device,
+            needs_log_probs=not self._computes_log_probs,
+            needs_reference=needs_reference,
+        )
+
+    def _corrected(self, rows: RaggedRows, batch: TrainingBatch) -> Corrected:
+        """Return the rows that are trained, with their importance weights."""
+        skip_cut, equal_groups = self._objective.skip_cut, self._objective.equal_groups
+        kept = trained_rows(rows, self._algorithm, skip_cut=skip_cut, equal_groups=equal_groups)
+        if self._kl_coef <= 0:
+            batch = replace(batch, base_log_probs=None)
+        return self._objective.correct(batch.rows(kept))
+
     def _whitened(self, batches: list[TrainingBatch], counts: Counts) -> list[TrainingBatch]:
         if not self._objective.whitens:
             return batches
         moments = torch.tensor(
             [counts.actions_trained, counts.advantages, counts.squared_advantages], dtype=torch.float64
         )
-        return [replace(batch, advantages=whiten(batch.advantages, batch.action_mask, moments)) for batch in batches]
+        return [replace(batch, advantages=whitened(batch.advantages, moments)) for batch in batches]
 
     def _take_updates(
         self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch, before_change: Callable[[], None]
@@ -331,19 +340,18 @@ class Learner:
         for optimizer in self._optimizers:
             optimizer.clear()
 
-    def _scored(self, experience: Experience, watch: Stopwatch) -> Experience:
-        """Return an experience with the log-probs that are computed here: of the present weights, of the reference."""
-        scored = copy.copy(experience)
+    def _scored(self, batch: TrainingBatch, watch: Stopwatch) -> TrainingBatch:
+        """Return rows with the log-probs that are computed here: of the present weights, of the reference."""
         if self._computes_log_probs:
-            scored.action_log_probs = self._log_probs_of(self._actor, experience, watch)
+            batch = replace(batch, log_probs=self._log_probs_of(self._actor, batch, watch))
         if self._reference is not None:
             with without_adapters(self._reference):
-                scored.base_action_log_probs = self._log_probs_of(self._reference, experience, watch)
-        return scored
+                batch = replace(batch, base_log_probs=self._log_probs_of(self._reference, batch, watch))
+        return batch
 
-    def _log_probs_of(self, model: nn.Module, experience: Experience, watch: Stopwatch) -> Tensor:
-        """Return a model's log-probs of all actions, ``(B, A)`` float32, 0 outside the mask."""
-        batch = TrainingBatch.to_score(experience, self._device)
+    def _log_probs_of(self, model: nn.Module, batch: TrainingBatch, watch: Stopwatch) -> Tensor:
+        """Return a model's log-probs of all actions, ``(N,)`` float32."""
+        batch = batch.to_score()
 
         def of_part(part: TrainingBatch) -> Tensor:
             self._note_size(part)
@@ -351,7 +359,7 @@ class Learner:
                 return inside(model, lambda: self._log_probs(model, part, with_entropy=False)[0])
 
         while True:
-            parts = batch.micro_batches(self._micro_batch, self._width_multiple, model)
+            parts = batch.micro_batches(self._micro_batch, model)
             if (found := log_probs_of_batch(model, batch, parts, of_part)) is not None:
                 return found
             self._micro_batch.halve(*self._part_shape)
@@ -374,7 +382,7 @@ class Learner:
         sums = torch.zeros(len(Sums._fields), dtype=torch.float64, device=self._device)
         row_ratios: list[Tensor] = []
         for batch in batches:
-            parts = batch.micro_batches(self._micro_batch, self._width_multiple, self._actor)
+            parts = batch.micro_batches(self._micro_batch, self._actor)
             for part, ratios in in_step(parts, batch, row_ratios, self._actor):
                 tokens, passed = self._note_size(part)
                 sums[:6] += self._actor_pass(part, totals, ratios, watch)
@@ -384,57 +392,59 @@ class Learner:
                 sums[8] += passed
         return sums, row_ratios
 
-    def _note_size(self, part: TrainingBatch) -> tuple[Tensor, Tensor]:
+    def _note_size(self, part: TrainingBatch) -> tuple[int, int]:
         """Return the tokens of a micro-batch and those of its pass; note the shape of the pass, for a halved bound."""
-        tokens, passed = part.attention_mask.sum(), torch.tensor(part.sequences.numel())
+        rows, tokens = len(part), int(part.flat.lengths.sum())
+        width = int(part.flat.lengths.max())
+        passed = rows * (width + -width % self._width_multiple)
         if part.tokens_once is not None:
-            tokens = passed = torch.tensor(part.tokens_once)
+            tokens = passed = part.tokens_once
         elif self._packing:
             passed = tokens
-        self._part_shape = torch.Size((len(part.sequences), -(-int(passed) // len(part.sequences))))
+        self._part_shape = torch.Size((rows, -(-passed // rows)))
         return tokens, passed
 
     def _log_probs(self, model: nn.Module, part: TrainingBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(B, A)``."""
+        """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(N,)``."""
         settings: Any = {"packing": self._packing, "temperature": self._temperature, "with_entropy": with_entropy}
-        return policy_log_probs(model, part, **settings)
+        return policy_log_probs(model, part, width_multiple=self._width_multiple, **settings)
 
     def _actor_pass(
         self, part: TrainingBatch, totals: StepTotals, row_ratios: list[Tensor], watch: Stopwatch
     ) -> Tensor:
         """Add the gradients of the policy, KL and entropy losses of a micro-batch; return the first sums of `Sums`."""
-        mask, objective = part.action_mask, self._objective
+        counts, objective = part.counts, self._objective
         trains = self._learning_rate_ratios()[0] > 0
         with watch.during("forward"), torch.set_grad_enabled(trains):
             log_probs, entropies = inside(
                 self._actor, lambda: self._log_probs(self._actor, part, with_entropy=objective.entropy_coef > 0)
             )
-            policy = objective.policy(log_probs, part.log_probs, part.advantages, mask, part.importance_weights)
-            policy_loss = objective.aggregate(policy.losses, mask, totals)
+            policy = objective.policy(log_probs, part)
+            policy_loss = objective.aggregate(policy.losses, counts, totals)
             kl = entropy = torch.zeros_like(policy_loss)
             if part.base_log_probs is not None:
-                kl = self._kl_coef * objective.kl(log_probs, part.base_log_probs, mask, totals)
+                kl = self._kl_coef * objective.kl(log_probs, part.base_log_probs, counts, totals)
             if entropies is not None:
-                entropy = objective.entropy_loss(entropies, mask, totals)
+                entropy = objective.entropy_loss(entropies, counts, totals)
         if trains:
             with watch.during("backward"):
                 (policy_loss + kl + entropy).backward()
                 self._optimizers[0].collect()
-        ratios = policy.ratios.masked_fill(~mask, 0.0).sum(dim=1)
-        row_ratios.append(ratios / mask.sum(dim=1).clamp(min=1))
+        row_ratios.append(row_means(policy.ratios, counts))
         with torch.no_grad():
+            assert part.log_probs is not None
             # k3 of the sampling policy to the trained one: (r - 1) - log r, r the trained probability to the sampling.
-            policy_kl = k3_kl((part.log_probs - log_probs).masked_fill(~mask, 0.0), mask).sum()
-        losses = policy_loss.detach(), kl.detach(), ratios.sum(), policy.clipped.sum(), entropy.detach(), policy_kl
+            policy_kl = k3_kl(part.log_probs - log_probs).sum()
+        ratios, clipped = policy.ratios.sum(), policy.clipped.sum()
+        losses = policy_loss.detach(), kl.detach(), ratios, clipped, entropy.detach(), policy_kl
         return torch.stack(losses).double()
 
     def _critic_pass(self, part: TrainingBatch, actions: float, watch: Stopwatch) -> Tensor:
         assert self._critic is not None and part.values is not None and part.returns is not None
-        mask = part.action_mask
         with watch.during("forward"), torch.enable_grad():
-            values = critic_values(self._critic, part, packing=self._packing)
-            clip = self._trainer.value_clip_range
-            loss = value_loss(values, part.values, part.returns, mask, clip, denominator=actions)
+            values = critic_values(self._critic, part, packing=self._packing, width_multiple=self._width_multiple)
+            losses = value_losses(values, part.values, part.returns, self._trainer.value_clip_range)
+            loss = losses.sum() / actions / 2
         with watch.during("backward"):
             loss.backward()
             self._optimizers[1].collect()

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import get_args
 
-from pipeline.experience.types import Experience
+import numpy as np
+
+from pipeline.experience.ragged import RaggedRows
 from pipeline.models.device import allocator_bytes
 from pipeline.progress import Telemetry
 from pipeline.storage.recording import Recorded
@@ -160,12 +162,11 @@ class TrainerMetrics(Telemetry):
             self._step = self._writer.gauge("rlhfd_train_step")
             self._step.set(step)
 
-    def stepped(self, step: int, stats: StepStats, batches: list[Experience], for_version: int) -> None:
+    def stepped(self, step: int, stats: StepStats, batches: list[RaggedRows], for_version: int) -> None:
         """Count the step of this number and export its statistics."""
-        for batch in batches:
-            assert batch.info is not None
-            self._experiences.inc(len(batch.sequences))
-            staleness = (for_version - batch.info["policy_version"]).clamp(min=0)
+        for rows in batches:
+            self._experiences.inc(len(rows))
+            staleness = np.maximum(for_version - rows.columns["info.policy_version"], 0)
             self._staleness.observe_many(staleness.tolist())
         self._tokens.inc(stats.tokens_trained)
         self._ratio.observe_many(stats.row_importance_ratios)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
-from pipeline.models.packing import log_probs_by_packing, values_by_packing
+from pipeline.models.packing import log_probs_of_rows, values_of_rows
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.sharding.models import inside
 from pipeline.trainer.sharding.optimizer import refuse_retry
@@ -18,27 +18,34 @@ from pipeline.trainer.sharding.ranks import in_step
 
 
 def policy_log_probs(
-    actor: nn.Module, part: TrainingBatch, *, packing: bool, temperature: float, with_entropy: bool
+    actor: nn.Module,
+    part: TrainingBatch,
+    *,
+    packing: bool,
+    temperature: float,
+    with_entropy: bool,
+    width_multiple: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(B, A)``.
+    """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(N,)``.
 
-    Values outside the mask are undefined. The call must be inside the model (`inside`).
+    The call must be inside the model (`inside`). Padded rows are as wide as a multiple of tokens.
     """
     entropy: Any = with_entropy
     if _packs(part, packing=packing):
-        rows = part.sequences, part.attention_mask, part.action_mask
-        settings: Any = {"with_entropy": entropy, "shared": part.tokens_once is not None}
-        return log_probs_by_packing(actor, *rows, temperature=temperature, **settings)
+        is_shared = part.tokens_once is not None
+        return log_probs_of_rows(actor, part.flat, temperature=temperature, with_entropy=entropy, shared=is_shared)
+    padded = part.flat.padded(width_multiple)
     found: Any = action_log_probs(
         actor,
-        part.sequences,
-        part.attention_mask,
-        part.action_mask.shape[1],
+        padded.sequences,
+        padded.attention_mask,
+        padded.num_actions,
         temperature=temperature,
         with_entropy=entropy,
         vision=part.vision,
     )
-    return found if with_entropy else (found, None)
+    log_probs, entropies = found if with_entropy else (found, None)
+    return padded.flat(log_probs), None if entropies is None else padded.flat(entropies)
 
 
 def log_probs_of_batch(
@@ -47,7 +54,7 @@ def log_probs_of_batch(
     parts: Iterator[TrainingBatch],
     log_probs_of: Callable[[TrainingBatch], Tensor],
 ) -> Tensor | None:
-    """Return a model's log-probs of all actions, ``(B, A)`` float32, 0 outside the mask; on shards a collective.
+    """Return a model's log-probs of all actions, ``(N,)`` float32; on shards a collective.
 
     Args:
         model: The model.
@@ -58,26 +65,26 @@ def log_probs_of_batch(
     Returns:
         None if a pass ran out of the device's memory.
     """
-    found = torch.zeros(batch.action_mask.shape, device=batch.action_mask.device)
+    found = torch.zeros(batch.advantages.shape, device=batch.advantages.device)
     try:
         for part, _ in in_step(parts, batch, [], model):
-            mask = part.action_mask
-            found.view(-1)[part.log_probs[mask].long()] = log_probs_of(part)[mask].float()
+            assert part.log_probs is not None
+            found[part.log_probs.long()] = log_probs_of(part).float()
     except torch.OutOfMemoryError:
         refuse_retry(model)
         return None
     return found
 
 
-def critic_values(critic: nn.Module, part: TrainingBatch, *, packing: bool) -> Tensor:
-    """Return the critic's values of a micro-batch, ``(B, A)``; those outside the mask are undefined."""
+def critic_values(critic: nn.Module, part: TrainingBatch, *, packing: bool, width_multiple: int = 1) -> Tensor:
+    """Return the critic's values of a micro-batch, ``(N,)``."""
     if _packs(part, packing=packing):
         # `prepare_packing` and `prepare_shared_prefix` refuse any other.
         assert isinstance(critic, Critic)
-        rows = part.sequences, part.attention_mask, part.action_mask
-        return inside(critic, lambda: values_by_packing(critic, *rows, shared=part.tokens_once is not None))
-    columns = part.action_mask.shape[1]
-    return action_values(critic, part.sequences, part.attention_mask, columns, vision=part.vision)
+        return inside(critic, lambda: values_of_rows(critic, part.flat, shared=part.tokens_once is not None))
+    padded = part.flat.padded(width_multiple)
+    values = action_values(critic, padded.sequences, padded.attention_mask, padded.num_actions, vision=part.vision)
+    return padded.flat(values)
 
 
 def _packs(part: TrainingBatch, *, packing: bool) -> bool:
@@ -87,4 +94,4 @@ def _packs(part: TrainingBatch, *, packing: bool) -> bool:
     """
     if part.vision is not None and part.vision.tensors_exist:
         return False
-    return (packing or part.tokens_once is not None) and bool(part.action_mask.any())
+    return (packing or part.tokens_once is not None) and len(part.advantages) > 0

@@ -7,7 +7,6 @@ computation waits for it.
 from __future__ import annotations
 
 import concurrent.futures
-import copy
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -18,6 +17,7 @@ from pipeline.config.losses import log_probs_by
 from pipeline.config.schema import Config
 from pipeline.errors import DecodeError
 from pipeline.experience import codec
+from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.types import Experience
 from pipeline.runtime.messages import ExtentRows, Lease
 from pipeline.storage.arena import Arena
@@ -32,16 +32,14 @@ class Fetched(NamedTuple):
     """The batch of a lease, or, if extents are damaged, their tickets with the reasons.
 
     Attributes:
-        experience: The batch; None if an extent is damaged.
+        content: The rows of the batch, padded if that is asked for; None if an extent is damaged.
         damaged: Reason by ticket, for each damaged extent.
         copied: Event at the end of the copy to a GPU; None without such a copy.
-        on_host: The batch as it was gathered, on the CPU; None if `experience` is.
     """
 
-    experience: Experience | None
+    content: RaggedRows | Experience | None
     damaged: dict[int, str]
     copied: torch.cuda.Event | None = None
-    on_host: Experience | None = None
 
 
 class Gathering(NamedTuple):
@@ -57,12 +55,14 @@ class Gathering(NamedTuple):
         needs_reference: Whether the log-probs of the reference are needed; not if the trainer computes them.
         needs_log_probs: Whether those of the policy that sampled are needed; not if the trainer computes them.
         needs_cut: Whether it is needed that rows tell whether their response was cut.
+        padded: Whether batches are an `Experience`, padded on the left, as external trainers take them.
     """
 
     ahead: bool | None = None
     needs_reference: bool = False
     needs_log_probs: bool = False
     needs_cut: bool = False
+    padded: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -73,6 +73,7 @@ class Gathering(NamedTuple):
             needs_reference=config.reference_on == "worker" and (config.trainer_kl_coef > 0 or is_external),
             needs_log_probs=log_probs_by(config) != "trainer",
             needs_cut=config.trainer.mask_cut_responses,
+            padded=is_external,
         )
 
 
@@ -111,7 +112,7 @@ class Prefetcher:
             fetched = self._make(lease.parts, device)
         return self._on_this_stream(fetched, device)
 
-    def gather(self, parts: Sequence[ExtentRows], device: torch.device) -> Experience:
+    def gather(self, parts: Sequence[ExtentRows], device: torch.device) -> RaggedRows:
         """Return rows of any leases as one batch, ready for use on this thread's stream; a batch begun is kept.
 
         Raises:
@@ -120,16 +121,16 @@ class Prefetcher:
         """
         _wait_for(self._next)
         fetched = self._on_this_stream(self._make(parts, device), device)
-        if fetched.experience is None:
+        if fetched.content is None:
             raise DecodeError(f"rows of the ranks' batches cannot be gathered, the reason by ticket: {fetched.damaged}")
-        return fetched.experience
+        return ragged_rows(fetched.content)
 
     def _on_this_stream(self, fetched: Fetched, device: torch.device) -> Fetched:
-        if fetched.copied is not None and fetched.experience is not None:
+        if fetched.copied is not None and fetched.content is not None:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(fetched.copied)
             # The memory belongs to the copy stream: its allocator must not reuse it while this stream reads it.
-            fetched.experience.record_stream(stream)
+            fetched.content.record_stream(stream)
         return fetched
 
     def discard(self) -> None:
@@ -155,21 +156,19 @@ class Prefetcher:
             return Fetched(None, damaged)
         versions = np.repeat([part.policy_version for part in parts], [len(part.rows) for part in parts])
         chosen = [(reader, part.rows) for reader, part in zip(readers, parts, strict=True)]
-        experience = codec.gather(chosen, pin_memory=device.type == "cuda")
-        experience.info = {**(experience.info or {}), "policy_version": torch.from_numpy(versions)}
-        if device.type == "cpu":
-            return Fetched(experience, {})
-        # Kept for the digest, which needs the bytes on the CPU; the tensors are moved in `experience` alone.
-        on_host = copy.copy(experience)
+        content: RaggedRows | Experience
+        if self._gathering.padded:
+            content = codec.gather_padded(chosen, pin_memory=device.type == "cuda")
+            content.info = {**(content.info or {}), "policy_version": torch.from_numpy(versions)}
+        else:
+            content = codec.gather(chosen, pin_memory=device.type == "cuda").with_info("policy_version", versions)
         if device.type != "cuda":
-            experience.to_device(device)
-            return Fetched(experience, {}, None, on_host)
+            return Fetched(_moved(content, device), {})
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         with torch.cuda.stream(self._streams[device]):
             # The page-locked tensors return to torch's allocator, which keeps them until the copies are complete.
-            experience.to_device(device, non_blocking=True)
-            return Fetched(experience, {}, self._streams[device].record_event(), on_host)
+            return Fetched(_moved(content, device), {}, self._streams[device].record_event())
 
     def _without_needed_field(self, parts: Sequence[ExtentRows], readers: list[codec.ExtentReader]) -> dict[int, str]:
         """Return the extents that lack a needed field, the reason by ticket; leave other fields out if one lacks them.
@@ -196,7 +195,7 @@ class Prefetcher:
                 "its rows do not say whether responses were cut: trainer.mask_cut_responses was false",
             ),
         ):
-            has_field = [any(field.name == name for field in reader.header.fields) for reader in readers]
+            has_field = [name in reader.rows.named for reader in readers]
             if not all(has_field) and (any(has_field) if is_needed is None else is_needed):
                 parts_found = zip(parts, has_field, strict=True)
                 return {part.ticket: problem for part, found in parts_found if not found}
@@ -204,6 +203,16 @@ class Prefetcher:
                 for reader in readers:
                     reader.leave_out(name)
         return {}
+
+
+def _moved(content: RaggedRows | Experience, device: torch.device) -> RaggedRows | Experience:
+    """Return a batch on a device; its rows without padding stay on the CPU besides, for digest and metrics."""
+    if device.type == "cpu":
+        return content
+    if isinstance(content, RaggedRows):
+        return content.to_device(device, non_blocking=True)
+    content.to_device(device, non_blocking=True)
+    return content
 
 
 def _wait_for(begun: tuple[int, torch.device, concurrent.futures.Future[Fetched]] | None) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import xxhash
 
 from pipeline.errors import FieldError
-from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.experience.ragged import RaggedRows, ragged_rows
+from pipeline.experience.types import Experience
 from pipeline.experience.vision_rows import MODEL_KEYWORDS
 from pipeline.trainer.step_stats import StepStats
 
@@ -33,7 +35,7 @@ class LearnerProtocol(Protocol):
 
     step: int
 
-    def update(self, experiences: list[Experience], *, before_change: Callable[[], None]) -> StepStats:
+    def update(self, batches: list[RaggedRows], *, before_change: Callable[[], None]) -> StepStats:
         """Take one optimizer step.
 
         Before a weight, or a tensor of `tensors`, is changed `before_change` is called: they may be copied by another
@@ -76,7 +78,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return data
 
 
-def digest_after(digest: int, experiences: Iterable[Experience]) -> int:
+def digest_after(digest: int, batches: Iterable[RaggedRows | Experience]) -> int:
     """Return the digest of all experience up to and including these batches.
 
     The digest is a chain: each value is computed from the previous value and one batch's bytes. So one number is
@@ -84,24 +86,23 @@ def digest_after(digest: int, experiences: Iterable[Experience]) -> int:
 
     Args:
         digest: The digest of all experience before these batches.
-        experiences: The next batches, in training order.
+        batches: The next batches, in training order.
 
     Raises:
         FieldError: If a batch lacks a field that is trained on.
     """
-    for experience in experiences:
+    for rows in map(ragged_rows, batches):
         link = xxhash.xxh3_64(digest.to_bytes(8, "little"))
-        for tensor in (experience.sequences, experience.action_log_probs, experience.advantages, experience.reward):
+        link.update(np.array([rows.lengths, rows.counts], np.int64).data)
+        for name in ("sequences", "action_log_probs", "advantages", "reward", "behaviour_log_probs"):
+            column = rows.columns.get(name)
             # Rows of which the trainer computes the log-probs have none.
-            if tensor is None and tensor is not experience.action_log_probs:
+            if column is None and name in ("advantages", "reward"):
                 raise FieldError("advantages or reward is missing")
-            if tensor is not None:
-                link.update(_bytes_of(tensor))
-        if experience.behaviour_log_probs is not None:
-            link.update(_bytes_of(experience.behaviour_log_probs))
-        if isinstance(experience, ExperienceVL):
+            link.update(b"" if column is None else np.ascontiguousarray(column).data)
+        if rows.vision is not None:
             for name in MODEL_KEYWORDS:
-                pixels = getattr(experience, name)
+                pixels = rows.vision.get(name)
                 link.update(b"" if pixels is None else _bytes_of(pixels))
         # 63 bits: the digest also fits into a signed integer.
         digest = link.intdigest() >> 1

@@ -10,17 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.errors import FieldError
 from pipeline.experience.advantages import k3_kl
-from pipeline.experience.types import Experience
+from pipeline.experience.ragged import RaggedRows
 from pipeline.progress import Telemetry
 from pipeline.telemetry.metrics import IDLE_STEPS
 from pipeline.trainer.batch import TrainingBatch
-from pipeline.trainer.loss.losses import masked_moments
+from pipeline.trainer.loss.losses import moments_of
 from pipeline.trainer.loss.objective import Corrected
+from pipeline.trainer.loss.row_sums import row_means
 
 _ZERO_STEPS = 5
 
@@ -214,39 +216,42 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Statistics of all rows of an experience, trained on or not; `counts` are the last fields of `Counts`."""
+    """Statistics of all rows of a batch, trained on or not; `counts` are the last fields of `Counts`."""
 
     counts: Tensor
     row_scores: list[float]
     row_kls: list[float]
 
     @classmethod
-    def of(cls, experience: Experience) -> Self:
-        """Return the statistics of an experience.
+    def of(cls, rows: RaggedRows, batch: TrainingBatch) -> Self:
+        """Return the statistics of rows.
+
+        Args:
+            rows: The rows.
+            batch: The inputs of the loss from all of them.
 
         Raises:
-            FieldError: If the mask, the log-probs or the scores are missing.
+            FieldError: If the log-probs or the scores are missing.
         """
-        mask, log_probs = experience.action_mask, experience.action_log_probs
-        scores = (experience.info or {}).get("score", experience.reward)
-        if mask is None or log_probs is None or scores is None:
-            raise FieldError("action_mask, action_log_probs or the score is missing")
-        mask, scores = mask.bool(), scores.float().flatten()
-        entropy = -log_probs if experience.action_entropy is None else experience.action_entropy
+        log_probs, base = batch.log_probs, batch.base_log_probs
+        scores = rows.tensor("info.score" if "info.score" in rows.named else "reward")
+        if log_probs is None or scores is None:
+            raise FieldError("action_log_probs or the score is missing")
+        scores = scores.float().flatten()
+        entropy = -log_probs if batch.entropies is None else batch.entropies
         kls, row_kls = torch.zeros(()), list[float]()
-        if experience.base_action_log_probs is not None:
-            per_action = k3_kl((log_probs - experience.base_action_log_probs).masked_fill(~mask, 0.0), mask)
-            kls = per_action.sum()
-            row_kls = (per_action.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+        if base is not None:
+            per_action = k3_kl(log_probs - base)
+            kls, row_kls = per_action.sum(), row_means(per_action, batch.counts).tolist()
         counts = torch.tensor(
             [
                 len(scores),
                 scores.double().sum(),
                 scores.double().square().sum(),
-                mask.sum(),
-                entropy.masked_fill(~mask, 0.0).sum(),
+                len(log_probs),
+                entropy.sum(),
                 kls,
-                experience.base_action_log_probs is not None,
+                base is not None,
             ],
             dtype=torch.float64,
         )
@@ -280,8 +285,8 @@ def count(batches: Sequence[TrainingBatch], observed: Sequence[Observed], correc
     """Add up this rank's `Counts`."""
     total = torch.zeros(len(Counts._fields), dtype=torch.float64)
     for batch, one, correction in zip(batches, observed, corrected, strict=True):
-        moments = masked_moments(batch.advantages, batch.action_mask)
-        rows = torch.stack([torch.tensor(len(batch.sequences)), batch.action_mask.any(dim=1).sum().cpu()])
+        moments = moments_of(batch.advantages)
+        rows = torch.tensor([len(batch), np.count_nonzero(batch.flat.counts)])
         total += torch.cat([rows, correction.sums.cpu(), moments.cpu(), one.counts])
     return total
 

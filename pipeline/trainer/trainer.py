@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.experience.types import Experience
+from pipeline.experience.ragged import RaggedRows
 from pipeline.storage.card_turns import TURN_S
 from pipeline.storage.files import FULL_DISK
 from pipeline.storage.weights_header import Probe, WeightsVersion
@@ -272,11 +272,10 @@ class Trainer:
     def _step(self) -> None:
         self._has_agreed = False
         self._tell_stepping()
-        experiences = self._dealt()
-        # On the CPU: digest and metrics copy nothing back from a card.
-        gathered, last = [batch.host_experience for batch in self._batches], self._batches[-1]
+        rows = self._dealt()
+        gathered, last = [batch.rows for batch in self._batches], self._batches[-1]
         with self._metrics.training():
-            stats = self._learner.update(experiences, before_change=self._publishing.finish)
+            stats = self._learner.update(rows, before_change=self._publishing.finish)
         # The newest batch's position, even if it is lower: a rollback may have re-issued prompts.
         own = RankProgress(digest_after(self.progress.digest, gathered), last.position)
         self.progress = after_step(self.step + 1, self._ranks.gather(own))
@@ -301,13 +300,13 @@ class Trainer:
         if self._models.due(is_due and self.step == self._published_step):
             self.checkpoint()
 
-    def _dealt(self) -> list[Experience]:
+    def _dealt(self) -> list[RaggedRows]:
         """Return the rows of the step that this rank trains."""
         if self._ranks.balance is None:
-            return [batch.experience for batch in self._batches]
+            return [batch.rows for batch in self._batches]
         dealt = self._ranks.balance.deal(self._batches)
         self._metrics.dealt(dealt)
-        return dealt.experiences
+        return dealt.batches
 
     def _tell_stepping(self) -> None:
         for hook in self._hooks:

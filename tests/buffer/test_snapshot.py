@@ -73,7 +73,7 @@ def rewards(start, parts):
         (codec.ExtentReader(start.arena.extent(part.offset, part.nbytes), checksum=part.checksum), part.rows)
         for part in parts
     ]
-    gathered = codec.gather(readers).reward.clone()
+    gathered = codec.gather_padded(readers).reward.clone()
     del readers
     return gathered
 

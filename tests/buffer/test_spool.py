@@ -163,7 +163,7 @@ def test_what_was_undelivered_comes_again_with_the_same_values(starts):
         for part in lease.parts
     ]
     expected = torch.cat([first.rolled[0].reward, first.rolled[1].reward])
-    assert torch.equal(codec.gather(readers).reward, expected)
+    assert torch.equal(codec.gather_padded(readers).reward, expected)
     del readers
     assert second.ledger.totals.position == 12
     assert second.ledger.redo == [PromptRange(8, 4)], "the prompts of the tickets that were cut"
@@ -390,7 +390,7 @@ def test_a_damaged_extent_costs_its_rows_and_its_prompts_come_again(starts):
     assert not first.spool.path.exists()
 
 
-@pytest.mark.parametrize("cut", [0, 7, 1000, 9000])
+@pytest.mark.parametrize("cut", [0, 7, 1000, 6000])
 def test_a_spool_that_was_cut_is_set_aside_and_the_run_starts(starts, cut):
     first = starts("first")
     stopped(first)

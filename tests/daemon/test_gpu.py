@@ -17,7 +17,7 @@ from pipeline.config.schema import TrainerConfig
 from pipeline.experience import codec
 from pipeline.models.float32_logits import compute_in_float32, log_prob_spread
 from pipeline.models.log_probs import action_log_probs
-from pipeline.models.packing import log_probs_by_packing, prepare_packing
+from pipeline.models.packing import prepare_packing
 from pipeline.models.pass_size import release_memory
 from pipeline.models.recomputation import checkpoint_activations
 from pipeline.models.weights.pinned import CudaDriver
@@ -37,6 +37,7 @@ from tests.models.test_float32_logits import rows as probed_rows
 from tests.support import tiny
 from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 from tests.support.experiences import made_up
+from tests.support.padded_passes import log_probs_by_packing
 from tests.support.slabs import SLOTS, begun, value
 from tests.support.told import Told
 from tests.trainer.test_connection import House
@@ -91,10 +92,11 @@ def test_a_batch_for_the_gpu_is_gathered_into_page_locked_memory():
     encoded = codec.encode(made_up(), memory)
     reader = codec.ExtentReader(memory[: encoded.nbytes])
 
-    batch = codec.gather([(reader, [0, 2])], pin_memory=True)
+    rows = codec.gather([(reader, [0, 2])], pin_memory=True)
+    padded = codec.gather_padded([(reader, [0, 2])], pin_memory=True)
 
-    assert batch.sequences.is_pinned()
-    assert batch.info["score"].is_pinned()
+    assert rows.block.is_pinned()
+    assert padded.sequences.is_pinned() and padded.info["score"].is_pinned()
 
 
 def test_a_leased_batch_arrives_on_the_gpu_as_it_was_sealed(tmp_path):
@@ -107,8 +109,9 @@ def test_a_leased_batch_arrives_on_the_gpu_as_it_was_sealed(tmp_path):
     batch = connection.poll(device="cuda:0")
 
     expected = torch.cat([house.rolled[0].reward, house.rolled[1].reward])
-    assert batch.experience.sequences.device.type == "cuda"
-    assert torch.equal(batch.experience.reward.cpu(), expected)
+    assert {tensor.device.type for tensor in batch.rows.moved.values()} == {"cuda"}
+    assert torch.equal(batch.rows.moved["reward"].cpu(), expected)
+    assert torch.equal(batch.experience.reward, expected)
     house.close()
 
 

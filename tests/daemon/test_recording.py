@@ -110,7 +110,7 @@ def test_recorded_steps_of_a_killed_run_are_replayed_bit_for_bit(
     assert [len(batch.sequences) for batch in batches] == [32] * last
 
     # Under pdb, which stops in the step with its rows at hand.
-    monkeypatch.setattr(sys, "stdin", io.StringIO("p [len(each.sequences) for each in experiences]\ncontinue\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p [len(each) for each in batches]\ncontinue\n"))
     assert report(run, 2, "cpu", debug=True, write=lines.append), lines
     assert "(Pdb) [32]" in capsys.readouterr().out
 

@@ -1,6 +1,5 @@
 """The encoder writes the bytes that a slow reference writes, in any layout of the padding."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,12 +77,3 @@ def check(experience):
 @given(experiences())
 def test_any_layout_has_the_bytes_of_the_reference(experience):
     check(experience)
-
-
-@settings(max_examples=15)
-@given(experiences(most_rows=40, most_columns=40))
-def test_rows_in_several_groups_have_the_bytes_of_the_reference(experience):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "_LEAST_PADDING_TOKENS", 1)
-        patch.setattr("tests.support.codec_reference.LEAST_PADDING_TOKENS", 1)
-        check(experience)

@@ -8,9 +8,6 @@ from hypothesis.extra import numpy as arrays
 
 from pipeline.errors import FieldError
 from pipeline.experience.row_spans import Spans
-from tests.support.loops import loops  # noqa: F401
-
-pytestmark = pytest.mark.usefixtures("loops")
 
 
 def spans(mask, action_mask=None, columns=None):

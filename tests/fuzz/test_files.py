@@ -22,7 +22,6 @@ from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.records import ExtentRecord
 from tests.fuzz.mutation import damaged
 from tests.support.experiences import made_up
-from tests.support.loops import loops  # noqa: F401
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]
 LAYOUT = LedgerLayout(extents=4, rows_per_extent=4)
@@ -110,7 +109,6 @@ def test_quarantine_files(tmp_path, rng, tries):
     arena.close()
 
 
-@pytest.mark.usefixtures("loops")
 def test_extents(rng, tries):
     memory = memoryview(bytearray(1 << 16))
     encoded = codec.encode(made_up(), memory)
@@ -119,7 +117,7 @@ def test_extents(rng, tries):
         torn = damaged(rng, data[:600]) + data[600:] if rng.random() < 0.7 else damaged(rng, data)
         try:
             reader = codec.ExtentReader(memoryview(bytearray(torn)))
-            codec.gather([(reader, range(reader.header.rows))])
+            codec.gather_padded([(reader, range(reader.header.rows))])
         except DecodeError:
             refused += 1
     assert tries // 4 < refused

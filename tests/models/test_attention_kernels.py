@@ -28,7 +28,6 @@ from pipeline import (
 )
 from pipeline.config.schema import TrainerConfig
 from pipeline.models.attention_kernels import without_cudnn_attention
-from pipeline.models.packing import log_probs_by_packing, values_by_packing
 from pipeline.models.recomputation import checkpoint_activations
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.weights import probe
@@ -37,6 +36,7 @@ from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.support import tiny
 from tests.support.items import item_of
+from tests.support.padded_passes import log_probs_by_packing, values_by_packing
 from tests.trainer.test_learner import experience_for, new_learner
 
 CPU = torch.device("cpu")

@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pipeline.errors import ConfigError
 from pipeline.models.loading import ignores_padding, load_actor
 from pipeline.models.log_probs import action_log_probs
-from pipeline.models.packing import log_probs_by_packing, prepare_packing
+from pipeline.models.packing import prepare_packing
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Request, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
 from tests.support import tiny
+from tests.support.padded_passes import log_probs_by_packing
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -21,7 +21,6 @@ from pipeline.models.lora import (
     without_adapters,
     without_peft_names,
 )
-from pipeline.models.packing import log_probs_by_packing
 from pipeline.models.varlen_attention import use_varlen_attention
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
 from pipeline.rollout.maker import NaiveExperienceMaker
@@ -29,6 +28,7 @@ from pipeline.trainer.learner import Learner
 from tests.support import tiny
 from tests.support.adapted_reference import reference_log_probs
 from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.padded_passes import log_probs_by_packing
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2]])
 MASK = (PROMPTS != 0).long()

@@ -17,13 +17,13 @@ from pipeline.config.positions import problem_of_positions, row_limit
 from pipeline.errors import FieldError
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
-from pipeline.models.packing import log_probs_by_packing, values_by_packing
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.varlen_attention import use_varlen_attention
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.support import tiny
+from tests.support.padded_passes import log_probs_by_packing, values_by_packing
 
 BOUNDARY = 16
 ROPES: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.models import prefix_attention
 from pipeline.models.critic import Critic
+from pipeline.models.flat_rows import FlatRows
 from pipeline.models.log_probs import action_log_probs, action_values
-from pipeline.models.packing import log_probs_by_packing, values_by_packing
 from pipeline.models.shared_prefix import (
     PromptGroups,
     SharedRows,
@@ -28,6 +29,7 @@ from pipeline.rollout.generation.interface import Request, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.models.test_varlen_attention import assert_same_gradients
 from tests.support import tiny
+from tests.support.padded_passes import log_probs_by_packing, values_by_packing
 
 CPU = torch.device("cpu")
 BUILDS = [tiny.llama, tiny.qwen2, tiny.gpt2]
@@ -115,7 +117,7 @@ def test_no_row_sees_another_response_or_another_prompt(build: Any) -> None:
     sequences, mask, actions = rows_of([4, 1, 3])
     before, _ = log_probs_by_packing(model, sequences, mask, actions, shared=True)
 
-    groups = PromptGroups.of(sequences, mask, actions)
+    groups = PromptGroups.of(FlatRows.of_padded(sequences, mask, actions))
     number = dict(zip(groups.order.tolist(), groups.groups, strict=True))
     for row in range(len(sequences)):
         others = sequences % 20 + 3
@@ -147,8 +149,9 @@ def test_a_pass_has_each_prompt_once_and_no_last_tokens() -> None:
     sequences = torch.tensor([[5, 6, 7, 2, 3, 0], [0, 0, 8, 3, 4, 0], [5, 6, 7, 4, 9, 2]])
     actions = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 0, 1]]).bool()
 
-    rows = SharedRows.of_padded(sequences, (sequences != 0).long(), actions)
-    groups = PromptGroups.of(sequences, (sequences != 0).long(), actions)
+    flat = FlatRows.of_padded(sequences, (sequences != 0).long(), actions)
+    rows = SharedRows.of_flat(flat)
+    groups = PromptGroups.of(flat)
 
     assert rows.input_ids.tolist() == [[8, 5, 6, 7, 3, 2, 4, 9]]
     assert rows.position_ids.tolist() == [[0, 0, 1, 2, 1, 3, 3, 4]]
@@ -166,7 +169,7 @@ def test_a_pass_has_each_prompt_once_and_no_last_tokens() -> None:
 
 def test_15_percent_of_the_tokens_have_to_be_saved() -> None:
     def groups(response: int) -> PromptGroups:
-        return PromptGroups(torch.arange(2), [0, 0], [4, 4], [response, response])
+        return PromptGroups(np.arange(2), [0, 0], [4, 4], [response, response])
 
     assert groups(9).saves, "22 tokens of 26"
     assert not groups(10).saves, "24 tokens of 28"
@@ -181,12 +184,21 @@ def test_left_to_itself_a_model_shares_where_it_saves_and_wanted_always_but_with
     many, few, none = rows_of([4, 4]), rows_of([2, *[1] * 12]), rows_of([1] * 6)
 
     assert [may_share_prompts(model) for model in (auto, always, never, unasked)] == [True, True, False, False]
-    assert [groups_to_share(auto, *rows) is not None for rows in (many, few, none)] == [True, False, False]
-    assert [groups_to_share(always, *rows) is not None for rows in (many, few, none)] == [True, True, False]
-    no_action = many[2].clone()
-    no_action[0] = False
-    assert groups_to_share(always, many[0], many[1], no_action) is None
-    assert groups_to_share(always, *(column[:0] for column in many)) is None
+    assert [groups_to_share(auto, FlatRows.of_padded(*rows)) is not None for rows in (many, few, none)] == [
+        True,
+        False,
+        False,
+    ]
+    assert [groups_to_share(always, FlatRows.of_padded(*rows)) is not None for rows in (many, few, none)] == [
+        True,
+        True,
+        False,
+    ]
+    flat = FlatRows.of_padded(*many)
+    of_others = flat.row != 0
+    first_without = FlatRows.of(flat.tokens, flat.lengths, flat.action[of_others].numpy(), flat.row[of_others].numpy())
+    assert groups_to_share(always, first_without) is None
+    assert groups_to_share(always, flat.rows(np.zeros(0, np.int64))[0]) is None
 
 
 def test_on_a_card_prompts_are_shared_only_if_it_is_wanted() -> None:
@@ -228,8 +240,8 @@ def test_a_model_that_cannot_is_refused_in_one_line_or_left_as_it_is(caplog: pyt
         log_probs_by_packing(tiny.llama(), *rows_of([4, 4]), shared=True)
     ids, mask, actions = rows_of([4, 4])
     for wrong in (actions & (torch.arange(8) > 0).unsqueeze(1), torch.ones(8, PROMPT + ACTIONS).bool()):
-        with pytest.raises(ShapeError, match="a row has no action, or no token before one of its actions"):
-            PromptGroups.of(ids, mask, wrong)
+        with pytest.raises(ShapeError, match="no token before one of its actions"):
+            FlatRows.of_padded(ids, mask, wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

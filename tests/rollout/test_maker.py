@@ -627,7 +627,7 @@ def through_an_extent(experience: Experience) -> Experience:
     memory = memoryview(bytearray(1 << 20))
     encoded = codec.encode(experience, memory)
     reader = codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
-    return codec.gather([(reader, list(range(reader.header.rows))[::-1])])
+    return codec.gather_padded([(reader, list(range(reader.header.rows))[::-1])])
 
 
 @pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])

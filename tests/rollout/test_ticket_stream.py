@@ -125,7 +125,7 @@ class Bench:
     def experience(self, number: int) -> Experience:
         (sealed,) = [message for message in self.sent.of(Sealed) if message.ticket == number]
         reader = codec.ExtentReader(self.arena.extent(number * EXTENT, sealed.nbytes), checksum=sealed.checksum)
-        return codec.gather([(reader, list(range(sealed.rows)))])
+        return codec.gather_padded([(reader, list(range(sealed.rows)))])
 
     def value(self, name: str, **labels: str) -> Any:
         return MetricsReader(self.slab).read().value(name, **labels)
@@ -215,7 +215,9 @@ def test_a_blocking_engine_gives_the_experience_of_the_makers_own_call(new_bench
         )
         encoded = codec.encode(made, expected)
         rows = list(range(prompts * GROUP))
-        assert same(bench.experience(number), codec.gather([(codec.ExtentReader(expected[: encoded.nbytes]), rows)]))
+        assert same(
+            bench.experience(number), codec.gather_padded([(codec.ExtentReader(expected[: encoded.nbytes]), rows)])
+        )
 
 
 def test_an_engine_gets_no_more_tickets_than_it_has_room_for(new_bench) -> None:

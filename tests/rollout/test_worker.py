@@ -204,7 +204,7 @@ def test_a_ticket_is_rolled_out_and_sealed_into_its_extent(bench):
     reader = codec.ExtentReader(bench.arena.extent(0, sealed.nbytes), checksum=sealed.checksum)
     seed = bench.maker.calls[0].sampling.seed
     expected = made_up(rows=sealed.rows, prompt=5, actions=6, seed=seed % 1000)
-    assert torch.equal(codec.gather([(reader, range(sealed.rows))]).reward, expected.reward)
+    assert torch.equal(codec.gather_padded([(reader, range(sealed.rows))]).reward, expected.reward)
     assert sealed.policy_version == 0
 
 
@@ -264,7 +264,7 @@ def test_a_rollout_that_is_not_finite_is_never_sealed_and_lies_in_its_extent_for
     assert (faulty.reason, faulty.ticket, faulty.policy_version) == ("not_finite", 0, 0)
     assert faulty.detail.startswith("row 0: action_log_probs is nan in column 0 of 6")
     reader = codec.ExtentReader(bench.arena.extent(0, faulty.nbytes), checksum=faulty.checksum)
-    assert math.isnan(codec.gather([(reader, range(faulty.rows))]).action_log_probs[0, 0])
+    assert math.isnan(codec.gather_padded([(reader, range(faulty.rows))]).action_log_probs[0, 0])
     assert bench.value("rlhfd_experiences_total", outcome="failed") == 2
     assert bench.value("rlhfd_experiences_total", outcome="accepted") == 0
 

@@ -10,7 +10,6 @@ ACTION_FIELDS = (
     "action_log_probs", "base_action_log_probs", "behaviour_log_probs", "values", "returns", "kl", "advantages",
     "action_mask", "action_entropy",
 )  # fmt: skip
-LEAST_PADDING_TOKENS = 4096
 NAMES = (*TOKEN_FIELDS, *ACTION_FIELDS, "reward", *OBJECT_FIELDS)
 
 
@@ -33,31 +32,24 @@ def extent_of(experience):
         )
     ]
     kinds = {name: _columns_of(name, value, columns) for name, value in fields}
-    groups = [
-        [group, max(tokens[row] for row in group), max(actions[row] for row in group)] for group in _groups(tokens)
-    ]
     described = [
         [name, str(value.dtype).removeprefix("torch."), kinds[name], [] if kinds[name] else list(value.shape[1:])]
         for name, value in fields
     ]
-    header = msgspec.msgpack.encode([rows, described, groups, tokens, actions, full, None])
+    header = msgspec.msgpack.encode([rows, described, tokens, actions, full, None])
     extent = [*len(header).to_bytes(4, "little"), *header]
     extent += [0] * (-len(extent) % 64)
-    for group, sequence_width, action_width in groups:
-        for name, value in fields:
-            if not kinds[name] or name in full:
-                continue
-            is_token = kinds[name] == "S"
-            stored, lengths = (sequence_width, tokens) if is_token else (action_width, actions)
-            extent += [None] * (-len(extent) % 64)
-            for row in group:
-                stop = spans[row][1] - (0 if is_token else width - columns)
-                extent += [None] * ((stored - lengths[row]) * value.element_size())
-                extent += _bytes(value[row, max(stop - lengths[row], 0) : max(stop, 0)])
     for name, value in fields:
+        if name in full:
+            continue
+        extent += [None] * (-len(extent) % 64)
         if not kinds[name]:
-            extent += [None] * (-len(extent) % 64)
             extent += _bytes(value)
+            continue
+        is_token = kinds[name] == "S"
+        for row, length in enumerate(tokens if is_token else actions):
+            stop = spans[row][1] - (0 if is_token else width - columns)
+            extent += _bytes(value[row, max(stop - length, 0) : max(stop, 0)])
     return extent
 
 
@@ -73,23 +65,6 @@ def _columns_of(name, value, columns):
     if name in TOKEN_FIELDS:
         return "S"
     return "A" if name in ACTION_FIELDS and value.dim() == 2 and value.shape[1] == columns else ""
-
-
-def _groups(lengths):
-    def is_padding_too_much(rows):
-        longest = max(lengths[row] for row in rows)
-        area = longest * len(rows)
-        most = max(area // (3 if longest <= 2048 else 8), LEAST_PADDING_TOKENS)
-        return area - sum(lengths[row] for row in rows) >= most
-
-    if not is_padding_too_much(range(len(lengths))):
-        return [list(range(len(lengths)))]
-    groups = [[]]
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
-        if groups[-1] and len(groups) < 8 and is_padding_too_much([*groups[-1], row]):
-            groups.append([])
-        groups[-1].append(row)
-    return [sorted(group) for group in groups]
 
 
 def _bytes(value):

@@ -49,7 +49,7 @@ def gathered(experience: Experience) -> Experience:
     """Return a batch as a trainer gets it: padded on the left alone."""
     memory = memoryview(bytearray(1 << 24))
     nbytes = codec.encode(experience, memory).nbytes
-    return codec.gather([(codec.ExtentReader(memory[:nbytes]), range(len(experience.sequences)))])
+    return codec.gather_padded([(codec.ExtentReader(memory[:nbytes]), range(len(experience.sequences)))])
 
 
 def batch_of(step: int, experience: Experience | None = None) -> Batch:

@@ -154,13 +154,13 @@ def hang_in_sample(path):
     """Stop for good with the batch half copied."""
     from pipeline.experience import codec
 
-    gather = codec.gather
+    gather = codec.gather_padded
 
     def half(parts, **options):
         say("holding", numbers_of(gather(parts, **options)))
         signal.pause()
 
-    codec.gather = half
+    codec.gather_padded = half
     attach(path).sample()
 
 

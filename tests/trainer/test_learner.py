@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import TrainerConfig
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
@@ -518,17 +519,21 @@ def test_the_learning_rate_rises_falls_and_stays() -> None:
 @pytest.mark.parametrize("micro_batch_rows", [3, 8, None])
 def test_micro_batches_hold_every_action_once_without_columns_of_padding(micro_batch_rows: int | None) -> None:
     experience = experience_of(tiny.llama(), "grpo")
-    batch = TrainingBatch.of(experience, "grpo", CPU, needs_reference=True)
+    batch = TrainingBatch.of(RaggedRows.of(experience), "grpo", CPU, needs_reference=True)
 
     parts = list(batch.micro_batches(PassSize("", most_rows=micro_batch_rows)))
 
-    assert [len(part.sequences) for part in parts] == ([3, 3, 2] if micro_batch_rows == 3 else [8])
+    assert [len(part) for part in parts] == ([3, 3, 2] if micro_batch_rows == 3 else [8])
     for part in parts:
-        assert part.attention_mask.any(dim=0).all()
-        assert part.action_mask.any(dim=0)[[0, -1]].all()
-    seen = torch.cat([part.log_probs[part.action_mask] for part in parts])
-    assert torch.equal(seen.sort().values, batch.log_probs[batch.action_mask].sort().values)
-    widths = [part.sequences.shape[1] for part in parts]
+        padded = part.flat.padded()
+        assert padded.attention_mask.any(dim=0).all()
+        labels = padded.flat(padded.sequences[:, -padded.num_actions :])
+        assert torch.equal(labels, part.flat.labels)
+    seen = torch.cat([part.log_probs for part in parts if part.log_probs is not None])
+    assert batch.log_probs is not None and experience.action_log_probs is not None
+    assert torch.equal(seen.sort().values, batch.log_probs.sort().values)
+    assert torch.equal(batch.log_probs, experience.action_log_probs[experience.action_mask])
+    widths = [int(part.flat.lengths.max()) for part in parts]
     assert widths == sorted(widths)
 
 
@@ -553,14 +558,21 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
     pixels = {"pixel_values": torch.ones(32, 2), "image_grid_thws": torch.tensor([[1, 2, 2]] * 8)}
     with pytest.raises(FieldError, match="images for a LlamaForCausalLM: not a vision-language model"):
         learner.update([ExperienceVL(**vars(good), **pixels)])
-    with pytest.raises(FieldError, match="action_mask marks columns that attention_mask says are padding"):
+    with pytest.raises(FieldError, match="attention_mask: row 0 has no token"):
         learner.update([replace(good, attention_mask=torch.zeros_like(good.attention_mask))])
-    with pytest.raises(ShapeError, match=r"advantages \(8, 3\) for actions \(8, 6\)"):
+    with pytest.raises(ShapeError, match=r"advantages: \(8, 3\), expected \(8, 6\)"):
         learner.update([replace(good, advantages=torch.zeros(8, 3))])
-    with pytest.raises(ShapeError, match=r"attention_mask of shape \(8, 4\) where \(8, 11\) is needed"):
+    with pytest.raises(ShapeError, match=r"attention_mask: \(8, 4\), expected \(8, 11\)"):
         learner.update([replace(good, attention_mask=good.attention_mask[:, :4])])
-    with pytest.raises(ShapeError, match="the actions fewer than the columns"):
+    with pytest.raises(ShapeError, match=r"action_log_probs: \(8, 6\), expected \(8, 11\)"):
         learner.update([replace(good, action_mask=torch.ones(8, 11, dtype=torch.bool))])
+    alone = replace(good, sequences=good.sequences[:, 5:], attention_mask=good.attention_mask[:, 5:])
+    with pytest.raises(ShapeError, match="row 0 has no token before one of its actions"):
+        learner.update([alone])
+    holes = good.attention_mask.clone()
+    holes[int(good.action_mask.sum(dim=1).argmax()), 5] = 0
+    with pytest.raises(FieldError, match="action_mask marks columns that attention_mask says are padding"):
+        learner.update([replace(good, attention_mask=holes)])
     assert learner.step == 0
 
 

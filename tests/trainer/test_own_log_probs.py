@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from pipeline.errors import FieldError
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.learner import Learner
+from pipeline.trainer.passes import log_probs_of_batch
 from pipeline.trainer.sharding.ranks import _without_actions
 from pipeline.trainer.state import digest_after
 from tests.support import tiny
@@ -115,13 +117,13 @@ def test_a_pass_without_memory_is_repeated_with_half_the_tokens() -> None:
 
 def test_a_pass_of_another_rank_alone_writes_nothing() -> None:
     """A rank of a sharded model with fewer micro-batches: the places of no action."""
-    batch = TrainingBatch.to_score(experience_of(tiny.llama(), "grpo"), CPU)
+    batch = TrainingBatch.of(RaggedRows.of(experience_of(tiny.llama(), "grpo")), "grpo", CPU).to_score()
     part = _without_actions(batch)
-    found = torch.zeros(batch.action_mask.shape)
 
-    found.view(-1)[part.log_probs[part.action_mask].long()] = torch.ones(1, 1)[part.action_mask]
+    found = log_probs_of_batch(tiny.llama(), batch, iter([part]), lambda each: torch.ones_like(each.advantages).float())
 
-    assert not found.any()
+    assert (len(part), len(part.advantages), part.flat.lengths.tolist()) == (1, 0, [2])
+    assert found is not None and found.shape == batch.advantages.shape and not found.any()
 
 
 def test_the_digest_of_rows_without_log_probs_tells_them_apart() -> None:

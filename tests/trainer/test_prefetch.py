@@ -53,8 +53,8 @@ def test_what_was_begun_is_copied_before_it_is_taken(shelf):
 
     fetched = prefetcher.take(lease, CPU)
 
-    assert torch.equal(fetched.experience.reward, shelf.made[0].reward)
-    assert fetched.experience.info["policy_version"].tolist() == [3] * 4
+    assert torch.equal(fetched.content.tensor("reward"), shelf.made[0].reward)
+    assert fetched.content.columns["info.policy_version"].tolist() == [3] * 4
     assert prefetcher.take(lease, CPU).damaged.keys() == {0}, "and the extent was no longer whole"
     prefetcher.close()
 
@@ -65,9 +65,9 @@ def test_a_batch_is_never_taken_for_another(shelf):
 
     fetched = prefetcher.take(leases[1], CPU)
 
-    assert torch.equal(fetched.experience.reward, shelf.made[1].reward)
+    assert torch.equal(fetched.content.tensor("reward"), shelf.made[1].reward)
     prefetcher.begin(leases[0], CPU)
-    assert prefetcher.take(leases[0], torch.device("meta")).experience.reward.device.type == "meta"
+    assert prefetcher.take(leases[0], torch.device("meta")).content.moved["reward"].device.type == "meta"
     prefetcher.close()
 
 
@@ -78,7 +78,7 @@ def test_damage_that_is_found_ahead_is_told_when_the_batch_is_taken(shelf):
 
     fetched = prefetcher.take(lease, CPU)
 
-    assert fetched.experience is None and "checksum" in fetched.damaged[0]
+    assert fetched.content is None and "checksum" in fetched.damaged[0]
     prefetcher.close()
 
 
@@ -105,6 +105,21 @@ def test_once_it_is_discarded_nothing_of_the_arena_is_read(shelf, monkeypatch, e
     prefetcher.close()
 
 
+def test_an_external_trainer_gets_the_same_rows_padded(shelf):
+    ragged, padded = Prefetcher(shelf.arena), Prefetcher(shelf.arena, Gathering(padded=True))
+
+    rows, batch = (prefetcher.take(shelf.lease(0), CPU).content for prefetcher in (ragged, padded))
+
+    expected = rows.padded()
+    assert torch.equal(batch.sequences, expected.sequences) and torch.equal(batch.values, expected.values)
+    assert batch.info.keys() == expected.info.keys()
+    assert torch.equal(batch.info["policy_version"], expected.info["policy_version"])
+    moved = padded.take(shelf.lease(0), torch.device("meta")).content
+    assert moved.sequences.device.type == moved.info["policy_version"].device.type == "meta"
+    for prefetcher in (ragged, padded):
+        prefetcher.close()
+
+
 def test_by_default_a_cpu_is_not_given_two_things_to_do(shelf):
     assert not Prefetcher(shelf.arena).wants_next(CPU)
     assert Prefetcher(shelf.arena).wants_next(torch.device("cuda", 0))
@@ -120,7 +135,7 @@ def test_on_a_card_batches_are_whole_while_it_computes(shelf):
         fetched = prefetcher.take(lease, device)
         for _ in range(8):
             busy = busy @ busy / 2048
-        held.append(fetched.experience.reward + 0 * busy[0, 0])
+        held.append(fetched.content.moved["reward"] + 0 * busy[0, 0])
         if place + 1 < len(leases):
             prefetcher.begin(leases[place + 1], device)
         del fetched
@@ -135,9 +150,10 @@ def test_a_batch_for_another_device_keeps_its_rows_on_the_cpu_for_the_digest(she
 
     moved, stayed = prefetcher.take(lease, torch.device("meta")), prefetcher.take(lease, CPU)
 
-    assert moved.experience.sequences.device.type == "meta"
-    assert digest_after(7, [moved.on_host]) == digest_after(7, [stayed.experience])
-    assert stayed.on_host is None
+    assert {tensor.device.type for tensor in moved.content.moved.values()} == {"meta"}
+    assert moved.content.moved.keys() == moved.content.columns.keys()
+    assert digest_after(7, [moved.content]) == digest_after(7, [stayed.content])
+    assert stayed.content.moved is None
     prefetcher.close()
 
 
@@ -186,8 +202,9 @@ def test_rows_without_a_field_are_refused_if_the_trainer_needs_it_and_used_if_no
 
     assert fetched.damaged.keys() == refused
     assert all(told in reason for reason in fetched.damaged.values())
-    assert (fetched.experience is None) == bool(refused)
-    if (batch := fetched.experience) is not None:
+    assert (fetched.content is None) == bool(refused)
+    if fetched.content is not None:
+        batch = fetched.content.padded()
         assert torch.equal(batch.reward, torch.cat([made.reward for made in rows]))
         has_field = "cut" in batch.info if name == "cut" else getattr(batch, field) is not None
         assert has_field == all(rows_have_it), "it is left out where a row lacks it"
@@ -204,7 +221,7 @@ def test_rows_without_log_probs_of_the_engine_are_refused_beside_rows_with_them(
 
     assert fetched.damaged.keys() == refused
     assert all(told in reason for reason in fetched.damaged.values())
-    assert (fetched.experience is None) == bool(refused)
+    assert (fetched.content is None) == bool(refused)
     prefetcher.close()
 
 
@@ -222,7 +239,7 @@ def test_rows_without_log_probs_of_the_engine_are_refused_beside_rows_with_them(
         ({"rollout": {"algorithm": "ppo"}}, Gathering(needs_log_probs=True)),
         (
             {"rollout": {"algorithm": "ppo"}, "trainer": {"kind": "external"}},
-            Gathering(needs_reference=True, needs_log_probs=True),
+            Gathering(needs_reference=True, needs_log_probs=True, padded=True),
         ),
     ],
 )

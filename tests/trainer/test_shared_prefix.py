@@ -15,11 +15,11 @@ from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.lora import adapt, adapter_of
-from pipeline.models.packing import log_probs_by_packing
 from pipeline.models.shared_prefix import may_share_prompts
 from pipeline.trainer.learner import Learner
 from tests.models.test_shared_prefix import ACTIONS, rows_of, sliding
 from tests.support import tiny
+from tests.support.padded_passes import log_probs_by_packing
 from tests.trainer.test_learner import (
     TRAINER,
     Algorithm,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.models.pass_size import PassSize, training_size
 from pipeline.progress import Telemetry
@@ -40,10 +42,14 @@ def ragged(rows: int, *, seed: int = 0) -> Experience:
     return Experience(sequences, ones, None, ones[:, 0], None, ones[:, 0], real.long(), mask, info={})
 
 
+def batch_of(experience: Experience) -> TrainingBatch:
+    return TrainingBatch.of(RaggedRows.of(experience), "grpo", CPU)
+
+
 def shares_of_padding(batch: TrainingBatch, size: PassSize) -> tuple[list[TrainingBatch], float]:
     parts = list(batch.micro_batches(size))
-    real = sum(int(part.attention_mask.sum()) for part in parts)
-    return parts, 1 - real / sum(part.sequences.numel() for part in parts)
+    real = sum(int(part.flat.lengths.sum()) for part in parts)
+    return parts, 1 - real / sum(part.flat.padded().sequences.numel() for part in parts)
 
 
 def size_of(tokens: int) -> PassSize:
@@ -52,38 +58,35 @@ def size_of(tokens: int) -> PassSize:
 
 @pytest.mark.parametrize("tokens", [1024, 4096, 1 << 20])
 def test_padding_of_ragged_rows_stays_under_a_tenth(tokens: int) -> None:
-    batch = TrainingBatch.of(ragged(256), "grpo", CPU, needs_reference=False)
+    batch = batch_of(ragged(256))
 
     parts, share = shares_of_padding(batch, size_of(tokens))
-    aligned, share_aligned = shares_of_padding(batch, PassSize("", most_tokens=tokens))
+    whole, share_whole = shares_of_padding(batch, PassSize("", most_rows=256))
 
-    assert share <= 0.1 < 0.25 < share_aligned
+    assert share <= 0.1 < 0.25 < share_whole
     for part in parts:
-        real = int(part.attention_mask.sum())
-        assert part.sequences.numel() - real <= 0.1 * part.sequences.numel()
-        assert part.sequences.numel() <= tokens or len(part.sequences) == 1
-        assert part.action_mask[:, -1].all(), "the rows end together"
-        assert (part.attention_mask[:, -1] == 1).all()
+        padded = part.flat.padded()
+        real = int(padded.attention_mask.sum())
+        assert padded.sequences.numel() - real <= 0.1 * padded.sequences.numel()
+        assert padded.sequences.numel() <= tokens or len(part) == 1
+        assert (padded.attention_mask[:, -1] == 1).all(), "the rows end together"
+        ends = np.cumsum(part.flat.counts) - 1
+        assert (part.flat.action[ends].numpy() == np.cumsum(part.flat.lengths) - 1).all(), "with their last actions"
     for field in ("log_probs", "advantages"):
-        seen, there = (
-            torch.cat([getattr(part, field)[part.action_mask] for part in of]).sort().values for of in (parts, aligned)
-        )
+        seen, there = (torch.cat([getattr(part, field) for part in of]).sort().values for of in (parts, whole))
         assert torch.equal(seen, there)
 
 
 def real_rows(batch: TrainingBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Each row's tokens up to its last action, its actions and their log-probs, in an order of their own."""
-    rows = []
-    for row in range(len(batch.sequences)):
-        tokens = batch.sequences[row][batch.attention_mask[row] != 0]
-        mask = batch.action_mask[row]
-        labels = batch.sequences[row, -mask.shape[0] :][mask]
-        rows.append((tokens, labels, batch.log_probs[row][mask]))
-    return sorted(rows, key=lambda row: row[2].tolist())
+    assert batch.log_probs is not None
+    tokens, labels = batch.flat.tokens.split(batch.flat.lengths.tolist()), batch.flat.labels
+    columns = (values.split(batch.flat.counts.tolist()) for values in (labels, batch.log_probs))
+    return sorted(zip(tokens, *columns, strict=True), key=lambda row: row[2].tolist())
 
 
 def test_a_row_keeps_its_tokens_and_actions() -> None:
-    batch = TrainingBatch.of(ragged(40), "grpo", CPU, needs_reference=False)
+    batch = batch_of(ragged(40))
 
     parts = list(batch.micro_batches(size_of(2048)))
 
@@ -126,13 +129,13 @@ def test_a_row_without_an_action_is_in_no_pass() -> None:
     experience = ragged(6)
     assert experience.action_mask is not None
     experience.action_mask[2] = False
-    batch = TrainingBatch.of(experience, "grpo", CPU, needs_reference=False)
+    batch = batch_of(experience)
 
     parts = list(batch.micro_batches(size_of(4096)))
 
-    assert sum(len(part.sequences) for part in parts) == 5
+    assert sum(len(part) for part in parts) == 5
     experience.action_mask[:] = False
-    assert not list(TrainingBatch.of(experience, "grpo", CPU, needs_reference=False).micro_batches(size_of(4096)))
+    assert not list(batch_of(experience).micro_batches(size_of(4096)))
 
 
 def test_a_pass_with_a_rounded_width_that_runs_out_of_memory_is_cut() -> None:

@@ -39,11 +39,11 @@ class CountingLearner:
     def tensors(self):
         return {}
 
-    def update(self, experiences, before_change):
-        self.batches.append(list(experiences))
+    def update(self, batches, before_change):
+        self.batches.append(list(batches))
         with torch.no_grad():
             self.model.weight += 1
-        rewards = torch.cat([experience.reward for experience in experiences])
+        rewards = torch.cat([rows.tensor("reward") for rows in batches])
         zeros = {field.name: 0.0 for field in dataclasses.fields(StepStats)}
         return StepStats(
             **{

@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as distributed
 
-from pipeline.experience.types import Experience
+from pipeline.experience.ragged import RaggedRows
 from pipeline.runtime.messages import ExtentRows
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.dealing.rows import deal, imbalance
@@ -46,12 +46,12 @@ class Dealt:
     """The rows that a rank trains in a step.
 
     Attributes:
-        experiences: The batches, as many and of as many rows as the leased ones.
+        batches: The rows of each batch, as many batches and of as many rows as the leased ones.
         leased: Largest sum of squared lengths of a rank's leased rows, as a multiple of the mean.
         trained: The same of the rows that each rank trains.
     """
 
-    experiences: list[Experience]
+    batches: list[RaggedRows]
     leased: float
     trained: float
 
@@ -86,26 +86,26 @@ class RankBalance:
         """
         every = [msgspec.msgpack.decode(sent, type=RankRows) for sent in self._exchange(_encoded(batches))]
         lengths = [list(itertools.chain.from_iterable(rows.lengths)) for rows in every]
-        own, leased = [batch.experience for batch in batches], imbalance(lengths)
+        own, leased = [batch.rows for batch in batches], imbalance(lengths)
         fields = [names for rows in every for names in rows.fields]
         if any(rows.deaths for rows in every) or any(names != fields[0] for names in fields):
             return Dealt(own, leased, leased)
         dealt, flat = deal(lengths), list(itertools.chain.from_iterable(lengths))
         trained = imbalance([[flat[row] for row in rows] for rows in dealt])
         places = [(part, row) for rows in every for parts in rows.parts for part in parts for row in part.rows]
-        rank, experiences = self._connection.rank, []
+        rank, found = self._connection.rank, []
         first = rank * len(lengths[rank])
         wanted = iter(dealt[rank])
-        for experience in own:
-            count = len(experience.sequences)
+        for rows in own:
+            count = len(rows)
             rows_dealt = list(itertools.islice(wanted, count))
             if rows_dealt != list(range(first, first + count)):
                 parts = _joined([places[row] for row in rows_dealt])
-                experiences.append(self._connection.gather(parts, self._device))
+                found.append(self._connection.gather(parts, self._device))
             else:
-                experiences.append(experience)
+                found.append(rows)
             first += count
-        return Dealt(experiences, leased, trained)
+        return Dealt(found, leased, trained)
 
 
 def exchange_over(device: torch.device, waiting: Callable[[], contextlib.AbstractContextManager[None]]) -> Exchange:
@@ -136,24 +136,18 @@ def exchange_over(device: torch.device, waiting: Callable[[], contextlib.Abstrac
 def _encoded(batches: Sequence[Batch]) -> bytes:
     return msgspec.msgpack.encode(
         RankRows(
-            [_lengths(batch.host_experience) for batch in batches],
+            [batch.rows.lengths for batch in batches],
             [list(batch.parts) for batch in batches],
-            [_fields(batch.host_experience) for batch in batches],
+            [_fields(batch.rows) for batch in batches],
             max(batch.deaths for batch in batches),
         )
     )
 
 
-def _lengths(experience: Experience) -> list[int]:
-    mask, sequences = experience.attention_mask, experience.sequences
-    lengths: list[int] = (torch.ones_like(sequences) if mask is None else mask).sum(dim=1).tolist()
-    return lengths
-
-
-def _fields(experience: Experience) -> list[str]:
-    """Return the kind of an experience and the names of its fields; batches with equal ones can be mixed."""
-    present = [field.name for field in dataclasses.fields(experience) if getattr(experience, field.name) is not None]
-    return [type(experience).__name__, *present, *sorted(experience.info or {})]
+def _fields(rows: RaggedRows) -> list[str]:
+    """Return the kind of rows and the names of their fields; batches with equal ones can be mixed."""
+    vision = [] if rows.vision is None else [name for name, value in sorted(rows.vision.items()) if value is not None]
+    return ["text" if rows.vision is None else "vision", *sorted(rows.named), *vision]
 
 
 def _joined(places: Sequence[tuple[ExtentRows, int]]) -> list[ExtentRows]:

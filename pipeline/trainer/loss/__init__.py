@@ -7,4 +7,5 @@ losses        clipped losses of PPO and GRPO over a batch, whitening
 mini_batches  the rows of each update of a step
 objective     the loss of a configuration
 policy        policy losses by name
+row_sums      sums and means over the actions of each row
 """

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from pipeline.trainer.loss.losses import masked_mean
+from pipeline.trainer.loss.row_sums import row_means
 
 
 class StepTotals(NamedTuple):
@@ -35,26 +35,25 @@ class StepTotals(NamedTuple):
 
 
 Aggregation = Callable[[Tensor, Tensor, StepTotals], Tensor]
-"""From ``(B, A)`` losses and mask of some rows of a step to their share of its loss, a scalar."""
+"""From losses ``(N,)`` and the actions of each row ``(B,)`` of some rows to their share of a step's loss, a scalar."""
 
 
-def token_mean(losses: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+def token_mean(losses: Tensor, counts: Tensor, totals: StepTotals) -> Tensor:
     """Return the sum over the actions, divided by the actions trained."""
-    return masked_mean(losses, mask, totals.actions)
+    return losses.sum() / totals.actions
 
 
-def sequence_mean(losses: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+def sequence_mean(losses: Tensor, counts: Tensor, totals: StepTotals) -> Tensor:
     """Return the sum over the rows of the mean over their actions, divided by the rows trained."""
-    means = losses.masked_fill(~mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-    return means.sum() / totals.sequences
+    return row_means(losses, counts).sum() / totals.sequences
 
 
-def dr_grpo(losses: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+def dr_grpo(losses: Tensor, counts: Tensor, totals: StepTotals) -> Tensor:
     """Return the sum over the actions, divided by all rows times a constant length.
 
     Rows without a signal count as rows: else the weight of an action would depend on how many groups are mixed.
     """
-    return masked_mean(losses, mask, totals.rows * totals.constant_tokens)
+    return losses.sum() / (totals.rows * totals.constant_tokens)
 
 
 AGGREGATIONS: Final[Mapping[str, Aggregation]] = {

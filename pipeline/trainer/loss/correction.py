@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pipeline.trainer.loss.policy import ratios_of
+from pipeline.trainer.loss.row_sums import of_actions, row_sums
 
 ICEPOP_FLOOR: Final = 0.5
 """Weight below which `icepop` masks an action, as in its paper."""
@@ -33,9 +34,9 @@ class Correction(NamedTuple):
     """The correction of some rows.
 
     Attributes:
-        weights: ``(B, A)`` float32, factors of the policy loss of each action; 1 outside the mask.
-        ratios: ``(B, A)`` float32, k of the action, or of its whole response; 1 outside the mask.
-        cut: ``(B, A)`` bool, the actions whose weight is not their ratio.
+        weights: ``(N,)`` float32, factors of the policy loss of each action.
+        ratios: ``(N,)`` float32, k of the action, or of its whole response.
+        cut: ``(N,)`` bool, the actions whose weight is not their ratio.
     """
 
     weights: Tensor
@@ -44,14 +45,14 @@ class Correction(NamedTuple):
 
 
 def importance_weights(
-    log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor, kind: str, *, cap: float, floor: float
+    log_probs: Tensor, behaviour_log_probs: Tensor, counts: Tensor, kind: str, *, cap: float, floor: float
 ) -> Correction:
     """Return the weights of the actions of some rows, whole rows.
 
     Args:
-        log_probs: ``(B, A)`` float32, of the policy that sampled, computed as the trainer computes them.
-        behaviour_log_probs: ``(B, A)`` float32, of the same policy, computed by the engine that sampled.
-        mask: ``(B, A)`` bool.
+        log_probs: ``(N,)`` float32, of the policy that sampled, computed as the trainer computes them.
+        behaviour_log_probs: ``(N,)`` float32, of the same policy, computed by the engine that sampled.
+        counts: ``(B,)`` int64, the actions of each row.
         kind: A name of the module's docstring.
         cap: Largest weight.
         floor: Smallest weight that is not masked; of `icepop` only.
@@ -62,21 +63,18 @@ def importance_weights(
     Raises:
         ValueError: If there is no such kind.
     """
-    log_ratios = (log_probs - behaviour_log_probs).detach().masked_fill(~mask, 0.0)
+    log_ratios = (log_probs - behaviour_log_probs).detach()
     if kind.startswith("sequence"):
-        log_ratios = log_ratios.sum(dim=1, keepdim=True).expand(mask.shape).masked_fill(~mask, 0.0)
+        log_ratios = of_actions(row_sums(log_ratios, counts), counts, len(log_ratios))
     ratios = ratios_of(log_ratios)
     if kind == "none":
-        weights, cut = torch.ones_like(ratios), torch.zeros_like(mask)
-    elif kind in ("token", "sequence"):
-        weights, cut = ratios.clamp(max=cap), ratios > cap
-    elif kind in ("token_mask", "sequence_mask"):
+        return Correction(torch.ones_like(ratios), ratios, torch.zeros_like(ratios, dtype=torch.bool))
+    if kind in ("token", "sequence"):
+        return Correction(ratios.clamp(max=cap), ratios, ratios > cap)
+    if kind in ("token_mask", "sequence_mask"):
         cut = ratios > cap
-        weights = ratios.masked_fill(cut, 0.0)
     elif kind == "icepop":
         cut = (ratios > cap) | (ratios < floor)
-        weights = ratios.masked_fill(cut, 0.0)
     else:
         raise ValueError(f"importance_correction is {kind!r}")
-    # A floor or cap on the wrong side of 1 would reach the columns outside the mask.
-    return Correction(weights.masked_fill(~mask, 1.0), ratios, cut & mask)
+    return Correction(ratios.masked_fill(cut, 0.0), ratios, cut)

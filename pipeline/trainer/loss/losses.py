@@ -1,8 +1,9 @@
-"""Losses of PPO and GRPO over action tokens, as formulas over tensors; elements outside a mask never count.
+"""Losses of PPO and GRPO over action tokens, as formulas over tensors.
 
-Every loss is the mean over the masked actions of the batch. If the batch is one part of an optimizer step,
-`denominator` is the number of actions in the whole step: then the losses of the parts, and their gradients, add up to
-those of the step. The estimator of the KL is `pipeline.experience.advantages.k3_kl`.
+Those with a mask are for padded batches, of trainers that are not rlhfd's own; elements outside it never count. Each is
+the mean over the masked actions of the batch. If the batch is one part of an optimizer step, `denominator` is the
+number of actions in the whole step: then the losses of the parts, and their gradients, add up to those of the step. The
+estimator of the KL is `pipeline.experience.advantages.k3_kl`.
 """
 
 from __future__ import annotations
@@ -82,9 +83,19 @@ def policy_loss(
         ShapeError: If the inputs broadcast to another shape than the mask's.
         RuntimeError: If the inputs do not broadcast.
     """
-    inputs = PolicyInputs(log_probs, old_log_probs, advantages, mask, clip_range, clip_range)
-    losses, ratios, clipped = ppo(inputs)
-    return PolicyLoss(masked_mean(losses, mask, denominator), ratios, clipped)
+    shapes = [tuple(each.shape) for each in (log_probs, old_log_probs, advantages)]
+    if torch.broadcast_shapes(*shapes) != mask.shape:
+        raise ShapeError(f"log-probs and advantages {shapes} and mask {tuple(mask.shape)} differ in shape")
+    log_probs, old_log_probs, advantages = (
+        each.expand(mask.shape)[mask] for each in (log_probs, old_log_probs, advantages)
+    )
+    counts = torch.tensor([len(advantages)], device=mask.device)
+    losses, ratios, clipped = ppo(PolicyInputs(log_probs, old_log_probs, advantages, counts, clip_range, clip_range))
+    return PolicyLoss(
+        losses.sum() / (max(len(losses), 1) if denominator is None else denominator),
+        torch.ones_like(mask, dtype=ratios.dtype).masked_scatter(mask, ratios),
+        torch.zeros_like(mask).masked_scatter(mask, clipped),
+    )
 
 
 def value_loss(
@@ -117,23 +128,24 @@ def value_loss(
     """
     # Filled before the arithmetic: NaN times the zero gradient of a masked element is NaN.
     values, old_values, returns = (each.masked_fill(~mask, 0.0) for each in (values, old_values, returns))
+    return masked_mean(value_losses(values, old_values, returns, clip_range), mask, denominator) / 2
+
+
+def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:
+    """Return the clipped value loss of each action, twice that of `value_loss`; all of one shape."""
     clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
-    errors = torch.maximum((values - returns).square(), (clipped - returns).square())
-    return masked_mean(errors, mask, denominator) / 2
+    return torch.maximum((values - returns).square(), (clipped - returns).square())
+
+
+def moments_of(values: Tensor) -> Tensor:
+    """Count, sum and sum of squares, ``(3,)`` float64; the moments of parts add up to those of the whole."""
+    exact = values.double()
+    return torch.stack([exact.new_tensor(exact.numel()), exact.sum(), exact.square().sum()])
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
-    """Count, sum and sum of squares of the masked elements; the moments of parts add up to those of the whole.
-
-    Args:
-        values: ``(B, A)`` float32; elements outside the mask may be NaN.
-        mask: ``(B, A)`` bool.
-
-    Returns:
-        ``(3,)`` float64.
-    """
-    kept = values.masked_fill(~mask, 0.0).double()
-    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+    """Return `moments_of` the masked elements; the others may be NaN."""
+    return moments_of(values[mask])
 
 
 def mean_and_stddev(moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,6 +166,10 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
     Returns:
         ``(B, A)`` float32, 0 outside the mask.
     """
+    return whitened(values, moments).masked_fill(~mask, 0.0)
+
+
+def whitened(values: Tensor, moments: Tensor) -> Tensor:
+    """Shift and scale all elements as `whiten` does, by moments on any device."""
     mean, stddev = mean_and_stddev(moments)
-    whitened = (values - mean.float()) / (stddev.square() + _VARIANCE_EPS).sqrt().float()
-    return whitened.masked_fill(~mask, 0.0)
+    return (values - mean.float()) / (stddev.square() + _VARIANCE_EPS).sqrt().float()

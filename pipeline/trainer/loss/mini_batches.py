@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -87,7 +88,7 @@ class MiniBatches:
             dealt = mini_batch_of_rows(rows, self._rank, self._mini_batches, step=step, epoch=epoch)
             for number in range(self._mini_batches):
                 parts = [
-                    batch.rows((of_rows == number).nonzero().squeeze(1).to(batch.sequences.device))
+                    batch.rows(np.flatnonzero(of_rows.numpy() == number))
                     for batch, of_rows in zip(batches, dealt, strict=True)
                 ]
                 actions, sequences, kept = self._sum_over_ranks(sum(map(_sizes, parts), torch.zeros(3)))
@@ -98,12 +99,12 @@ class MiniBatches:
     def _rows_of_ranks(self, batches: list[TrainingBatch]) -> list[list[int]]:
         """Return the rows of each batch of each rank, ``[batch][rank]``."""
         rows = torch.zeros((len(batches), self._ranks), dtype=torch.float64)
-        rows[:, self._rank] = torch.tensor([len(batch.sequences) for batch in batches], dtype=torch.float64)
+        rows[:, self._rank] = torch.tensor([len(batch) for batch in batches], dtype=torch.float64)
         summed = torch.tensor(self._sum_over_ranks(rows.flatten())).view_as(rows)
         return summed.long().tolist()
 
 
 def _sizes(batch: TrainingBatch) -> Tensor:
     """Return the actions, the rows with actions and the rows of a batch, ``(3,)`` float64."""
-    mask = batch.action_mask
-    return torch.tensor([mask.sum(), mask.any(dim=1).sum(), len(mask)], dtype=torch.float64)
+    counts = batch.flat.counts
+    return torch.tensor([int(counts.sum()), np.count_nonzero(counts), len(counts)], dtype=torch.float64)

@@ -15,6 +15,7 @@ from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.loss.aggregation import AGGREGATIONS, Aggregation, StepTotals
 from pipeline.trainer.loss.correction import ICEPOP_FLOOR, importance_weights
 from pipeline.trainer.loss.policy import PolicyInputs, PolicyLossFunction, PolicyTerms, load_policy_loss
+from pipeline.trainer.loss.row_sums import row_means
 
 
 class LossSettings(Protocol):
@@ -109,50 +110,43 @@ class Objective:
             constant_tokens=constant_tokens or 1,
         )
 
-    def policy(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None
-    ) -> PolicyTerms:
-        """Return the policy loss of each action, times its importance weight if there are weights.
+    def policy(self, log_probs: Tensor, part: TrainingBatch) -> PolicyTerms:
+        """Return the policy loss of each action, times its importance weight if the rows have weights.
 
         Args:
-            log_probs: ``(B, A)`` float32, of the policy that is trained.
-            old_log_probs: ``(B, A)`` float32, of the policy that sampled.
-            advantages: ``(B, A)`` float32.
-            mask: ``(B, A)`` bool.
-            weights: ``(B, A)`` float32, the importance weights; None for 1.
+            log_probs: ``(N,)`` float32, of the policy that is trained.
+            part: The rows.
 
         Returns:
             The terms.
         """
-        terms = self.policy_loss(
-            PolicyInputs(log_probs, old_log_probs, advantages, mask, self.clip_low, self.clip_high, self.dual_clip)
-        )
+        assert part.log_probs is not None
+        bounds = self.clip_low, self.clip_high, self.dual_clip
+        terms = self.policy_loss(PolicyInputs(log_probs, part.log_probs, part.advantages, part.counts, *bounds))
+        weights = part.importance_weights
         return terms if weights is None else terms._replace(losses=terms.losses * weights)
 
-    def kl(self, log_probs: Tensor, base_log_probs: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+    def kl(self, log_probs: Tensor, base_log_probs: Tensor, counts: Tensor, totals: StepTotals) -> Tensor:
         """Return the share of the step's KL to the reference, a scalar."""
-        log_ratios = (log_probs - base_log_probs).masked_fill(~mask, 0.0)
-        return self.aggregate(self.kl_estimator(log_ratios, mask), mask, totals)
+        return self.aggregate(self.kl_estimator(log_probs - base_log_probs), counts, totals)
 
-    def entropy_loss(self, entropies: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+    def entropy_loss(self, entropies: Tensor, counts: Tensor, totals: StepTotals) -> Tensor:
         """Return the share of the step's entropy bonus, as a loss: minus the coefficient times the entropy."""
-        return -self.entropy_coef * self.aggregate(entropies, mask, totals)
+        return -self.entropy_coef * self.aggregate(entropies, counts, totals)
 
     def correct(self, batch: TrainingBatch) -> Corrected:
         """Return a batch with its importance weights; unchanged if it has no log-probs of the engine."""
-        behaviour, mask = batch.behaviour_log_probs, batch.action_mask
-        if behaviour is None:
+        log_probs, behaviour, counts = batch.log_probs, batch.behaviour_log_probs, batch.counts
+        if behaviour is None or log_probs is None:
             none = torch.full((2,), -torch.inf, dtype=torch.float64)
             return Corrected(batch, torch.zeros(4), none, torch.zeros(0))
-        found = importance_weights(batch.log_probs, behaviour, mask, self.correction, cap=self.cap, floor=self.floor)
-        ratios = found.ratios[mask].double()
-        gaps = (batch.log_probs - behaviour).abs().masked_fill(~mask, 0.0)
-        sums = torch.stack([mask.sum().double(), ratios.sum(), found.cut.sum().double(), gaps.sum().double()])
+        found = importance_weights(log_probs, behaviour, counts, self.correction, cap=self.cap, floor=self.floor)
+        ratios, gaps = found.ratios.double(), (log_probs - behaviour).abs()
+        sums = torch.stack([counts.sum().double(), ratios.sum(), found.cut.sum().double(), gaps.sum().double()])
         extremes = sums.new_full((2,), -torch.inf)
         if len(ratios):
             extremes = torch.stack([-ratios.min(), ratios.max()])
-        row_gaps = gaps.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        return Corrected(replace(batch, importance_weights=found.weights), sums, extremes, row_gaps)
+        return Corrected(replace(batch, importance_weights=found.weights), sums, extremes, row_means(gaps, counts))
 
 
 class Corrected(NamedTuple):

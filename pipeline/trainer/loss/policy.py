@@ -11,7 +11,7 @@ A loss depends on the actions of one row at most, so that a step may be cut into
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeline.config import user_modules
 from pipeline.errors import ConfigError
+from pipeline.trainer.loss.row_sums import of_actions, row_means
 
 _MAX_LOG_RATIO = 20.0
 """exp(20) = 5e8 is far outside every clip range; without the clamp a larger ratio would only overflow."""
@@ -26,13 +27,13 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """The inputs of a policy loss; elements outside the mask may be NaN.
+    """The inputs of a policy loss: the actions that count of some whole rows, row after row.
 
     Attributes:
-        log_probs: ``(B, A)`` float32, of the policy that is trained; differentiable.
-        old_log_probs: ``(B, A)`` float32, of the policy that sampled.
-        advantages: ``(B, A)`` float32.
-        mask: ``(B, A)`` bool.
+        log_probs: ``(N,)`` float32, of the policy that is trained; differentiable.
+        old_log_probs: ``(N,)`` float32, of the policy that sampled.
+        advantages: ``(N,)`` float32.
+        counts: ``(B,)`` int64, the actions of each row; their sum is N.
         clip_low: The ratio's lower bound is 1 - `clip_low`.
         clip_high: The ratio's upper bound is 1 + `clip_high`.
         dual_clip: Most by which a negative advantage is multiplied, above 1; None for no bound.
@@ -41,30 +42,27 @@ class PolicyInputs:
     log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
-    mask: Tensor
+    counts: Tensor
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
 
-    def filled(self) -> PolicyInputs:
-        """Return the same inputs with 0 outside the mask, also in the gradient."""
-        columns = (self.log_probs, self.old_log_probs, self.advantages)
-        log_probs, old_log_probs, advantages = (column.masked_fill(~self.mask, 0.0) for column in columns)
-        return replace(self, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
-
     def log_ratios(self) -> Tensor:
-        """Return log_probs - old_log_probs, ``(B, A)``, 0 outside the mask, also in the gradient."""
-        # masked_fill also stops the gradient there, which may be NaN.
-        return (self.log_probs - self.old_log_probs).masked_fill(~self.mask, 0.0)
+        """Return log_probs - old_log_probs, ``(N,)``."""
+        return self.log_probs - self.old_log_probs
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """Return the mean over its row of each of the values, ``(N,)``, at each action of the row, ``(N,)``."""
+        return of_actions(row_means(values, self.counts), self.counts, len(values))
 
 
 class PolicyTerms(NamedTuple):
     """The result of a policy loss.
 
     Attributes:
-        losses: ``(B, A)`` float32, differentiable; not counted outside the mask.
-        ratios: ``(B, A)`` float32, the importance ratios, without gradient; 1 outside the mask.
-        clipped: ``(B, A)`` bool, the actions at which a clip is in force.
+        losses: ``(N,)`` float32, differentiable.
+        ratios: ``(N,)`` float32, the importance ratios, without gradient.
+        clipped: ``(N,)`` bool, the actions at which a clip is in force.
     """
 
     losses: Tensor
@@ -96,11 +94,7 @@ def gspo(inputs: PolicyInputs) -> PolicyTerms:
     this is the paper's mean over sequences. The paper's bounds are far closer to 1 than those of a token's ratio:
     3e-4 and 4e-4.
     """
-    counts = inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
-    means = inputs.log_ratios().sum(dim=1, keepdim=True) / counts
-    ratios = ratios_of(means).expand(inputs.mask.shape)
-    # Elements outside the mask share the ratio: NaN there would reach its gradient.
-    return _clipped_surrogate(inputs.filled(), ratios)
+    return _clipped_surrogate(inputs, ratios_of(inputs.row_means(inputs.log_ratios())))
 
 
 def cispo(inputs: PolicyInputs) -> PolicyTerms:
@@ -111,15 +105,14 @@ def cispo(inputs: PolicyInputs) -> PolicyTerms:
     """
     ratios = ratios_of(inputs.log_ratios()).detach()
     weights = ratios.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
-    losses = -weights * inputs.advantages * inputs.log_probs.masked_fill(~inputs.mask, 0.0)
-    return PolicyTerms(losses, ratios, (weights != ratios) & inputs.mask)
+    return PolicyTerms(-weights * inputs.advantages * inputs.log_probs, ratios, weights != ratios)
 
 
 def reinforce(inputs: PolicyInputs) -> PolicyTerms:
     """Policy gradient without a ratio: -A logp (Williams 1992, doi:10.1007/BF00992696; RLOO, arXiv:2402.14740)."""
     ratios = ratios_of(inputs.log_ratios()).detach()
-    losses = -inputs.advantages * inputs.log_probs.masked_fill(~inputs.mask, 0.0)
-    return PolicyTerms(losses, ratios, torch.zeros_like(inputs.mask))
+    losses = -inputs.advantages * inputs.log_probs
+    return PolicyTerms(losses, ratios, torch.zeros_like(losses, dtype=torch.bool))
 
 
 POLICY_LOSSES: Final[Mapping[str, PolicyLossFunction]] = {
@@ -135,9 +128,8 @@ def load_policy_loss(name: str) -> PolicyLossFunction:
     """Return the policy loss of a name.
 
     Args:
-        name: A key of `POLICY_LOSSES`, or ``module:function`` of the user's. That function takes `PolicyInputs`, with 0
-            outside the mask, and returns ``(B, A)`` losses, one an action, or `PolicyTerms`; another result is a
-            ConfigError.
+        name: A key of `POLICY_LOSSES`, or ``module:function`` of the user's. That function takes `PolicyInputs`
+            and returns ``(N,)`` losses, one an action, or `PolicyTerms`; another result is a ConfigError.
 
     Raises:
         ConfigError: If there is no such module or function.
@@ -147,16 +139,15 @@ def load_policy_loss(name: str) -> PolicyLossFunction:
     function = user_modules.load_function("trainer.policy_loss", name)
 
     def checked(inputs: PolicyInputs) -> PolicyTerms:
-        found = function(inputs.filled())
+        found = function(inputs)
         if not isinstance(found, PolicyTerms):
             ratios = ratios_of(inputs.log_ratios()).detach()
-            found = PolicyTerms(found, ratios, torch.zeros_like(inputs.mask))
+            found = PolicyTerms(found, ratios, torch.zeros_like(ratios, dtype=torch.bool))
+        shape = inputs.log_probs.shape
         for part in found:
-            if not isinstance(part, Tensor) or part.shape != inputs.mask.shape:
-                shape = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
-                raise ConfigError(
-                    f"trainer.policy_loss: {name} returned {shape} for actions {tuple(inputs.mask.shape)}"
-                )
+            if not isinstance(part, Tensor) or part.shape != shape:
+                wrong = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
+                raise ConfigError(f"trainer.policy_loss: {name} returned {wrong} for actions {tuple(shape)}")
         return found
 
     return checked
@@ -170,4 +161,4 @@ def _clipped_surrogate(inputs: PolicyInputs, ratios: Tensor) -> PolicyTerms:
         most = -inputs.dual_clip * inputs.advantages
         is_beyond = (inputs.advantages < 0) & (losses > most)
         losses, clipped = torch.where(is_beyond, most, losses), clipped | is_beyond
-    return PolicyTerms(losses, ratios.detach().masked_fill(~inputs.mask, 1.0), clipped.detach() & inputs.mask)
+    return PolicyTerms(losses, ratios.detach(), clipped.detach())

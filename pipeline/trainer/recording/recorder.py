@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from pipeline.errors import ArenaFullError
 from pipeline.experience import codec
-from pipeline.experience.types import Experience
+from pipeline.experience.ragged import RaggedRows
 from pipeline.runtime.lock import installed_version
 from pipeline.runtime.messages import ExtentRows
 from pipeline.storage import extent_file
@@ -131,7 +131,7 @@ class StepRecorder(TrainerHook):
         recorded = [
             RecordedBatch(
                 batch.lease,
-                len(batch.experience.sequences),
+                len(batch.rows),
                 [_origin(part) for part in batch.parts],
                 digests[index] if digests else "",
             )
@@ -197,10 +197,10 @@ class StepRecorder(TrainerHook):
         """Write the rows of a step; return the size of the file, 0 if there is none, and a digest for each batch."""
         path, extents = rows_path(self._folder, step), []
         for index, batch in enumerate(batches):
-            rows = len(batch.experience.sequences)
+            rows = len(batch.rows)
             # The "ticket" of a recorded batch is its lease.
             extent = SavedExtent(batch.lease, batch.position, 0, rows, list(range(rows)), batch.for_version, 0, 0, 0)
-            extents.append((extent, self._encoded(index, batch.host_experience)))
+            extents.append((extent, self._encoded(index, batch.rows)))
         try:
             if not self._make_room(step, sum(len(data) + _HEADER_BYTES + 8 * extent.rows for extent, data in extents)):
                 return 0, []
@@ -229,7 +229,7 @@ class StepRecorder(TrainerHook):
         self._count("kept")
         return nbytes, [f"{extent.digest:016x}" for extent in saved]
 
-    def _encoded(self, index: int, experience: Experience) -> memoryview:
+    def _encoded(self, index: int, rows: RaggedRows) -> memoryview:
         """Return the bytes of the batch at an index of the step, in memory that is kept: fresh pages cost more.
 
         It is zero before: the codec leaves bytes unwritten, and equal batches are to have equal bytes.
@@ -239,7 +239,7 @@ class StepRecorder(TrainerHook):
                 self._memories.append(np.zeros(_LEAST_ROOM_BYTES, np.uint8))
             memory = self._memories[index]
             try:
-                return memory.data[: codec.encode(experience, memory.data, checksum=False).nbytes]
+                return memory.data[: codec.encode(rows, memory.data, checksum=False).nbytes]
             except ArenaFullError:
                 self._memories[index] = np.zeros(2 * len(memory), np.uint8)
 

@@ -19,7 +19,6 @@ from pipeline.config.identity import identity_of
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.experience.recorded_batches import batches_of
-from pipeline.experience.types import Experience
 from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.lora import published
@@ -143,7 +142,6 @@ class Replay:
         for step in range(self.base + 1, self._step + 1):
             batches = batches_of(self._recording, step)
             digest = digest_after(digest, batches)
-            batches = _moved(batches, device)
             if not (debug and step == self._step):
                 learner.update(batches)
             # pdb returns None where it is left within the step: by `q` or the end of its input.
@@ -271,7 +269,7 @@ def train(config: Config, run: Path, device: str, *, write: Callable[[str], obje
                     kept[0], kept[-1], len(kept))  # fmt: skip
     _, learner = _new(config, own)
     for step in kept:
-        stats = learner.update(_moved(batches_of(recording, step), own))
+        stats = learner.update(batches_of(recording, step))
         write(line_of(step, stats, time.time()).decode().rstrip())
 
 
@@ -325,13 +323,6 @@ def _new(config: Config, device: torch.device) -> tuple[dict[str, torch.nn.Modul
     models = whole_models(config, device)
     tokens = first_tokens(config.prompts, config.daemon.seed, load_tokenizer(config.model.actor))
     return models, new_learner(config, models, tokens, device)
-
-
-def _moved(batches: list[Experience], device: torch.device) -> list[Experience]:
-    for batch in batches:
-        if device.type != "cpu":
-            batch.to_device(device)
-    return batches
 
 
 def _why_without_rows(recording: Recording, step: int) -> str:

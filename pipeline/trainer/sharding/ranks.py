@@ -7,10 +7,12 @@ import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.models.flat_rows import FlatRows
 from pipeline.models.weights.shards import Shard
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.sharding.models import is_sharded
@@ -112,20 +114,8 @@ def in_step(
 
 
 def _without_actions(batch: TrainingBatch) -> TrainingBatch:
-    device = batch.sequences.device
-    tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
-    none = torch.zeros((1, 1), device=device)
-    return replace(
-        batch,
-        sequences=tokens,
-        attention_mask=torch.ones_like(tokens),
-        action_mask=none.bool(),
-        log_probs=none,
-        advantages=none,
-        base_log_probs=None if batch.base_log_probs is None else none,
-        values=None if batch.values is None else none,
-        returns=None if batch.returns is None else none,
-        behaviour_log_probs=None if batch.behaviour_log_probs is None else none,
-        importance_weights=None if batch.importance_weights is None else none,
-        vision=None,
-    )
+    """Return one row of two tokens, with the fields of a batch, none of which is an action."""
+    none = np.zeros(0, np.int64)
+    tokens = torch.zeros(2, dtype=torch.int64, device=batch.flat.tokens.device)
+    flat = FlatRows.of(tokens, np.array([2]), none, none)
+    return replace(batch.mapped(lambda column: column[:0]), flat=flat, vision=None, tokens_once=None)

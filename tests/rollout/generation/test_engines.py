@@ -11,7 +11,7 @@ import torch
 from pipeline.config.lengths import Lengths
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.experience.codec import ExtentReader, gather
+from pipeline.experience.codec import ExtentReader, gather_padded
 from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.progress import Telemetry
 from pipeline.prompts.source import PromptSource
@@ -132,7 +132,7 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
 
     (sealed,) = sent.of(Sealed)
     assert (engine.updates, engine.paused, sealed.policy_version) == (1, False, 1)
-    experience = gather([(ExtentReader(arena.extent(0, sealed.nbytes)), list(range(8)))])
+    experience = gather_padded([(ExtentReader(arena.extent(0, sealed.nbytes)), list(range(8)))])
     fresh = LocalRoller(
         maker(published, None), source, Letters(),
         ModelWeights({}, BlockingEngine(TransformersGenerator(published))), seed=7,

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import DecodeError
 from pipeline.experience import codec
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.runtime.messages import ExtentRows
 from pipeline.serial import InProcessTransport
@@ -72,8 +74,8 @@ class Ranks:
 
     def batch(self, rank: int, parts: list[ExtentRows], **changes: Any) -> Batch:
         """Return a leased batch of a rank."""
-        experience = self.connections[rank].gather(parts, CPU)
-        return Batch(experience, lease=rank, for_version=1, parts=parts)._replace(**changes)
+        rows = self.connections[rank].gather(parts, CPU)
+        return Batch(rows, lease=rank, for_version=1, parts=parts)._replace(**changes)
 
     def deal(self, batches: list[list[Batch]]) -> list[Dealt]:
         """Deal in all ranks at the same time, ``batches[rank]``."""
@@ -115,14 +117,14 @@ def leased(ranks: Ranks, experience: Experience) -> list[list[Batch]]:
     return [[ranks.batch(rank, each) for each in own] for rank, own in enumerate(parts)]
 
 
-def values(experiences: list[Experience]) -> list[tuple[Any, ...]]:
-    """Return each row without its padding."""
+def values(batches: list[RaggedRows]) -> list[tuple[Any, ...]]:
+    """Return each row: its tokens, its reward and its version."""
     rows = []
-    for one in experiences:
-        assert one.attention_mask is not None and one.reward is not None and one.info is not None
-        for row, mask in enumerate(one.attention_mask.bool()):
-            tokens = tuple(one.sequences[row][mask].tolist())
-            rows.append((tokens, float(one.reward[row]), int(one.info["policy_version"][row])))
+    for one in batches:
+        starts = one.starts("S")
+        for row in range(len(one)):
+            tokens = tuple(one.columns["sequences"][starts[row] : starts[row + 1]].tolist())
+            rows.append((tokens, float(one.columns["reward"][row]), int(one.columns["info.policy_version"][row])))
     return rows
 
 
@@ -130,12 +132,12 @@ def values(experiences: list[Experience]) -> list[tuple[Any, ...]]:
 def test_the_rows_dealt_are_those_leased_and_take_the_same_step(ranks: Ranks, algorithm: Any) -> None:
     learner, of_dealt = new_learner(algorithm), new_learner(algorithm)
     batches = leased(ranks, by_length(experience_for(learner, algorithm)))
-    own = [batch.experience for of_rank in batches for batch in of_rank]
+    own = [batch.rows for of_rank in batches for batch in of_rank]
 
     dealt = ranks.deal(batches)
 
-    for_ranks = [each.experiences for each in dealt]
-    assert [[len(one.sequences) for one in each] for each in for_ranks] == [[2, 2], [2, 2]]
+    for_ranks = [each.batches for each in dealt]
+    assert [[len(one) for one in each] for each in for_ranks] == [[2, 2], [2, 2]]
     assert sorted(values(for_ranks[0] + for_ranks[1])) == sorted(values(own))
     assert values(for_ranks[0]) != values(own[:2])
     assert dealt[0].leased == dealt[1].leased > 1.3
@@ -151,10 +153,11 @@ def test_the_same_rows_are_dealt_alike_wherever_they_are(ranks: Ranks) -> None:
     first, again = ranks.deal(leased(ranks, experience)), ranks.deal(leased(ranks, experience))
 
     for rank in range(2):
-        for one, other in zip(first[rank].experiences, again[rank].experiences, strict=True):
-            assert torch.equal(one.sequences, other.sequences)
-            assert one.advantages is not None and other.advantages is not None
-            assert torch.equal(one.advantages, other.advantages)
+        for one, other in zip(first[rank].batches, again[rank].batches, strict=True):
+            assert one.columns.keys() == other.columns.keys()
+            # The versions are those of the extents.
+            for name in one.columns.keys() - {"info.policy_version"}:
+                assert np.array_equal(one.columns[name], other.columns[name]), name
 
 
 @pytest.mark.parametrize("why", ["equal lengths", "a death", "other fields"])
@@ -166,26 +169,27 @@ def test_ranks_keep_the_batches_that_they_hold(ranks: Ranks, why: str) -> None:
     if why == "a death":
         batches[1][0] = batches[1][0]._replace(deaths=1)
     if why == "other fields":
-        batches[1][1].experience.behaviour_log_probs = batches[1][1].experience.action_log_probs
+        batches[1][1] = batches[1][1]._replace(content=batches[1][1].rows.without("kl"))
 
     dealt = ranks.deal(batches)
 
     for rank, each in enumerate(dealt):
-        assert all(one is batch.experience for one, batch in zip(each.experiences, batches[rank], strict=True))
+        assert all(one is batch.rows for one, batch in zip(each.batches, batches[rank], strict=True))
         assert each.trained == each.leased
 
 
 def test_images_go_with_their_rows(ranks: Ranks) -> None:
     experiences = [made_up_vl(4, seed=seed, prompt=prompt, actions=6) for seed, prompt in ((1, 40), (2, 3))]
     batches = [[ranks.batch(rank, [ranks.seal(one)])] for rank, one in enumerate(experiences)]
-    rows = sum(int(batch.experience.info["image_num"].sum()) for (batch,) in batches if batch.experience.info)
+    images = sum(int(batch.rows.columns["info.image_num"].sum()) for (batch,) in batches)
 
     dealt = ranks.deal(batches)
 
-    mixed = [one for each in dealt for one in each.experiences]
+    mixed = [one for each in dealt for one in each.batches]
     assert dealt[0].trained < dealt[0].leased
-    assert sorted(values(mixed)) == sorted(values([batch.experience for (batch,) in batches]))
-    assert sum(len(one.image_grid_thws) for one in mixed if one.image_grid_thws is not None) == rows  # type: ignore[attr-defined]
+    assert sorted(values(mixed)) == sorted(values([batch.rows for (batch,) in batches]))
+    grids = [one.vision["image_grid_thws"] for one in mixed if one.vision is not None]
+    assert sum(len(each) for each in grids if each is not None) == images > 0
 
 
 def test_damage_that_the_lessee_did_not_find_ends_the_rank(ranks: Ranks) -> None:

@@ -20,6 +20,7 @@ from pipeline.experience.types import Experience
 from pipeline.models.log_probs import action_log_probs
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
+from pipeline.trainer.loss.policy import PolicyInputs
 from pipeline.trainer.process import objective_of
 from tests.support import tiny
 from tests.trainer.test_learner import (
@@ -100,10 +101,14 @@ def expected_loss(learner: Learner, experience: Experience) -> Tensor:
         weights = torch.ones_like(weights)
     else:
         weights = weights * ~is_outside
-    terms = objective.policy(log_probs, e.action_log_probs, advantages, mask, None)
+    given = PolicyInputs(
+        log_probs[mask], e.action_log_probs[mask], advantages[mask], mask.sum(dim=1), objective.clip_low,
+        objective.clip_high, objective.dual_clip,
+    )  # fmt: skip
+    losses = torch.zeros_like(log_probs).masked_scatter(mask, objective.policy_loss(given).losses)
     k_base = log_probs - e.base_action_log_probs
     kl = {"k1_kl": k_base, "k2_kl": k_base**2 / 2, "k3_kl": (-k_base).exp() - 1 + k_base}
-    per_action = terms.losses * weights + 0.05 * kl[objective.kl_estimator.__name__]  # type: ignore[attr-defined]
+    per_action = losses * weights + 0.05 * kl[objective.kl_estimator.__name__]  # type: ignore[attr-defined]
     per_action = (per_action - objective.entropy_coef * entropy) * mask
     if objective.aggregate.__name__ == "token_mean":  # type: ignore[attr-defined]
         return per_action.sum() / mask.sum()

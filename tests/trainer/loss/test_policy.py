@@ -1,6 +1,6 @@
 """Every policy loss, aggregation and correction against a slow reference, one action at a time, written from its paper.
 
-Values and gradients, over rows of different lengths with holes in their masks and NaN outside them.
+Values and gradients, over rows of different lengths, end to end as the learner has them.
 """
 
 from __future__ import annotations
@@ -22,28 +22,26 @@ from pipeline.trainer.loss.aggregation import AGGREGATIONS, StepTotals
 from pipeline.trainer.loss.correction import importance_weights
 from pipeline.trainer.loss.policy import POLICY_LOSSES, PolicyInputs, PolicyTerms, load_policy_loss
 
-NAN = float("nan")
 LOW, HIGH, DUAL = 0.15, 0.3, 1.6
 LENGTHS = (7, 1, 4, 6, 3)
-COLUMNS = 7
+Row = list[Tensor]
 
 
 def inputs(seed: int = 0, **settings: Any) -> PolicyInputs:
-    """Return rows of different lengths, with holes, whose ratios are on both sides of every bound."""
+    """Return rows of different lengths whose ratios are on both sides of every bound."""
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.arange(COLUMNS) < torch.tensor(LENGTHS).unsqueeze(1)
-    mask &= torch.rand(mask.shape, generator=generator) < 0.8
-    mask[:, 0] = True
-    old = -torch.rand(mask.shape, generator=generator) * 3
-    log_probs = (old + 0.5 * torch.randn(mask.shape, generator=generator)).masked_fill(~mask, NAN)
-    advantages = torch.randn(mask.shape, generator=generator).masked_fill(~mask, NAN)
-    old = old.masked_fill(~mask, NAN)
-    return PolicyInputs(log_probs.requires_grad_(), old, advantages, mask, LOW, HIGH, **settings)
+    old = -torch.rand(sum(LENGTHS), generator=generator) * 3
+    log_probs = old + 0.5 * torch.randn(old.shape, generator=generator)
+    advantages = torch.randn(old.shape, generator=generator)
+    return PolicyInputs(log_probs.requires_grad_(), old, advantages, torch.tensor(LENGTHS), LOW, HIGH, **settings)
+
+
+def of_rows(values: Tensor) -> list[Row]:
+    """The values of each row."""
+    return [list(row) for row in values.split(list(LENGTHS))]
 
 
 # References: from one row's actions, as lists of scalars, to one loss an action.
-
-Row = list[Tensor]
 
 
 def clip(value: Tensor) -> Tensor:
@@ -106,11 +104,8 @@ def slow_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient by the log-probs, summed row by row."""
     log_probs = given.log_probs.detach().clone().requires_grad_()
-    per_row = []
-    for row in range(len(log_probs)):
-        taken = given.mask[row].nonzero().flatten().tolist()
-        columns = ([values[row, j] for j in taken] for values in (log_probs, given.old_log_probs, given.advantages))
-        per_row.append(of_row(*columns))
+    columns = (of_rows(values) for values in (log_probs, given.old_log_probs, given.advantages))
+    per_row = [of_row(*row) for row in zip(*columns, strict=True)]
     if aggregation == "token_mean":
         loss = torch.stack([loss for losses in per_row for loss in losses]).mean()
     elif aggregation == "sequence_mean":
@@ -121,20 +116,16 @@ def slow_loss(
     return loss, gradient
 
 
-def totals_of(mask: Tensor) -> StepTotals:
-    return StepTotals(float(mask.sum()), float(mask.any(dim=1).sum()), len(mask), 9)
+TOTALS = StepTotals(float(sum(LENGTHS)), float(len(LENGTHS)), len(LENGTHS), 9)
 
 
 def check(terms: PolicyTerms, given: PolicyInputs, expected: tuple[Tensor, Tensor], aggregation: str) -> None:
-    loss = AGGREGATIONS[aggregation](terms.losses, given.mask, totals_of(given.mask))
+    loss = AGGREGATIONS[aggregation](terms.losses, given.counts, TOTALS)
     (gradient,) = torch.autograd.grad(loss, given.log_probs)
 
     torch.testing.assert_close(loss, expected[0])
-    torch.testing.assert_close(gradient[given.mask], expected[1][given.mask])
-    assert not gradient[~given.mask].any()
+    torch.testing.assert_close(gradient, expected[1])
     assert not terms.ratios.requires_grad
-    assert (terms.ratios[~given.mask] == 1).all()
-    assert not terms.clipped[~given.mask].any()
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -157,47 +148,39 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(seed: int) -> None:
     terms = POLICY_LOSSES["ppo"](given)
 
     check(terms, given, expected, "token_mean")
-    single = POLICY_LOSSES["ppo"](inputs(seed))
-    assert (terms.losses < single.losses)[given.mask].any()
+    single = POLICY_LOSSES["ppo"](inputs(seed)).losses
+    assert (terms.losses <= single).all() and (seed == 2 or (terms.losses < single).any())
 
 
 def test_the_clip_is_reported_where_it_is_in_force() -> None:
-    log_ratios = torch.tensor([[0.8, 1.0, 1.2, 1.4, 1.4]]).log()
+    log_ratios = torch.tensor([0.8, 1.0, 1.2, 1.4, 1.4]).log()
     given = PolicyInputs(
-        log_ratios.requires_grad_(), torch.zeros(1, 5), torch.tensor([[-1.0, 1, 1, 1, -1]]),
-        torch.ones(1, 5, dtype=torch.bool), LOW, HIGH,
-    )  # fmt: skip
+        log_ratios.requires_grad_(), torch.zeros(5), torch.tensor([-1.0, 1, 1, 1, -1]), torch.tensor([5]), LOW, HIGH
+    )
 
-    clipped = {name: POLICY_LOSSES[name](given).clipped[0].tolist() for name in POLICY_LOSSES}
+    clipped = {name: POLICY_LOSSES[name](given).clipped.tolist() for name in POLICY_LOSSES}
 
     assert clipped["ppo"] == [True, False, False, True, False]
     assert clipped["cispo"] == [True, False, False, True, True]
     assert not any(clipped["reinforce"] + clipped["gspo"])
-    bounded = {name: POLICY_LOSSES[name](replace(given, dual_clip=1.3)).clipped[0].tolist() for name in ("ppo", "gspo")}
+    bounded = {name: POLICY_LOSSES[name](replace(given, dual_clip=1.3)).clipped.tolist() for name in ("ppo", "gspo")}
     assert bounded["ppo"] == [True, False, False, True, True], "1.4 is beyond the dual clip of 1.3"
-    outside = replace(given, mask=given.mask & (torch.arange(5) < 3))
-    for name in POLICY_LOSSES:
-        terms = POLICY_LOSSES[name](outside)
-        assert not terms.clipped[0, 3:].any(), name
-        assert terms.ratios[0, 3:].tolist() == [1.0, 1.0], name
 
 
 def test_a_row_without_an_action_adds_nothing_to_any_aggregation() -> None:
-    losses = torch.tensor([[1.0, 3.0], [5.0, 7.0]], requires_grad=True)
-    mask = torch.tensor([[True, True], [False, False]])
+    losses, counts = torch.tensor([1.0, 3.0], requires_grad=True), torch.tensor([0, 2, 0])
     for name, aggregate in AGGREGATIONS.items():
-        found = aggregate(losses, mask, StepTotals(actions=2, sequences=1, rows=2, constant_tokens=4))
+        found = aggregate(losses, counts, StepTotals(actions=2, sequences=1, rows=2, constant_tokens=4))
         (gradient,) = torch.autograd.grad(found, losses)
 
         assert found.item() == {"token_mean": 2.0, "sequence_mean": 2.0, "dr_grpo": 0.5}[name]
-        assert gradient[1].tolist() == [0.0, 0.0] and gradient[0].isfinite().all()
+        assert gradient.tolist() == [found.item() / 4] * 2
 
 
 def test_a_ratio_beyond_all_measure_stays_finite() -> None:
-    mask = torch.ones(1, 2, dtype=torch.bool)
     for name, loss in POLICY_LOSSES.items():
-        log_probs = torch.zeros(1, 2, requires_grad=True)
-        terms = loss(PolicyInputs(log_probs, torch.tensor([[-1e4, 1e4]]), -torch.ones(1, 2), mask))
+        log_probs = torch.zeros(2, requires_grad=True)
+        terms = loss(PolicyInputs(log_probs, torch.tensor([-1e4, 1e4]), -torch.ones(2), torch.tensor([2])))
         (gradient,) = torch.autograd.grad(terms.losses.sum(), log_probs)
         assert terms.losses.isfinite().all() and gradient.isfinite().all(), name
 
@@ -219,8 +202,11 @@ def wrong(inputs):
     return inputs.log_probs.sum()
 
 def whole(inputs):
-    ones = torch.ones_like(inputs.mask)
-    return PolicyTerms(-inputs.log_probs, ones.float(), ones)
+    ones = torch.ones_like(inputs.log_probs)
+    return PolicyTerms(-inputs.log_probs, ones, ones.bool())
+
+def by_row(inputs):
+    return -inputs.row_means(inputs.log_ratios()).exp() * inputs.advantages
 """
 
 
@@ -242,8 +228,19 @@ def test_a_loss_of_ones_own_is_aggregated_like_the_others(own: None) -> None:
     assert load_policy_loss("my_losses_of_test:whole")(given).clipped.all()
 
 
+def test_a_loss_of_ones_own_may_look_at_the_actions_of_a_row(own: None) -> None:
+    given = inputs()
+
+    terms = load_policy_loss("my_losses_of_test:by_row")(given)
+
+    means = [torch.stack(new).sub(torch.stack(old)).mean()
+             for new, old in zip(of_rows(given.log_probs), of_rows(given.old_log_probs), strict=True)]  # fmt: skip
+    expected = [-mean.exp() * torch.stack(row) for mean, row in zip(means, of_rows(given.advantages), strict=True)]
+    torch.testing.assert_close(terms.losses, torch.cat(expected))
+
+
 def test_a_loss_of_ones_own_that_cannot_be_used_is_named(own: None) -> None:
-    with pytest.raises(ConfigError, match=r"my_losses_of_test:wrong returned \(\) for actions \(5, 7\)"):
+    with pytest.raises(ConfigError, match=r"my_losses_of_test:wrong returned \(\) for actions \(21,\)"):
         load_policy_loss("my_losses_of_test:wrong")(inputs())
     with pytest.raises(ConfigError, match=r"trainer\.policy_loss: my_losses_of_test has no function missing"):
         load_policy_loss("my_losses_of_test:missing")
@@ -277,31 +274,29 @@ def slow_weights(kind: str, new: Row, behaviour: Row) -> list[float]:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_weights_are_those_of_the_papers(kind: str, seed: int) -> None:
     given = inputs(seed)
-    log_probs, behaviour, mask = given.log_probs.detach(), given.old_log_probs, given.mask
+    log_probs, behaviour, counts = given.log_probs.detach(), given.old_log_probs, given.counts
 
-    found = importance_weights(log_probs, behaviour, mask, kind, cap=CAP, floor=FLOOR)
+    found = importance_weights(log_probs, behaviour, counts, kind, cap=CAP, floor=FLOOR)
 
-    for row in range(len(mask)):
-        taken = mask[row]
-        expected = slow_weights(kind, list(log_probs[row][taken]), list(behaviour[row][taken]))
-        assert found.weights[row][taken].tolist() == pytest.approx(expected, rel=1e-4)
-    assert (found.weights[~mask] == 1).all() and not found.cut[~mask].any()
-    assert (found.ratios[~mask] == 1).all()
-    below_1 = importance_weights(log_probs, behaviour, mask, kind, cap=0.5, floor=FLOOR)
-    assert (below_1.weights[~mask] == 1).all()
-    assert not importance_weights(given.log_probs, behaviour, mask, kind, cap=CAP, floor=FLOOR).weights.requires_grad
+    expected = [
+        weight
+        for new, old in zip(of_rows(log_probs), of_rows(behaviour), strict=True)
+        for weight in slow_weights(kind, new, old)
+    ]
+    assert found.weights.tolist() == pytest.approx(expected, rel=1e-4)
+    assert not importance_weights(given.log_probs, behaviour, counts, kind, cap=CAP, floor=FLOOR).weights.requires_grad
     if kind != "none":
-        assert torch.equal(found.cut, (found.weights != found.ratios) & mask)
-        assert 0 < int(found.cut.sum()) < int(mask.sum())
+        assert torch.equal(found.cut, found.weights != found.ratios)
+        assert 0 < int(found.cut.sum()) < sum(LENGTHS)
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "token_mask", "sequence_mask", "icepop"])
 def test_a_ratio_of_the_cap_or_the_floor_is_not_cut_and_one_beyond_all_measure_is_finite(kind: str) -> None:
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    at_bound = importance_weights(torch.zeros(1, 2), torch.zeros(1, 2), mask, kind, cap=1.0, floor=1.0)
-    beyond = importance_weights(torch.zeros(1, 2), torch.full((1, 2), -1e4), mask, kind, cap=CAP, floor=FLOOR)
+    counts = torch.tensor([2])
+    at_bound = importance_weights(torch.zeros(2), torch.zeros(2), counts, kind, cap=1.0, floor=1.0)
+    beyond = importance_weights(torch.zeros(2), torch.full((2,), -1e4), counts, kind, cap=CAP, floor=FLOOR)
 
-    assert at_bound.weights.tolist() == [[1.0, 1.0]] and not at_bound.cut.any()
+    assert at_bound.weights.tolist() == [1.0, 1.0] and not at_bound.cut.any()
     assert beyond.ratios.isfinite().all() and beyond.cut.all()
     assert (beyond.weights == (CAP if kind in ("token", "sequence") else 0)).all()
 
@@ -309,4 +304,4 @@ def test_a_ratio_of_the_cap_or_the_floor_is_not_cut_and_one_beyond_all_measure_i
 def test_an_unknown_correction_is_refused() -> None:
     given = inputs()
     with pytest.raises(ValueError, match="importance_correction is 'tis'"):
-        importance_weights(given.log_probs, given.old_log_probs, given.mask, "tis", cap=2, floor=0.5)
+        importance_weights(given.log_probs, given.old_log_probs, given.counts, "tis", cap=2, floor=0.5)

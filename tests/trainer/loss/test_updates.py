@@ -274,9 +274,9 @@ def test_groups_without_signal_count_for_each_mini_batch_in_proportion() -> None
     learner = learner_of("grpo", mini_batches=2, loss_aggregation="dr_grpo", dr_grpo_tokens=5)
     aggregate = learner._objective.aggregate
 
-    def noting(losses: Tensor, mask: Tensor, totals: Any) -> Tensor:
+    def noting(losses: Tensor, counts: Tensor, totals: Any) -> Tensor:
         divisors.append((totals.rows, totals.actions))
-        return aggregate(losses, mask, totals)
+        return aggregate(losses, counts, totals)
 
     learner._objective = replace(learner._objective, aggregate=noting)
     experience = experience_for(learner, "grpo")

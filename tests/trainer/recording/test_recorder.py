@@ -206,7 +206,7 @@ def test_a_step_is_recorded_before_its_weights_are_published_and_they_after(benc
     assert [batch.lease for taken in recording.steps.values() for batch in taken.batches] == list(range(6))
     origins = [origin for taken in recording.steps.values() for batch in taken.batches for origin in batch.origins]
     assert all(origin.position >= 0 and origin.prompts > 0 for origin in origins)
-    given = [experience for batches in bench.learner.batches for experience in batches]
+    given = [rows.padded() for batches in bench.learner.batches for rows in batches]
     for found, trained in zip(recorded_batches(tmp_path / "recording"), given, strict=True):
         equal(found, trained)
         assert torch.equal(found.info["policy_version"], trained.info["policy_version"])

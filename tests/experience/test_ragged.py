@@ -1,0 +1,188 @@
+"""Rows without padding: through the doors and back without loss, in any layout, for any rows of any parts."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import DecodeError, FieldError
+from pipeline.experience import codec, ragged
+from pipeline.experience.ragged import RaggedRows, join, pad
+from pipeline.experience.types import Experience, ExperienceVL
+from tests.experience.test_codec_reference import experiences
+from tests.support.experiences import made_up, made_up_vl
+
+
+def stored(experience):
+    memory = memoryview(bytearray(1 << 18))
+    return codec.ExtentReader(memory[: codec.encode(experience, memory).nbytes])
+
+
+def flat(experience):
+    """What each row holds, value by value: its tokens from the first real one to the last, and its actions' columns."""
+    width, rows = experience.sequences.shape[1], []
+    actions = experience.action_mask if experience.action_mask is not None else experience.action_log_probs
+    for row in range(len(experience.sequences)):
+        mask = experience.attention_mask
+        real = [c for c in range(width) if mask is None or mask[row, c] != 0]
+        start, end = real[0], real[-1] + 1
+        shift = width - actions.shape[1]
+        taken = [
+            c for c in range(actions.shape[1]) if experience.action_mask is None or experience.action_mask[row, c] != 0
+        ]
+        first = max(taken[0] + shift, start) if taken else width
+        rows.append((start, end, min(first, end), shift))
+    return rows
+
+
+def assert_same(one, other):
+    assert type(one) is type(other)
+    for field in dataclasses.fields(other):
+        mine, its = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(its, torch.Tensor):
+            assert mine.dtype == its.dtype and torch.equal(mine, its), field.name
+        elif isinstance(its, dict):
+            assert mine.keys() == its.keys()
+            assert all(mine[key].dtype == its[key].dtype and torch.equal(mine[key], its[key]) for key in its)
+        else:
+            assert mine == its, field.name
+
+
+@settings(max_examples=150)
+@given(experiences())
+def test_each_row_has_its_tokens_and_actions_and_nothing_else(experience):
+    rows = RaggedRows.of(experience)
+
+    for row, (start, end, first, shift) in enumerate(flat(experience)):
+        tokens, actions = ((rows.starts(kind)[row], rows.starts(kind)[row + 1]) for kind in "SA")
+        assert rows.tensor("sequences")[slice(*tokens)].tolist() == experience.sequences[row, start:end].tolist()
+        assert (rows.lengths[row], rows.counts[row]) == (end - start, end - first)
+        for name in ("action_log_probs", "kl", "values", "action_mask"):
+            was, now = getattr(experience, name), rows.tensor(name)
+            if was is None or name in rows.full_masks:
+                assert now is None
+            elif was.dim() == 1:
+                assert now[row] == was[row]
+            else:
+                assert torch.equal(now[slice(*actions)], was.detach()[row, first - shift : end - shift]), name
+    assert torch.equal(rows.tensor("reward"), experience.reward)
+
+
+@settings(max_examples=100)
+@given(experiences())
+def test_rows_out_of_the_door_and_in_again_are_the_same_rows(experience):
+    # Without an action mask each row has all columns as its actions, as far as it has tokens; nor is padding an action.
+    assume(experience.action_mask is not None)
+    if experience.attention_mask is not None:
+        columns = experience.action_mask.shape[1]
+        assume(bool((experience.attention_mask[:, -columns:][experience.action_mask != 0] != 0).all()))
+    rows = RaggedRows.of(experience)
+
+    again = RaggedRows.of(padded := rows.padded())
+
+    assert (again.fields, again.lengths, again.counts) == (rows.fields, rows.lengths, rows.counts)
+    assert again.full_masks == rows.full_masks
+    assert all(np.array_equal(again.columns[name], values, equal_nan=True) for name, values in rows.columns.items())
+    assert padded.sequences.shape[1] == max(rows.lengths)
+    for name, column in (("sequences", rows.lengths), ("action_log_probs", rows.counts)):
+        values = getattr(padded, name)
+        padding = torch.arange(values.shape[1]) < values.shape[1] - torch.tensor(column)[:, None]
+        assert not values[padding].any(), f"{name} is zero before its rows"
+
+
+@settings(max_examples=100)
+@given(experiences())
+def test_an_extent_of_rows_is_that_of_their_padded_batch(experience):
+    ours, theirs = memoryview(bytearray(1 << 18)), memoryview(bytearray(1 << 18))
+
+    assert codec.encode(RaggedRows.of(experience), ours) == codec.encode(experience, theirs)
+
+    assert ours == theirs
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_any_rows_of_any_parts_are_joined_and_padded_alike(data):
+    """Among them parts whose masks have holes and parts whose masks have none, above and below the short width."""
+    holes = data.draw(st.lists(st.booleans(), min_size=1, max_size=4))
+    shape = data.draw(st.sampled_from([(3, 4, 5), (4, 30, 40), (2, 60, 3)]))
+    made = [made_up(*shape, seed=place, holes=each) for place, each in enumerate(holes)]
+    chosen = [data.draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=5)) for _ in made]
+    parts = [(stored(each), rows) for each, rows in zip(made, chosen, strict=True)]
+
+    gathered, padded = codec.gather(parts), codec.gather_padded(parts)
+
+    assert_same(gathered.padded(), padded)
+    place = 0
+    for experience, rows in zip(made, chosen, strict=True):
+        alone = RaggedRows.of(experience)
+        for row in rows:
+            for name, kind in (("sequences", "S"), ("kl", "A"), ("reward", "")):
+                here, there = gathered.starts(kind), alone.starts(kind)
+                found = gathered.columns[name][here[place] : here[place + 1]]
+                assert np.array_equal(found, alone.columns[name][there[row] : there[row + 1]])
+            place += 1
+    assert place == len(gathered)
+
+
+def test_the_columns_of_gathered_rows_are_one_block():
+    rows = codec.gather([(stored(made_up()), range(4)), (stored(made_up(seed=1)), [2, 0])])
+
+    start = rows.block.data_ptr()
+    for name, values in rows.columns.items():
+        offset = values.ctypes.data - start
+        assert offset >= 0 and offset + values.nbytes <= rows.block.numel() and offset % 64 == 0, name
+
+
+@pytest.mark.parametrize("columns", [ragged._SHORT_COLUMNS, ragged._SHORT_COLUMNS + 1])
+def test_rows_at_the_short_width_and_above_it_are_taken_alike(columns):
+    lengths = torch.tensor([columns, columns // 2, 1])
+    mask = torch.arange(columns) >= columns - lengths[:, None]
+    experience = Experience(torch.arange(3 * columns).view(3, columns), attention_mask=mask.long())
+
+    rows = RaggedRows.of(experience)
+
+    assert torch.equal(rows.tensor("sequences"), experience.sequences[mask])
+    assert torch.equal(rows.padded().sequences, experience.sequences * mask)
+    assert torch.equal(rows.padded().attention_mask, mask.long())
+
+
+def test_a_field_may_be_left_out_and_a_number_a_row_added():
+    rows = RaggedRows.of(made_up())
+
+    changed = rows.without("kl").with_info("policy_version", np.array([3, 3, 4, 5]))
+
+    assert "kl" not in changed.columns and "kl" in rows.columns
+    batch = changed.padded()
+    assert batch.kl is None
+    assert batch.info["policy_version"].tolist() == [3, 3, 4, 5]
+    assert torch.equal(batch.values, rows.padded().values)
+    again = changed.with_info("policy_version", np.array([1, 1, 1, 1]))
+    assert again.padded().info["policy_version"].tolist() == [1, 1, 1, 1]
+
+
+def test_images_go_through_the_doors_with_their_rows():
+    experience = made_up_vl(4, seed=3, raw=True)
+    gathered = codec.gather([(stored(experience), [3, 1])])
+
+    assert isinstance(gathered.padded(), ExperienceVL)
+    assert_same(gathered.padded(), codec.gather_padded([(stored(experience), [3, 1])]))
+    memory = memoryview(bytearray(1 << 18))
+    again = codec.ExtentReader(memory[: codec.encode(gathered, memory).nbytes])
+    assert_same(codec.gather_padded([(again, range(2))]), gathered.padded())
+    with pytest.raises(FieldError, match="rows of text alone have no images"):
+        RaggedRows.of(made_up()).vision_experience()
+
+
+def test_parts_with_other_fields_and_rows_that_are_not_there_are_refused():
+    one, other = RaggedRows.of(made_up()), RaggedRows.of(dataclasses.replace(made_up(), kl=None))
+
+    for way in (join, pad):
+        with pytest.raises(FieldError, match="kl: present, or of one dtype and shape, in some of the batch's rows"):
+            way([(one, [0]), (other, [0])])
+    for way in (codec.gather, codec.gather_padded):
+        with pytest.raises(DecodeError, match="row 4 is requested from an extent of 4 rows"):
+            way([(stored(made_up()), [0, 4])])
