@@ -26,6 +26,7 @@ BAD_CONFIG = int(ExitCode.BAD_CONFIG)
 USAGE = int(ExitCode.USAGE)
 PROMPT = json.dumps({"prompt": "7302>", "answer": "0237"})
 MAX_LENGTH = 24
+ROOT = Path(__file__).parents[2]
 
 REWARDS = """
 def nan(ids, mask, **_): return float("nan")
@@ -220,6 +221,22 @@ def test_broken_reward_function_ends_a_serial_start(tmp_path: Path, task: Path, 
     shown = refused(Daemon(tmp_path, *settings, task=task, arguments=("--serial",)))
 
     assert shown[-1].startswith(f"--set rewards: {message}")
+
+
+# A vLLM that is not admitted.
+
+
+@pytest.mark.parametrize("version", ["0.23.2", variant("0.33.0")])
+def test_a_release_of_vllm_that_is_not_admitted_ends_the_start(tmp_path: Path, task: Path, version: str) -> None:
+    for name in ("vllm", f"vllm-{version}.dist-info"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / f"vllm-{version}.dist-info" / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n")
+    settings = (*SMALL, "rollout.engine=vllm", "trainer.kind=external")
+
+    shown = refused(Daemon(tmp_path, *settings, task=task, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
+
+    assert f"rollout.engine: vLLM {version} is not admitted, >=0.24,<0.33 is: " in shown[-1]
 
 
 # A GPU that cannot be used: no run computes on the CPU in its place.

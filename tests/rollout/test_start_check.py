@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from pipeline.cli.main import main
 from pipeline.config.schema import Config
-from pipeline.rollout.generation.vllm import engine
+from pipeline.rollout.generation.vllm import releases
 from pipeline.rollout.start_check import findings
 from tests.support.daemon import task  # noqa: F401 - a fixture
 
@@ -49,7 +49,7 @@ def test_a_model_without_faults_has_no_problem(folder: Path) -> None:
 
 
 def test_each_problem_is_found_at_once_and_begins_with_its_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(releases.importlib.util, "find_spec", lambda name: None)
     (folder.parent / "held_out.jsonl").write_text('{"prompt": [{"role": "user", "content": "73>"}]}\n')
 
     problems = found(

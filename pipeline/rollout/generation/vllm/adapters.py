@@ -22,6 +22,7 @@ from vllm.lora.request import LoRARequest
 
 from pipeline.errors import WeightsMismatchError
 from pipeline.models.lora import PEFT_PREFIX
+from pipeline.rollout.generation.vllm.releases import renames_of
 from pipeline.rollout.generation.vllm.targets import fills
 
 ADAPTER = 1
@@ -78,7 +79,6 @@ class Adapters:
             self._names = names
 
     def _adapter_of(self, tensors: Mapping[str, Tensor]) -> Any:
-        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         try:
             adapter = LoRAModel.from_lora_tensors(
                 ADAPTER,
@@ -86,7 +86,7 @@ class Adapters:
                 self._described,
                 device="cpu",
                 dtype=self._worker_manager.lora_config.lora_dtype,
-                weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+                weights_mapper=renames_of(self._manager.model),
             )
         except (ValueError, RuntimeError, AssertionError) as error:
             raise WeightsMismatchError(f"the weights are no adapters: {_line(error)}") from error

@@ -30,6 +30,7 @@ from pipeline.models.weights.tensor_specs import TensorSpec
 from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.vllm.adapters import ADAPTER, least_rank
 from pipeline.rollout.generation.vllm.packed import PackedMatrices
+from pipeline.rollout.generation.vllm.releases import has_field, is_woken
 from pipeline.rollout.generation.vllm.step_progress import StepProgress
 from pipeline.rollout.generation.vllm.token_versions import TokenVersions, extend
 from pipeline.rollout.generation.vllm.vision import arguments_of, prompt_of, register
@@ -144,8 +145,7 @@ class Core:
         self._prefix_hits = 0
         self.version = -1
         self.taken = 0
-        # vLLM 0.27 is told a version, and its outputs have none.
-        keeps = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
+        keeps = has_field(CompletionOutput, "weight_versions")
         self._versions = TokenVersions(self._engine if keeps else None, self.version)
 
     @property
@@ -220,8 +220,7 @@ class Core:
         Raises:
             RuntimeError: If the scheduler stays paused.
         """
-        # Older ones return None (0.27).
-        if self._engine.wake_up() is False or self._engine.is_sleeping():
+        if not is_woken(self._engine, self._engine.wake_up()):
             raise RuntimeError("vLLM did not wake all of its memory")
 
     def step(self) -> bool:

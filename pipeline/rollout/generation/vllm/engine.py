@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -52,13 +51,13 @@ from pipeline.rollout.generation.interface import (
 from pipeline.rollout.generation.vllm import memory, wire
 from pipeline.rollout.generation.vllm.images import put as put_images
 from pipeline.rollout.generation.vllm.images import sight_of
+from pipeline.rollout.generation.vllm.releases import refuse_unsuitable
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from pipeline.runtime.link import Link
 from pipeline.storage.card_turns import inherited
 from pipeline.storage.weights_header import Age
 
 _PROCESS = "pipeline.rollout.generation.vllm.process"
-_INSTALL = "RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
 _MAX_ROWS = 256
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 # The least CUDA capability of vLLM's batch-invariant kernels.
@@ -71,16 +70,6 @@ _KILL_S = 10.0
 _LEAST_TEMPERATURE = 0.01
 
 _R = TypeVar("_R", wire.Ready, wire.Updated, wire.Paused, wire.Slept, wire.Woken)
-
-
-def refuse_missing() -> None:
-    """Refuse an environment without vLLM.
-
-    Raises:
-        ConfigError: If it is one.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f'rollout.engine: "vllm" is not installed here: {_INSTALL}')
 
 
 def new_engine(
@@ -103,7 +92,8 @@ def new_engine(
         begun: The engine's process, if it has begun.
 
     Raises:
-        ConfigError: If vLLM is not installed, cannot load the model, or has too little memory for one row.
+        ConfigError: If vLLM is not installed or of a release that is not admitted, cannot load the model, or has too
+            little memory for one row.
     """
     lora, sight = lora_of(actor, config.model.lora_rank), sight_of(actor)
     begun = begun or EngineProcess(_settings(config, directory, device), threads=config.rollout.threads)
@@ -118,7 +108,7 @@ def begin(config: Config, device: torch.device) -> EngineProcess | None:
     takes after its models are loaded.
 
     Raises:
-        ConfigError: If vLLM is not installed.
+        ConfigError: If vLLM is not installed, or of a release that is not admitted.
     """
     if config.rollout.engine != "vllm" or config.rollout.sleep:
         return None
@@ -129,9 +119,9 @@ def _settings(config: Config, directory: Path, device: torch.device) -> wire.Set
     """Return the settings of an engine, without those of its model.
 
     Raises:
-        ConfigError: If vLLM is not installed, or cannot sleep here.
+        ConfigError: If vLLM is not installed, of a release that is not admitted, or cannot sleep here.
     """
-    refuse_missing()
+    refuse_unsuitable()
     on_cpu = device.type == "cpu"
     if on_cpu and config.rollout.sleep:
         raise ConfigError('rollout.sleep: "vllm" sleeps on GPUs alone, and this worker has none')

@@ -29,6 +29,7 @@ from vllm.multimodal.inputs import (
 )
 
 from pipeline.rollout.generation.vllm.images import pixels_of
+from pipeline.rollout.generation.vllm.releases import has_field
 from pipeline.rollout.generation.vllm.wire import Images
 
 _CLASSES = {
@@ -80,8 +81,7 @@ def arguments_of(max_length: int) -> dict[str, Any]:
         "mm_processor_cache_gb": 0,
         "limit_mm_per_prompt": {"image": max_length},
     }
-    # Older ones never normalize on the device.
-    if "mm_device_do_normalize" in {field.name for field in dataclasses.fields(EngineArgs)}:
+    if has_field(EngineArgs, "mm_device_do_normalize"):
         arguments["mm_device_do_normalize"] = False
     return arguments
 

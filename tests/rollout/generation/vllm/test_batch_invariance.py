@@ -41,7 +41,7 @@ def test_batch_invariance_is_asked_for_where_it_is_wanted_and_there(
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", variable)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(engines, "refuse_unsuitable", lambda: None)
     monkeypatch.setattr(engines, "VllmEngine", lambda settings, **_: settings)
     monkeypatch.setattr(engines, "EngineProcess", lambda settings, **_: SimpleNamespace(settings=settings))
     config = Config.model_validate({"rollout": {"engine": "vllm", "deterministic": wanted}})

@@ -26,7 +26,7 @@ def test_it_begins_before_the_models_unless_it_must_inherit_the_turn_on_the_card
     rollout: dict[str, Any], buffer: dict[str, int], directories: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr(engines, "refuse_missing", lambda: None)
+    monkeypatch.setattr(engines, "refuse_unsuitable", lambda: None)
     monkeypatch.setattr(engines, "EngineProcess", lambda settings, threads: started.append(settings.directory))
 
     config = Config.model_validate({"model": {"actor": "model"}, "rollout": rollout, "buffer": buffer})
