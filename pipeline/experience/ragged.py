@@ -395,7 +395,8 @@ class _PaddedOutput:
             for values, flat in zip(out, np.concatenate([*_slices(spans, fields)], axis=1), strict=True):
                 values[self.mask] = flat
         else:
-            zeros, pieces = np.zeros((len(out), self.width), out.dtype), []
+            zeros = np.zeros((len(out), self.width), out.dtype)
+            pieces: list[Array] = []
             for part, first, stop in spans:
                 stack, starts = part.stack(fields), part.starts(fields[0].columns)
                 for start, end in itertools.pairwise(starts[first : stop + 1]):
