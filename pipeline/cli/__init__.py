@@ -8,6 +8,7 @@ init           `rlhfd init`
 instances      `rlhfd ps` and `rlhfd attach`
 main           the commands
 options        options that commands share
+page           `rlhfd page`
 plan           `rlhfd plan`
 recording      `rlhfd record` and `rlhfd replay`
 reward_rows    the rows that `rlhfd try-reward` scores

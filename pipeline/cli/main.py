@@ -23,6 +23,7 @@ from pipeline.cli.options import (
     replace_unknown_characters,
     runtime_dir_of,
 )
+from pipeline.cli.page import page
 from pipeline.cli.plan import plan
 from pipeline.cli.recording import record, replay
 from pipeline.cli.runs import run_folder_of, runs
@@ -374,6 +375,7 @@ main.add_command(config)
 main.add_command(evaluate)
 main.add_command(init)
 main.add_command(logs)
+main.add_command(page)
 main.add_command(plan)
 main.add_command(ps)
 main.add_command(record)

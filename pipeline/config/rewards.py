@@ -326,10 +326,14 @@ def labels_of(functions: list[str]) -> list[str]:
 
 
 def part_labels(config: Config) -> list[str]:
-    """Return the names of the parts of a reward that have a metric and a column in `info`; none if there is one."""
+    """Return the names of the parts of a reward that have a metric and a column in `info`; none if it has one part.
+
+    The rewards of an environment's turns are a part without a name.
+    """
     labels = labels_of([reward.name for reward in config.rewards])
     labels += ["model"] if config.model.reward is not None else []
-    return labels if len(labels) > 1 else []
+    has_turns = config.rollout.environment is not None and bool(config.rewards)
+    return labels if len(labels) > 1 or has_turns else []
 
 
 def conflict_of_rewards(config: Config) -> tuple[tuple[str, ...], str] | None:

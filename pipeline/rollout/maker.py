@@ -396,7 +396,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             "behaviour_log_probs": sampled_log_probs if self.shaping.keeps_engine_log_probs else None,
             **learned,
         }
-        fields["info"] |= parts.info(self.reward_model)
+        fields["info"] |= parts.info(self.reward_model, has_turns=rows.turns is not None)
         if rows.vision is None:
             return Experience(**fields)
         fields["info"] |= rows.vision.counts()

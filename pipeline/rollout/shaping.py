@@ -148,7 +148,8 @@ def shaping_of(config: Config) -> Shaping:
         overlong_buffer_tokens=rollout.overlong_buffer_tokens,
         overlong_penalty=rollout.overlong_penalty,
         longest=config.lengths.response,
-        marks_cut=config.trainer.mask_cut_responses,
+        # Beside `trainer.mask_cut_responses` each line of metrics.jsonl has the share of cut responses.
+        marks_cut=True,
         # Behind "engine" they are the log-probs themselves. The trainer's are those of its present weights, and the
         # ratio to the engine's is that to the policy that sampled.
         keeps_engine_log_probs=by == "trainer" or (by == "worker" and rollout.engine != "transformers"),

@@ -2,6 +2,7 @@
 
 capacity    the fit of a run on a machine
 diagnosis   the cause of a slow or stopped run, in sentences
+ended_page  the page's data of a run that is not running
 exits       the consequence of each child's exit
 external    an external trainer's ranks: connected, or left
 fleet       the child processes; the OOM killer's count

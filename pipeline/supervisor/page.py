@@ -6,6 +6,7 @@ import collections
 import logging
 import secrets
 import time
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.status import InstanceStatus
 from pipeline.supervisor.watchdog import Watchdog
+from pipeline.telemetry.history import FILE_NAME as HISTORY_FILE
 from pipeline.telemetry.history import History, HistoryRecorder
 from pipeline.telemetry.samples import SampleReader, folder_of
 
@@ -25,6 +27,34 @@ _MOST_SAMPLES: Final = 100
 _MOST_SAMPLE_BYTES: Final = 8 << 20
 
 log = logging.getLogger(__name__)
+
+
+class SampleFeed:
+    """The newest rollouts of a run, each sent once to each viewer.
+
+    Args:
+        run_dir: Folder of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._reader = SampleReader(folder_of(run_dir), newest=_MOST_SAMPLES)
+        # A cursor of another daemon, or of an earlier start of this one, is not valid.
+        self._feed = secrets.token_hex(4)
+        self._kept: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._number = 0
+
+    def since(self, cursor: str) -> bytes:
+        """Return the newest rollouts recorded since the answer with this cursor, and the next cursor, as JSON."""
+        for sample in self._reader.read():
+            self._number += 1
+            self._kept.append((self._number, msgspec.json.encode(sample)))
+        total = sum(len(text) for _, text in self._kept)
+        while len(self._kept) > _MOST_SAMPLES or total > _MOST_SAMPLE_BYTES:
+            total -= len(self._kept.popleft()[1])
+        feed, _, number = cursor.partition(".")
+        after = int(number) if feed == self._feed and number.isdecimal() else 0
+        shown = [msgspec.Raw(text) for at, text in self._kept if at > after]
+        return msgspec.json.encode({"cursor": f"{self._feed}.{self._number}", "samples": shown})
 
 
 class PageData:
@@ -44,7 +74,7 @@ class PageData:
         self._config = config
         self._status = status
         self._watchdog = watchdog
-        self._history = History(run_dir(config) / "history.msgpack", workspace.run.identity)
+        self._history = History(run_dir(config) / HISTORY_FILE, workspace.run.identity)
         self._recorder = HistoryRecorder(self._history)
         self._saved_s = time.monotonic()
         self._now: dict[str, Any] = {}
@@ -54,11 +84,7 @@ class PageData:
             self._hidden = "No rollouts are kept: samples.per_minute is 0."
         elif not is_local and not config.samples.remote:
             self._hidden = "Rollouts are shown on the loopback address only, unless samples.remote is true."
-        self._reader = SampleReader(folder_of(run_dir(config)), newest=_MOST_SAMPLES)
-        # A cursor of another daemon, or of an earlier start of this one, is not valid.
-        self._feed = secrets.token_hex(4)
-        self._kept: collections.deque[tuple[int, bytes]] = collections.deque()
-        self._number = 0
+        self._feed = SampleFeed(run_dir(config))
 
     def sample(self, now_s: float) -> None:
         """Add the supervisor's newest reading to the history."""
@@ -86,18 +112,7 @@ class PageData:
 
     def samples(self, cursor: str) -> bytes:
         """Return the newest rollouts recorded since an earlier answer, and the next cursor, as JSON."""
-        if self._hidden:
-            return msgspec.json.encode({"hidden": self._hidden})
-        for sample in self._reader.read():
-            self._number += 1
-            self._kept.append((self._number, msgspec.json.encode(sample)))
-        total = sum(len(text) for _, text in self._kept)
-        while len(self._kept) > _MOST_SAMPLES or total > _MOST_SAMPLE_BYTES:
-            total -= len(self._kept.popleft()[1])
-        feed, _, number = cursor.partition(".")
-        after = int(number) if feed == self._feed and number.isdecimal() else 0
-        shown = [msgspec.Raw(text) for at, text in self._kept if at > after]
-        return msgspec.json.encode({"cursor": f"{self._feed}.{self._number}", "samples": shown})
+        return msgspec.json.encode({"hidden": self._hidden}) if self._hidden else self._feed.since(cursor)
 
     def _read(self) -> dict[str, Any]:
         why = self._watchdog.why()

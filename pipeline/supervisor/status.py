@@ -94,6 +94,7 @@ class InstanceStatus:
         self._pace = Pace()
         self._steps = Steps(_HISTORY)
         self._learning: dict[str, float] = {}
+        self._reward_functions: dict[str, float] = {}
         self._policy_version = 0
         self._cpu_s: dict[int, float] = {}
         self._started_s = time.monotonic()
@@ -127,6 +128,10 @@ class InstanceStatus:
         self._pace.add(now_s, tokens, steps, can_roll=can_roll)
         # A rank that has ended has no gauges any more; their last values are still the newest.
         self._learning = learning_of(self._reading) or self._learning
+        parts = self._reading.families["rlhfd_reward_function_mean"].items()
+        self._reward_functions = {
+            labels[-1]: value for labels, value in parts if labels[0] == "trainer" and isinstance(value, float)
+        } or self._reward_functions
         # An external trainer has no number of its step; it undoes none.
         step = steps if self._config.trainer.kind == "external" else self._value("rlhfd_train_step")
         self._steps.add(step, steps, self._value("rlhfd_reward_mean"))
@@ -250,6 +255,7 @@ class InstanceStatus:
             "reward_since_step": self._steps.rewards[0][0] if self._steps.rewards else None,
             "reward_history": [round(reward, 6) for reward in shot.reward_history[-_SHOWN_REWARDS:]],
             "learning": dict(shot.learning),
+            "reward_functions": self._reward_functions,
             "evaluation": shot.evaluation,
             "tokens_per_s": shot.tokens_per_s,
             "steps_per_s": self._pace.steps_per_s,

@@ -48,7 +48,7 @@ from pipeline.supervisor.status import InstanceStatus
 from pipeline.supervisor.systemd import ExtendedStart, Notifier, Service
 from pipeline.supervisor.watchdog import Watchdog
 from pipeline.supervisor.web.access import Access
-from pipeline.supervisor.web.server import MOST_CONNECTIONS, HttpServer
+from pipeline.supervisor.web.server import MOST_CONNECTIONS, HttpServer, instance_routes, page_routes
 from pipeline.telemetry import log as logs
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.run_log import RunLog
@@ -205,7 +205,8 @@ class Supervisor:
         self._loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         control = await serve_control(self._workspace.folder / "control.sock", self._answer)
         if self._http is not None:
-            await self._http.start(self._status.metrics, self._status.health, self._status.ready, self._page)
+            routes = instance_routes(self._status.metrics, self._status.health, self._status.ready)
+            await self._http.start([*routes, *([] if self._page is None else page_routes(self._page))])
         self._view.start()
         try:
             # Signals that came meanwhile are handled once the loop runs; a child would inherit the blocked signals.

@@ -2,7 +2,8 @@
 
 A point holds sums, never means: the sum of two points is the point of both spans, and only time resolution is lost. A
 point of the finest level spans two seconds. 120 points of a level are kept; then its two oldest become one point of the
-next level, which spans twice the time. A day is some 1,000 points, a month some 1,500.
+next level, which spans twice the time. A day is some 1,000 points, a month some 1,500. Time in which a paused run rests
+has no point.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeline.storage.files import replacing
+from pipeline.storage.files import UNREADABLE, replacing
+from pipeline.telemetry.metric import OTHER
 from pipeline.telemetry.reader import HistogramReading, Reading
 
+FILE_NAME: Final = "history.msgpack"
 SPAN_S: Final = 2.0
 _PER_LEVEL: Final = 120
 _LEVELS: Final = 20
@@ -30,6 +33,8 @@ LEARNING: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "entropy": ("rlhfd_entropy_nats", {}),
     "response_length": ("rlhfd_response_length_mean_tokens", {}),
     "clipped": ("rlhfd_clipped_ratio", {}),
+    "cut": ("rlhfd_cut_ratio", {}),
+    "without_signal": ("rlhfd_groups_without_signal_ratio", {}),
     "gradient_norm": ("rlhfd_gradient_norm", {}),
     "pass_at_1": ("rlhfd_evaluation_pass_at_1_ratio", {"file": "all"}),
 }
@@ -48,7 +53,7 @@ class Point(msgspec.Struct, array_like=True):
     Attributes:
         start_s: Unix time.
         end_s: Unix time.
-        seconds: Observed seconds; less than from start to end if the daemon was down in between.
+        seconds: Observed seconds; less than from start to end if the daemon was down, or the run rested, in between.
         step: Optimizer steps at the end, without those that a rollback undid.
         rewards: Number of mean rewards of a step; with an external trainer, of rewards of rollouts.
         reward_sum: Sum of these rewards.
@@ -178,7 +183,7 @@ class History:
             file.write(msgspec.msgpack.encode(_Kept(self._identity, self._levels)))
 
     def _load(self) -> list[list[Point]]:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, *UNREADABLE):
             if self._path.stat().st_size <= _MOST_BYTES:
                 kept = msgspec.msgpack.decode(self._path.read_bytes(), type=_Kept)
                 if kept.identity == self._identity:
@@ -201,6 +206,7 @@ class HistoryRecorder:
         self._last_s = 0.0
         self._step = -1.0
         self._behind_weights: float | None = None
+        self._is_paused = False
         self._point = Point(0.0, 0.0)
 
     def add(self, now_s: float, unix_s: float, reading: Reading, ready_items: int) -> bool:
@@ -217,8 +223,9 @@ class HistoryRecorder:
         """
         if self._before is None:
             self._see_step(reading)
-            self._begin(now_s, unix_s, _Totals(reading))
+            self._begin(now_s, unix_s, reading, _Totals(reading))
             return False
+        self._is_paused = self._is_paused and _is_paused(reading)
         self._point.ready_item_seconds += ready_items * (now_s - self._last_s)
         self._last_s = now_s
         self._see_step(reading)
@@ -226,10 +233,11 @@ class HistoryRecorder:
             return False
         totals = _Totals(reading)
         self._finish(now_s, unix_s, totals)
-        self._begin(now_s, unix_s, totals)
+        self._begin(now_s, unix_s, reading, totals)
         return True
 
-    def _begin(self, now_s: float, unix_s: float, totals: _Totals) -> None:
+    def _begin(self, now_s: float, unix_s: float, reading: Reading, totals: _Totals) -> None:
+        self._is_paused = _is_paused(reading)
         self._before = totals
         self._began_s = self._last_s = now_s
         self._point = Point(unix_s, unix_s)
@@ -276,7 +284,19 @@ class HistoryRecorder:
             if spent > 0:
                 mine = point.spent_s.setdefault(role, {})
                 mine[activity] = mine.get(activity, 0.0) + spent
-        self._history.add(point)
+        if not (self._is_paused and _rests(point)):
+            self._history.add(point)
+
+
+def _is_paused(reading: Reading) -> bool:
+    return bool(reading.value("rlhfd_paused"))
+
+
+def _rests(point: Point) -> bool:
+    """Return whether workers and trainers did nothing but wait: of a paused run no point is kept."""
+    done = [name for role in ("rollout", "trainer") for name in point.spent_s.get(role, {})]
+    is_idle = all(name.startswith("wait_") or name in ("asleep", OTHER) for name in done)
+    return is_idle and not point.tokens and not point.rewards
 
 
 class _Totals:

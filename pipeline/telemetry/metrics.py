@@ -234,9 +234,10 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_reward_mean", TRAINER, "Mean reward of the last training batch.", source="function model"),
     gauge("rlhfd_reward_stddev", TRAINER, "Standard deviation of reward in the last training batch.",
           source="function model"),
-    gauge("rlhfd_reward_function_mean", ROLLOUT,
-          "Mean score of each of several reward functions, and of the reward model, in a worker's last ticket, before "
-          "its weight.", role=OWN, worker=OWN, function=" ".join(REWARD_LABELS)),
+    gauge("rlhfd_reward_function_mean", "trainer rollout",
+          "Mean score of each of several reward functions, and of the reward model, in a worker's last ticket and in "
+          "the trainer's last batch, before its weight; with an environment also of one.",
+          role=OWN, worker=OWN, function=" ".join(REWARD_LABELS)),
     counter("rlhfd_groups_total", ROLLOUT, "Prompt groups by whether their rewards differ (mixed, all_equal).",
             signal="mixed all_equal"),
     histogram("rlhfd_kl_nats", TRAINER, KL_NATS,
@@ -266,7 +267,11 @@ METRICS: Final[tuple[Metric, ...]] = (
             "(gap), unchanged since a version whose weights were others (stale).", verdict="ok gap stale"),
     gauge("rlhfd_behaviour_cut_ratio", TRAINER,
           "Share of these ratios that trainer.importance_correction truncated or masked in the last step."),
-    gauge("rlhfd_clipped_ratio", TRAINER, "Share of tokens clipped in the last step."),
+    gauge("rlhfd_clipped_ratio", TRAINER, "Share of trained tokens whose ratio was clipped in the last step."),
+    gauge("rlhfd_cut_ratio", TRAINER,
+          "Share of responses of the last training batch that were cut at their maximum length."),
+    gauge("rlhfd_groups_without_signal_ratio", TRAINER,
+          "Share of groups of the last training batch whose scores are equal; absent without groups."),
     gauge("rlhfd_step_updates", TRAINER,
           "Optimizer updates taken in the last step; fewer than trainer.epochs times trainer.mini_batches after a stop "
           "by trainer.target_kl, 0 in a step with nothing to train."),

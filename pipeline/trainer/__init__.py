@@ -20,6 +20,7 @@ resume            the point from which a trainer starts
 saving            checkpoints written beside training
 session           a rank's leases and messages with the buffer
 setup             makes the embedded model: `prepare` and its process
+row_means         means over the rows of a step, by name
 sharding          models sharded over the ranks
 sleep             a rank's turns on a card that it shares with engines
 state             the training state beside the weights; the learner's interface

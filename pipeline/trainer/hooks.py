@@ -5,7 +5,8 @@ A hook is given to the trainer at its construction. The order of the hooks is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.storage.weights_header import WeightsVersion
@@ -26,12 +27,14 @@ class TakenStep(NamedTuple):
         stats: Statistics of the step.
         batches: Batches of the step, in order.
         progress: The progress after it.
+        row_means: Means over its rows by name (`pipeline.trainer.row_means`), NaN of a column that no row has.
     """
 
     step: int
     stats: StepStats
     batches: Sequence[Batch]
     progress: Progress
+    row_means: Mapping[str, float] = MappingProxyType({})
 
 
 class TrainerHook:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 import numpy as np
@@ -15,18 +15,21 @@ from pipeline.models.device import allocator_bytes
 from pipeline.progress import Telemetry
 from pipeline.storage.recording import Recorded
 from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.metric import REWARD_LABELS
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.trainer.dealing.ranks import Dealt
+from pipeline.trainer.row_means import REWARD
 from pipeline.trainer.step_stats import StepStats
 
 _LOSSES = ("policy", "value", "kl", "entropy", "total")
 _BEHAVIOUR = ("mean", "min", "max")
+_ROW_MEANS = ("cut_ratio", "groups_without_signal_ratio")
 
 
 class TrainerMetrics(Telemetry):
     """Writes a rank's slot."""
 
-    def __init__(self, writer: SlotWriter, *, rank: int, reward_source: str) -> None:
+    def __init__(self, writer: SlotWriter, *, rank: int, reward_source: str, reward_labels: Sequence[str] = ()) -> None:
         super().__init__()
         self._writer = writer
         self._leads = rank == 0
@@ -54,6 +57,10 @@ class TrainerMetrics(Telemetry):
         self._gradient_norm = writer.gauge("rlhfd_gradient_norm")
         self._learning_rate = writer.gauge("rlhfd_learning_rate")
         self._clipped = writer.gauge("rlhfd_clipped_ratio")
+        self._row_means = {name: writer.gauge(f"rlhfd_{name}") for name in _ROW_MEANS} | {
+            f"{REWARD}{label}": writer.gauge("rlhfd_reward_function_mean", function=function)
+            for label, function in zip(reward_labels, REWARD_LABELS, strict=False)
+        }
         self._updates = writer.gauge("rlhfd_step_updates")
         self._policy_kl = writer.gauge("rlhfd_policy_kl_nats")
         self._kl_coef = writer.gauge("rlhfd_kl_coef")
@@ -162,7 +169,14 @@ class TrainerMetrics(Telemetry):
             self._step = self._writer.gauge("rlhfd_train_step")
             self._step.set(step)
 
-    def stepped(self, step: int, stats: StepStats, batches: list[RaggedRows], for_version: int) -> None:
+    def stepped(
+        self,
+        step: int,
+        stats: StepStats,
+        batches: list[RaggedRows],
+        for_version: int,
+        row_means: Mapping[str, float],
+    ) -> None:
         """Count the step of this number and export its statistics."""
         for rows in batches:
             self._experiences.inc(len(rows))
@@ -178,9 +192,9 @@ class TrainerMetrics(Telemetry):
         for state, nbytes in allocator_bytes().items():
             self._writer.gauge("rlhfd_torch_memory_bytes", state=state).set(nbytes)
         if self._leads:
-            self._lead(step, stats)
+            self._lead(step, stats, row_means)
 
-    def _lead(self, step: int, stats: StepStats) -> None:
+    def _lead(self, step: int, stats: StepStats, row_means: Mapping[str, float]) -> None:
         self._reward_mean.set(stats.reward_mean)
         self._reward_stddev.set(stats.reward_stddev)
         self._entropy.set(stats.entropy_nats)
@@ -205,6 +219,9 @@ class TrainerMetrics(Telemetry):
             self._gradient_norm.set(stats.gradient_norm)
         self._learning_rate.set(stats.learning_rate)
         self._clipped.set(stats.clipped_ratio)
+        for name, gauge in self._row_means.items():
+            if math.isfinite(row_means[name]):
+                gauge.set(row_means[name])
         self._updates.set(stats.updates)
         if math.isfinite(stats.policy_kl_nats):
             self._policy_kl.set(stats.policy_kl_nats)

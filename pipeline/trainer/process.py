@@ -12,6 +12,7 @@ import torch.distributed as distributed
 
 from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.losses import log_probs_by
+from pipeline.config.rewards import part_labels
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
@@ -145,10 +146,15 @@ def all_ranks_agree(ready: bool) -> bool:
 
 def progress_of_all_ranks(own: RankProgress) -> list[RankProgress]:
     """Return every rank's progress, in order of ranks; a collective."""
-    sent = torch.tensor(own, dtype=torch.int64, device=process_device())
+    # One collective: the sums travel as the bits of their float64.
+    sums = torch.tensor(own.sums, dtype=torch.float64).view(torch.int64)
+    sent = torch.cat([torch.tensor([own.digest, own.position]), sums]).to(process_device())
     received = [torch.empty_like(sent) for _ in range(distributed.get_world_size())]
     distributed.all_gather(received, sent)
-    return [RankProgress(*progress.tolist()) for progress in received]
+    return [
+        RankProgress(int(numbers[0]), int(numbers[1]), tuple(numbers[2:].view(torch.float64).tolist()))
+        for numbers in (each.cpu() for each in received)
+    ]
 
 
 def new_trainer(config: Config, context: RoleContext, connection: Connection) -> Trainer:
@@ -157,7 +163,12 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     models = sharded_models(config, device) if config.shards_trainer else whole_models(config, device)
     actor = models["actor"]
     tokens = first_tokens(config.prompts, config.daemon.seed, load_tokenizer(config.model.actor))
-    metrics = TrainerMetrics(context.metrics, rank=context.index, reward_source=reward_source(config))
+    metrics = TrainerMetrics(
+        context.metrics,
+        rank=context.index,
+        reward_source=reward_source(config),
+        reward_labels=part_labels(config),
+    )
 
     def agree(ready: bool) -> bool:
         if config.trainer.world_size == 1:

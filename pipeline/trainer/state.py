@@ -67,10 +67,12 @@ class RankProgress(NamedTuple):
     Attributes:
         digest: Digest of all ranks' experience before the step, and of this rank's experience in it.
         position: Every prompt before it is trained or dropped, or in a lease up to this rank's newest.
+        sums: Sums over this rank's rows of the step (`pipeline.trainer.row_means`).
     """
 
     digest: int
     position: int
+    sums: tuple[float, ...] = ()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -18,8 +18,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -45,7 +46,13 @@ class StepLog(StepLines, TrainerHook):
     """The lines of one run (`pipeline.storage.step_lines`)."""
 
     def __init__(
-        self, path: Path, *, after_step: int, is_new_run: bool = False, clock_s: Callable[[], float] = time.time
+        self,
+        path: Path,
+        *,
+        after_step: int,
+        is_new_run: bool = False,
+        clock_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the file, and remove the lines of steps that are taken again; see `StepLines`.
 
@@ -56,12 +63,15 @@ class StepLog(StepLines, TrainerHook):
             after_step: Steps that training continues from; lines after it are removed.
             is_new_run: Whether the lines present are of another run: they are kept as ``metrics.jsonl.before``.
             clock_s: Unix time.
+            monotonic_s: Monotonic time, by which the speed is measured.
 
         Raises:
             OSError: If the file cannot be opened or cut.
         """
         super().__init__(path, after_step=after_step, is_new_run=is_new_run)
         self._clock_s = clock_s
+        self._monotonic_s = monotonic_s
+        self._before_s: float | None = None
         last = msgspec.json.decode(self.last, type=_Line) if self.last else None
         self._evaluated_step = last.step if last is not None and bytes(last.evaluation) else None
         last_step = 0 if last is None else last.step
@@ -71,7 +81,11 @@ class StepLog(StepLines, TrainerHook):
 
     def taken(self, taken: TakenStep) -> None:
         """Add the line of a step."""
-        self.write(line_of(taken.step, taken.stats, self._clock_s()))
+        now_s, before_s, stats = self._monotonic_s(), self._before_s, taken.stats
+        self._before_s = now_s
+        tokens = stats.response_length_mean_tokens * stats.rows
+        tokens_per_s = round(tokens / (now_s - before_s), 2) if before_s is not None and now_s > before_s else None
+        self.write(line_of(taken.step, stats, self._clock_s(), {**taken.row_means, "tokens_per_s": tokens_per_s}))
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Add the line of the evaluation of a step's weights, unless it is there."""
@@ -81,12 +95,27 @@ class StepLog(StepLines, TrainerHook):
             self.write(msgspec.json.encode(fields) + b"\n")
 
 
-def line_of(step: int, stats: StepStats, unix_s: float) -> bytes:
-    """Return the line of a step: the statistics of all ranks, NaN and infinity as null, fields in a fixed order."""
+def line_of(
+    step: int,
+    stats: StepStats,
+    unix_s: float,
+    more: Mapping[str, float | None] = MappingProxyType({}),
+) -> bytes:
+    """Return the line of a step: the statistics of all ranks, NaN and infinity as null, fields in a fixed order.
+
+    Args:
+        step: Number of the step.
+        stats: Statistics of the step.
+        unix_s: Unix time of its end.
+        more: Further numbers by name.
+    """
     fields: dict[str, Any] = {"step": step, "time_unix_s": round(unix_s, 3)}
     for field in dataclasses.fields(stats):
         # Fields that begin with "row_" are of one rank.
         if field.name != "step" and not field.name.startswith("row_"):
-            value = getattr(stats, field.name)
-            fields[field.name] = None if isinstance(value, float) and not math.isfinite(value) else value
+            fields[field.name] = getattr(stats, field.name)
+    fields |= more
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            fields[name] = None
     return msgspec.json.encode(fields) + b"\n"

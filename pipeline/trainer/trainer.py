@@ -22,6 +22,7 @@ from pipeline.trainer.dealing.ranks import Ranks
 from pipeline.trainer.hooks import TakenStep, TrainerHook
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
+from pipeline.trainer.row_means import RowMeans
 from pipeline.trainer.saving.background import BackgroundCheckpoint, CheckpointWriter, Outcome
 from pipeline.trainer.saving.publishing import Publishing
 from pipeline.trainer.saving.rank_models import RankModels
@@ -92,6 +93,7 @@ class Trainer:
         self._published_step = start.progress.step
         self.saved_step = self.tried_step = start.saved_step
         self._warnings = StepWarnings()
+        self._row_means = RowMeans.of(config)
         self._publishing = Publishing(config, learner, connection, models, metrics, device=device, probe=probe)
         if start.version is None:
             found = connection.newest()
@@ -277,17 +279,19 @@ class Trainer:
         with self._metrics.training():
             stats = self._learner.update(rows, before_change=self._publishing.finish)
         # The newest batch's position, even if it is lower: a rollback may have re-issued prompts.
-        own = RankProgress(digest_after(self.progress.digest, gathered), last.position)
-        self.progress = after_step(self.step + 1, self._ranks.gather(own))
+        sums = self._row_means.sums(gathered, last.for_version)
+        ranks = self._ranks.gather(RankProgress(digest_after(self.progress.digest, gathered), last.position, sums))
+        self.progress = after_step(self.step + 1, ranks)
+        means = self._row_means.means([rank.sums for rank in ranks])
         # Before the publish: a published step is never taken again, not even by the successor of a killed trainer.
         for hook in self._hooks:
-            hook.taken(TakenStep(self.step, stats, self._batches, self.progress))
+            hook.taken(TakenStep(self.step, stats, self._batches, self.progress, means))
         self._batches = []
         every = self.save_every
         # On a full disk the next attempt is at the next due checkpoint, not at each step.
         is_due = bool(every) and self.step // every > self.tried_step // every
         # A step counts once its version is published: a killed trainer's successor takes it again before.
-        counted = functools.partial(self._metrics.stepped, self.step, stats, gathered, last.for_version)
+        counted = functools.partial(self._metrics.stepped, self.step, stats, gathered, last.for_version, means)
         if self.step % self._config.publish_every == 0 or self.complete:
             self._publish(keeps_state=is_due or self.complete, then=counted)
         else:

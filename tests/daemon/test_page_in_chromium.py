@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import signal
+import subprocess
+import time
 import urllib.parse
 from collections.abc import Iterator
 from decimal import ROUND_HALF_UP, Decimal
@@ -13,9 +16,21 @@ from typing import Any
 
 import pytest
 
+from pipeline.telemetry.history import SPAN_S
 from pipeline.telemetry.samples import Sample, SampledResponse, SampleWriter, folder_of
 from tests.support.browser import PROGRAM, Browser, Page
-from tests.support.daemon import SMALL, Daemon, Metrics, get, task, total, wait_until
+from tests.support.daemon import PROGRAM as DAEMON_PROGRAM
+from tests.support.daemon import (
+    SMALL,
+    Daemon,
+    Metrics,
+    clean_environment,
+    get,
+    task,
+    telling_reward,
+    total,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.integration,
@@ -162,6 +177,7 @@ def test_the_values_of_a_step_stand_beside_its_reward_with_named_axes(seen: Seen
     gauges = {
         "loss": "rlhfd_loss", "entropy": "rlhfd_entropy_nats", "clipped": "rlhfd_clipped_ratio",
         "response_length": "rlhfd_response_length_mean_tokens", "gradient_norm": "rlhfd_gradient_norm",
+        "cut": "rlhfd_cut_ratio", "without_signal": "rlhfd_groups_without_signal_ratio",
     }  # fmt: skip
 
     for name, gauge in gauges.items():
@@ -176,17 +192,60 @@ def test_the_values_of_a_step_stand_beside_its_reward_with_named_axes(seen: Seen
     assert page.text("#chart-response_length .top").endswith(" tokens")
     assert page.text("#chart-reward .to") == f"now, step {seen.value('rlhfd_train_steps_total'):.0f}"
     assert ", step " in page.text("#chart-reward .from")
+    titles = page.each("article h2", "e.textContent")
+    assert {"Ratio clipped", "Cut responses", "Groups without signal"} <= set(titles) and "Clipped" not in titles
+    means = {
+        name: seen.value("rlhfd_reward_function_mean", role="trainer", function=name) for name in ("first", "second")
+    }
+    shown_means = dict(part.split(" ") for part in page.text("#reward-functions").split(", "))
+    assert shown_means.keys() == means.keys()
+    assert all(abs(float(shown_means[name]) - mean) <= 0.0005 + 1e-9 for name, mean in means.items())
+
+
+def test_the_charts_stay_in_place_whatever_the_paragraph_above_says(page: Page) -> None:
+    top = "document.querySelector('.chart').getBoundingClientRect().top"
+    why = "document.getElementById('why').textContent"
+    tops = {page.run(f"({why} = 'x '.repeat({words}), {top})") for words in (0, 1, 400, 4000)}
+
+    assert len(tops) == 1
+
+
+def test_the_axis_has_time_without_pauses_or_steps(seen: Seen, page: Page) -> None:
+    def marks() -> list[float]:
+        return page.each("#chart-speed .pause", "parseFloat(e.getAttribute('x1'))")
+
+    def lines() -> list[list[float]]:
+        return page.each("#chart-speed .line", "e.getAttribute('d').match(/[\\d.]+(?=,)/g).map(Number)")
+
+    page.run("document.querySelector('input[name=range][value=\"0\"]').click()")
+    (mark,), (before, after) = marks(), lines()
+    # The daemon was down between its two starts: the lines of both come up to the mark, and leave no room there.
+    width = max(b - a for line in (before, after) for a, b in itertools.pairwise(line))
+    assert before[-1] < mark < after[0] and after[0] - before[-1] <= 2 * width
+
+    page.run("document.querySelector('input[name=axis][value=step]').click()")
+    steps = seen.value("rlhfd_train_steps_total")
+    assert page.text("#chart-reward .to") == f"step {steps:.0f}"
+    assert page.text("#chart-reward .from").startswith("step ")
+    (line,) = lines()
+    assert line == sorted(line) and line[-1] == 1000 and marks() == []
+    # It is kept over the next answers, and not over a reload.
+    asked = len(page.requested)
+    wait_until(lambda: page.run("1") and len(page.requested) > asked + 2, 30.0, "the page has asked again")
+    assert page.text("#chart-reward .to").startswith("step ")
+    opened(page, seen)
+    assert page.text("#chart-reward .to").startswith("now, step ")
 
 
 def test_one_step_is_one_dot(page: Page) -> None:
-    # The next answers have a single point, long after all others: the shortest range shows it alone.
+    # The next answers have a single point, which is longer than the shortest range: that shows it alone.
     page.run("""(() => {
         const ask = window.fetch, at = Date.now() / 1000 + 1e6;
         window.fetch = async (path, options) => {
             const answer = await ask(path, options);
             if (!path.startsWith("/api/live")) return answer;
             const live = await answer.json();
-            const one = { start_s: at, end_s: at + 2, step: 1, reward: 0.5, loss: -0.25, shares: {} };
+            const one = { start_s: at, end_s: at + 400, seconds: 400, step: 1, reward: 0.5, loss: -0.25, shares: {} };
             return { ok: true, json: async () => ({ ...live, history: [one] }) };
         };
         document.querySelector("input[name=range][value='300']").click();
@@ -325,6 +384,66 @@ def test_rlhfd_samples_prints_them_too(seen: Seen) -> None:
 
 def test_no_text_of_a_rollout_is_logged(seen: Seen) -> None:
     assert "7302" not in seen.daemon.errors + seen.daemon.output
+
+
+def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path, seen: Seen) -> None:
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text("".join(line + "\n" for line in (task / "prompts.jsonl").read_text().splitlines()[:4]))
+    settings = (
+        *SMALL, *telling_reward(tmp_path, pause_s=0.02), "samples.per_minute=600", "trainer.max_steps=12",
+        f"evaluation.files=['{held_out}']", "evaluation.every=6", "evaluation.pass_reward=2.0",
+    )  # fmt: skip
+    numbers = ("reward", "loss", "cut", "without_signal", "entropy", "response_length", "gradient_norm")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_step(2)
+        refused = daemon.ask("page")
+        assert (refused.returncode, refused.stderr) == (
+            1, f"run {daemon.run_dir.name} is running: its page is {daemon.url}/\n",
+        )  # fmt: skip
+        with seen.browser.page() as page:
+            page.open(f"{daemon.url}/")
+            page.wait("document.querySelectorAll('#chart-loss .line').length > 0", "a step is drawn")
+            assert page.text("#chart-loss .to").startswith("now, step ") and page.text("#since") == "up"
+            before = {name: page.text(f"#{name}") for name in numbers}
+            assert page.run("document.querySelectorAll('#processes tr').length") == 3
+            daemon.ask("pause")
+            # No point is added while the run rests.
+            daemon.wait_until(lambda: time.time() - live(daemon)["history"][-1]["end_s"] > 3 * SPAN_S, "the run rests")
+            page.wait("!document.querySelector('#chart-loss .to').textContent.startsWith('now')", "it is paused")
+            daemon.ask("resume")
+            # The page of a run that ends in the meantime says so.
+            assert daemon.wait() == 0, daemon.errors
+            page.wait("document.getElementById('state').textContent === 'no answer'", "the daemon is gone")
+        run = daemon.run_dir
+    (tmp_path / "run.toml").write_text(f'[daemon]\nstate_dir = "{daemon.state_dir}"\n')
+    command = [str(DAEMON_PROGRAM), "page", "--runtime-dir", str(daemon.runtime_dir), "--config", "run.toml"]
+    *_, last = (line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line)
+    assert "–" not in before.values()
+
+    with (
+        subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, text=True) as process,
+        seen.browser.page() as page,
+    ):
+        assert process.stdout is not None
+        url = process.stdout.readline().partition(" ")[0]
+        page.open(url)
+        page.wait("document.querySelectorAll('.rollout').length > 1", "rollouts are shown")
+        shown = {name: page.text(f"#{name}") for name in numbers}
+        assert (page.text("#state"), page.text("#step"), page.text("#step-of")) == ("ended", "12", "of 12 steps")
+        assert page.text("#since") == "ended"
+        assert page.text("#checkpoint") == f"checkpoint {run / 'checkpoints' / 'step-000012'}"
+        assert abs(float(shown["reward"]) - last["reward_mean"]) <= 0.0005 + 1e-9
+        assert "–" not in shown.values()
+        assert "right at version 12" in page.text("#held-out-of")
+        assert page.text("#chart-loss .to").endswith(", step 12") and not page.text("#chart-loss .to").startswith("now")
+        assert len(page.each("#chart-loss .pause", "1")) == 1, "the pause is left out"
+        assert all(page.run(f"document.querySelectorAll('#chart-{name} .line').length") for name in (*numbers, "speed"))
+        assert page.run("document.querySelector('#all-processes, #links').checkVisibility()") is False
+        page.run("document.querySelector('input[name=axis][value=step]').click()")
+        assert page.text("#chart-loss .to") == "step 12"
+        assert page.problems == []
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
 
 
 def test_a_page_that_is_off_and_samples_that_are_none_are_not_served(tmp_path: Path, task: Path) -> None:

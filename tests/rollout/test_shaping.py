@@ -184,9 +184,8 @@ def config(**rollout: Any) -> Config:
     return Config.model_validate({"rollout": rollout})
 
 
-def test_the_shaping_of_the_default_configuration_is_the_default_without_the_clip_of_coati() -> None:
-    assert shaping_of(config()) == Shaping(reward_clip=None)
-    assert shaping_of(config(algorithm="ppo")) == Shaping(trains_all_groups=True, reward_clip=None)
+def test_the_shaping_of_the_default_configuration_marks_cut_rows_and_has_no_clip() -> None:
+    assert shaping_of(config()) == Shaping(reward_clip=None, marks_cut=True)
+    assert shaping_of(config(algorithm="ppo")) == Shaping(trains_all_groups=True, reward_clip=None, marks_cut=True)
     assert shaping_of(config(engine="my_engines:new")).keeps_engine_log_probs
-    assert shaping_of(Config.model_validate({"trainer": {"mask_cut_responses": True}})).marks_cut
     assert shaping_of(config(max_length=24, max_new_tokens=9, overlong_buffer_tokens=3)).longest == 9

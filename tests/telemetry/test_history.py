@@ -72,7 +72,7 @@ def test_a_history_goes_on_after_a_restart_and_not_with_another_run(tmp_path: Pa
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["history"]
 
 
-@pytest.mark.parametrize("text", [b"", b"\xc1", b"\x80", b"[]"])
+@pytest.mark.parametrize("text", [b"", b"\xc1", b"\x80", b"[]", b"\x81\xa8identity\xa1\xff"])
 def test_a_damaged_history_is_begun_anew(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "history").write_bytes(text)
 
@@ -156,11 +156,16 @@ def test_a_point_has_the_mean_of_each_value_of_its_steps(tmp_path: Path) -> None
         "entropy": bench.trainer.gauge("rlhfd_entropy_nats"),
         "response_length": bench.trainer.gauge("rlhfd_response_length_mean_tokens"),
         "clipped": bench.trainer.gauge("rlhfd_clipped_ratio"),
+        "cut": bench.trainer.gauge("rlhfd_cut_ratio"),
+        "without_signal": bench.trainer.gauge("rlhfd_groups_without_signal_ratio"),
         "gradient_norm": bench.trainer.gauge("rlhfd_gradient_norm"),
         "pass_at_1": bench.slab.writer("buffer").gauge("rlhfd_evaluation_pass_at_1_ratio", file="all"),
     }
     bench.look(0.0)
-    for values in ((0.5, 1.0, 2.0, 10.0, 0.0, 0.25, 0.1), (0.75, 3.0, 1.0, 20.0, 0.5, 0.75, 0.3)):
+    for values in (
+        (0.5, 1.0, 2.0, 10.0, 0.0, 0.125, 0.5, 0.25, 0.1),
+        (0.75, 3.0, 1.0, 20.0, 0.5, 0.375, 1.0, 0.75, 0.3),
+    ):
         steps.inc()
         for gauge, value in zip(gauges.values(), values, strict=True):
             gauge.set(value)
@@ -169,8 +174,8 @@ def test_a_point_has_the_mean_of_each_value_of_its_steps(tmp_path: Path) -> None
 
     (shown,) = (one.shown() for one in bench.history.points())
     assert {name: shown.get(name) for name in (*gauges, "kl")} == {
-        "reward": 0.625, "loss": 2.0, "entropy": 1.5, "response_length": 15.0, "clipped": 0.25, "gradient_norm": 0.5,
-        "pass_at_1": 0.2, "kl": None,
+        "reward": 0.625, "loss": 2.0, "entropy": 1.5, "response_length": 15.0, "clipped": 0.25, "cut": 0.25,
+        "without_signal": 0.75, "gradient_norm": 0.5, "pass_at_1": 0.2, "kl": None,
     }  # fmt: skip
 
 
@@ -205,6 +210,39 @@ def test_a_point_has_the_step_behind_the_weights_also_while_a_rank_is_down(tmp_p
     bench.look(SPAN_S)
 
     assert [one.step for one in bench.history.points()] == [4, 4, 2]
+
+
+def test_the_time_in_which_a_paused_run_rests_has_no_point(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    paused = bench.slab.writer("buffer").gauge("rlhfd_paused")
+    tokens = bench.rollout.counter("rlhfd_tokens_total", kind="response")
+    spent = {
+        name: bench.trainer.counter("rlhfd_process_time_seconds_total", activity=name)
+        for name in ("train", "wait_data", "other")
+    }
+    waits = bench.rollout.counter("rlhfd_process_time_seconds_total", activity="wait_ticket_paused")
+    bench.look(0.0)
+
+    def span(*, on: float, **seconds: float) -> int:
+        paused.set(on)
+        waits.inc(SPAN_S)
+        for name, value in seconds.items():
+            spent[name].inc(value)
+        bench.look(SPAN_S)
+        return len(bench.history.points())
+
+    # It waits for data, which is no pause; is paused from within a span on; trains the rows that it has; rests.
+    counts = [
+        span(on=0.0, wait_data=2.0), span(on=1.0, wait_data=2.0), span(on=1.0, train=1.5, wait_data=0.5),
+        span(on=1.0, wait_data=1.9, other=0.1), span(on=1.0, wait_data=2.0),
+    ]  # fmt: skip
+    tokens.inc(5)
+    counts += [span(on=1.0, wait_data=2.0), span(on=0.0, wait_data=2.0)]
+
+    assert counts == [1, 2, 3, 3, 3, 4, 5]
+    ends = [(one.start_s, one.end_s) for one in bench.history.points()]
+    assert ends[3][0] - ends[2][1] == pytest.approx(2 * SPAN_S), "a gap, as while the daemon is down"
+    bench.slab.close()
 
 
 def test_an_external_trainer_has_the_response_length_of_its_workers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import stat
 import tempfile
@@ -31,8 +32,12 @@ def taken(step: int, **values: Any) -> TakenStep:
     return TakenStep(step, stats_of(**values), [], Progress(step))
 
 
+def lines_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def steps_in(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    return [line["step"] for line in lines_in(path)]
 
 
 def write_steps(path: Path, steps: range, *, after_step: int, is_new_run: bool = False) -> None:
@@ -52,6 +57,23 @@ def test_a_line_has_the_statistics_of_all_ranks_and_null_for_what_is_no_number()
     assert line["loss"] is None and line["gradient_norm"] is None and line["kl_loss"] is None
     assert {"entropy_nats", "kl_nats", "response_length_mean_tokens", "clipped_ratio", "reward_mean"} <= line.keys()
     assert not [name for name in line if name.startswith("row_")]
+
+
+def test_a_line_has_the_means_over_rows_and_the_response_tokens_a_second(tmp_path: Path) -> None:
+    now_s = iter([100.0, 102.5, 102.5])
+    step_log = StepLog(tmp_path / "metrics.jsonl", after_step=0, monotonic_s=lambda: next(now_s))
+    means = {"cut_ratio": 0.25, "staleness_mean_versions": 1.5, "groups_without_signal_ratio": math.nan}
+    for step in (1, 2, 3):
+        stats = taken(step, response_length_mean_tokens=7.5, rows=8)
+        step_log.taken(stats._replace(row_means={**means, "reward/exact": step / 2}))
+    step_log.close()
+
+    lines = lines_in(tmp_path / "metrics.jsonl")
+    assert [line["reward/exact"] for line in lines] == [0.5, 1.0, 1.5]
+    # 60 tokens in 2.5 s; the first step of a start, and one without a span, have no speed.
+    assert [line["tokens_per_s"] for line in lines] == [None, 24.0, None]
+    assert (lines[0]["cut_ratio"], lines[0]["staleness_mean_versions"]) == (0.25, 1.5)
+    assert lines[0]["groups_without_signal_ratio"] is None
 
 
 def test_the_line_of_a_step_that_trained_nothing_says_so() -> None:

@@ -255,7 +255,8 @@ def test_two_ranks_continue_one_digest_of_both_and_the_higher_position(bench, pl
 
     def gather(progress):
         own.append(progress)
-        return [other, progress] if place else [progress, other]
+        there = other._replace(sums=progress.sums)
+        return [there, progress] if place else [progress, there]
 
     trainer = bench.trainer(max_steps=2, gather=gather)
     bench.run(trainer)
@@ -277,6 +278,27 @@ def test_what_was_learned_is_counted(bench):
     assert reading.value("rlhfd_train_experiences_total") == 16
     assert reading.value("rlhfd_tokens_total", kind="trained") == 10
     assert reading.value("rlhfd_policy_version", role="trainer", worker="0") == 2
+
+
+def test_the_line_of_a_step_has_means_over_the_rows_of_all_ranks(bench, tmp_path):
+    """The other rank has as many rows, with a sum of each column that is higher by 4."""
+    rows = []
+
+    def gather(progress):
+        sums, counts = progress.sums[: len(progress.sums) // 2], progress.sums[len(progress.sums) // 2 :]
+        rows.append(counts)
+        return [progress, progress._replace(sums=(*(total + 4.0 for total in sums), *counts))]
+
+    trainer = bench.trainer(max_steps=1, gather=gather, hooks=[StepLog(tmp_path / "metrics.jsonl", after_step=0)])
+    bench.run(trainer)
+
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    experience = bench.learner.batches[0][0]
+    stale = float((0 - experience.info["policy_version"]).clamp(min=0).double().mean())
+    assert line["staleness_mean_versions"] == stale + 4.0 / (2 * 8)
+    reading = MetricsReader(bench.slab).read()
+    for name, count in zip(("cut_ratio", "groups_without_signal_ratio"), rows[0], strict=False):
+        assert reading.value(f"rlhfd_{name}") == line[name] and (line[name] is None) == (count == 0)
 
 
 def test_the_position_is_that_of_the_newest_batch_even_if_prompts_were_taken_back(bench):
@@ -325,11 +347,11 @@ def test_updates_and_kl_of_a_step_are_exported(bench):
 
     for kl_nats in (0.125, float("nan")):
         stats = dataclasses.replace(_idle([]), updates=3, kl_coef=0.5, policy_kl_nats=kl_nats)
-        metrics.stepped(1, stats, [], 0)
+        metrics.stepped(1, stats, [], 0, {"cut_ratio": 0.25, "groups_without_signal_ratio": float("nan")})
 
     found = reader.read()
-    names = ("rlhfd_step_updates", "rlhfd_kl_coef", "rlhfd_policy_kl_nats")
-    assert [found.value(name) for name in names] == [3, 0.5, 0.125]
+    names = ("rlhfd_step_updates", "rlhfd_kl_coef", "rlhfd_policy_kl_nats", "rlhfd_cut_ratio")
+    assert [found.value(name) for name in names] == [3, 0.5, 0.125, 0.25]
 
 
 def test_the_line_of_a_step_is_written_before_its_weights_are_published(bench, tmp_path):

@@ -28,10 +28,10 @@ class RewardParts:
         """Keep these rows, ``(n,)`` int64, alone."""
         self._found = [torch.cat(self._found)[rows]] if self._found else []
 
-    def info(self, reward_model: Any) -> dict[str, Tensor]:
-        """Return a column of each part, ``(B,)`` float32; none of a single part, which is the score."""
+    def info(self, reward_model: Any, *, has_turns: bool = False) -> dict[str, Tensor]:
+        """Return a column of each part, ``(B,)`` float32; none of a single part, which is the score without turns."""
         labels = getattr(reward_model, "labels", ())
-        if not self._found or len(labels) < 2:
+        if not self._found or len(labels) < (1 if has_turns else 2):
             return {}
         columns = torch.cat(self._found).unbind(dim=1)
         return {f"{PREFIX}{label}": column.clone() for label, column in zip(labels, columns, strict=True)}

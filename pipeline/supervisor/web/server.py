@@ -1,9 +1,10 @@
 """The HTTP server of an instance: metrics for Prometheus, health and readiness for monitors, a page for people.
 
-It runs inside the supervisor's event loop, and a request costs that loop no more than its handler: no client, however
-slow, holds up another one. uvicorn bounds the connections and answers 503 beyond the bound; one that has not sent its
-whole request in time is aborted. A proxy in front does all further hardening. Bytes that are not HTTP are answered with
-400 and not logged, because each such request would be a line.
+`rlhfd page` serves the page alone. The server runs inside its caller's event loop, the supervisor's for an instance. A
+request costs that loop no more than its handler: no client, however slow, holds up another one. uvicorn bounds the
+connections and answers 503 beyond the bound; one that has not sent its whole request in time is aborted. A proxy in
+front does all further hardening. Bytes that are not HTTP are answered with 400 and not logged, because each such
+request would be a line.
 
 The page consists of the files in `pipeline/supervisor/web/static` and two JSON answers that it polls. Its content
 security policy forbids it to load anything from other hosts, to run a script that is not such a file, and to insert
@@ -19,9 +20,9 @@ import errno
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import uvicorn
 from prometheus_client.exposition import choose_encoder
@@ -33,7 +34,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
-from pipeline.supervisor.page import PageData
 from pipeline.supervisor.web.access import Access, AccessCheck, load_certificate
 from pipeline.supervisor.web.port_holder import port_holder
 
@@ -71,6 +71,16 @@ Health = Callable[[], tuple[bool, dict[str, Any]]]
 Ready = Callable[[], tuple[bool, dict[str, Any]]]
 
 
+class Page(Protocol):
+    """The data of the page: of a running instance (`pipeline.supervisor.page`), or of a run that has ended."""
+
+    def live(self, after_s: float) -> bytes:
+        """Return the state of the run, and the points of its history that end after a Unix time, as JSON."""
+
+    def samples(self, cursor: str) -> bytes:
+        """Return the newest rollouts recorded since an earlier answer, and the next cursor, as JSON."""
+
+
 class HttpServer:
     """Listens from `bind` on and answers from `start` on; requests between the two wait."""
 
@@ -85,8 +95,14 @@ class HttpServer:
         self.host, self.port = listener.getsockname()[:2]
 
     @classmethod
-    def bind(cls, host: str, port: int, access: Access | None = None) -> HttpServer:
+    def bind(cls, host: str, port: int, access: Access | None = None, *, key: str = "metrics.port") -> HttpServer:
         """Bind the address; port 0 takes any free port. Warn of an address that other machines reach without a token.
+
+        Args:
+            host: Address of this machine.
+            port: The port.
+            access: Access rules; None admits every client.
+            key: Key or option that names the port, for errors.
 
         Raises:
             ConfigError: If the address is in use, or not one of this machine's.
@@ -98,10 +114,8 @@ class HttpServer:
             if error.errno == errno.EADDRINUSE:
                 holder = port_holder(port)
                 by = f" by {holder}" if holder else ""
-                raise ConfigError(
-                    f"metrics.port {port} on {host} is in use{by}; metrics.port = 0 takes any free port"
-                ) from error
-            where = f"metrics.port {port} on {host}" if error.errno == errno.EACCES else f"metrics.host {host}"
+                raise ConfigError(f"{key} {port} on {host} is in use{by}; {key} = 0 takes any free port") from error
+            where = f"{key} {port} on {host}" if error.errno == errno.EACCES else f"metrics.host {host}"
             raise ConfigError(f"{where} cannot be bound: {error.strerror or error}") from error
         if not server._access.token and not server.is_loopback:
             log.warning(
@@ -134,16 +148,8 @@ class HttpServer:
         if self._access_check is not None:
             self._access_check.access = self._access
 
-    async def start(self, metrics: Metrics, health: Health, ready: Ready, page: PageData | None = None) -> None:
-        """Answer requests from now on.
-
-        Args:
-            metrics: Returns the exposition, in OpenMetrics if its argument is true.
-            health: Returns whether the instance is healthy (200, else 503) and the body of /healthz.
-            ready: Returns whether the instance is ready (200, else 503) and the body of /readyz.
-            page: The page's data; None for no page.
-        """
-        routes = [*_routes(metrics, health, ready), *([] if page is None else _page_routes(page))]
+    async def start(self, routes: Sequence[Route]) -> None:
+        """Answer requests from now on; see `instance_routes` and `page_routes`."""
         self._access_check = AccessCheck(Starlette(routes=routes), self._access, names_are_refused=self.is_loopback)
         config = uvicorn.Config(
             self._access_check,
@@ -245,7 +251,15 @@ def _report(task: asyncio.Task[None]) -> None:
         log.error("HTTP server ended: error=%r", error)
 
 
-def _routes(metrics: Metrics, health: Health, ready: Ready) -> list[Route]:
+def instance_routes(metrics: Metrics, health: Health, ready: Ready) -> list[Route]:
+    """Return the routes of a running instance but its page.
+
+    Args:
+        metrics: Returns the exposition, in OpenMetrics if its argument is true.
+        health: Returns whether the instance is healthy (200, else 503) and the body of /healthz.
+        ready: Returns whether the instance is ready (200, else 503) and the body of /readyz.
+    """
+
     # All are coroutines: Starlette would run plain functions in threads.
     async def show_metrics(request: Request) -> Response:
         openmetrics = wants_openmetrics(request.headers.get("accept", ""))
@@ -266,7 +280,8 @@ def _routes(metrics: Metrics, health: Health, ready: Ready) -> list[Route]:
     ]
 
 
-def _page_routes(page: PageData) -> list[Route]:
+def page_routes(page: Page) -> list[Route]:
+    """Return the routes of a page: its files and its data."""
     files = {
         "/" if path.name == "index.html" else f"/{path.name}": path for path in _WEB.iterdir() if path.suffix in _TYPES
     }

@@ -25,6 +25,7 @@ from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import SummedReward
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.reward.functions import FunctionReward
+from pipeline.rollout.reward.parts import RewardParts
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.roller import LocalRoller
 from pipeline.telemetry.exposition import Exposition
@@ -210,3 +211,16 @@ def test_values_in_force_follow_from_other_keys() -> None:
     assert length == LengthReward(name="length", limit_tokens=100, buffer_tokens=20)
     assert own == config.rewards[1]
     assert part_labels(config) == ["length", "f"] and part_labels(Config()) == []
+
+
+def test_a_single_function_beside_the_rewards_of_turns_has_a_column() -> None:
+    config: dict[str, Any] = {"rewards": ["exact"], "rollout": {"environment": "m:Factory"}}
+    parts = RewardParts()
+    parts.append(torch.tensor([[1.0], [0.5]]))
+
+    assert part_labels(Config.model_validate(config)) == ["exact"]
+    assert parts.info(FunctionReward([length], None, labels=["exact"]), has_turns=True)["reward.exact"].tolist() == [
+        1.0, 0.5,
+    ]  # fmt: skip
+    config["rewards"] = []
+    assert part_labels(Config.model_validate({**config, "model": {"reward": "model"}})) == []

@@ -21,7 +21,7 @@ from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
 from pipeline.supervisor.web import server as module
 from pipeline.supervisor.web.access import Access
-from pipeline.supervisor.web.server import HttpServer, wants_openmetrics
+from pipeline.supervisor.web.server import HttpServer, instance_routes, page_routes, wants_openmetrics
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
@@ -65,7 +65,7 @@ async def served(
     page: Shown | None = None,
 ) -> AsyncIterator[HttpServer]:
     server = HttpServer.bind("127.0.0.1", 0, access)
-    await server.start(metrics, health, ready, page)
+    await server.start([*instance_routes(metrics, health, ready), *([] if page is None else page_routes(page))])
     try:
         yield server
     finally:
@@ -196,7 +196,7 @@ def test_request_that_comes_before_start_is_answered_after_it() -> None:
         server = HttpServer.bind("127.0.0.1", 0)
         early = asyncio.create_task(get(server, "/healthz"))
         await asyncio.sleep(0)
-        await server.start(exposition, healthy, is_ready)
+        await server.start(instance_routes(exposition, healthy, is_ready))
 
         assert (await early).status_code == 200
         await server.stop()
@@ -215,7 +215,8 @@ def test_slow_clients_do_not_hold_up_a_scrape_nor_the_end(caplog: pytest.LogCapt
 
     async def check() -> None:
         server = HttpServer.bind("127.0.0.1", 0)
-        await server.start(lambda openmetrics: large if openmetrics else b"up 1\n", healthy, is_ready)
+        metrics: Callable[[bool], bytes] = lambda openmetrics: large if openmetrics else b"up 1\n"  # noqa: E731
+        await server.start(instance_routes(metrics, healthy, is_ready))
         silent = await asyncio.open_connection("127.0.0.1", server.port)
         stuck = await asyncio.open_connection("127.0.0.1", server.port)
         stuck[1].write(f"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: {OPENMETRICS}\r\n\r\n".encode())

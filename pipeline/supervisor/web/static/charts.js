@@ -1,4 +1,4 @@
-// Charts of a series over time as SVG: a line with its spread, or shares stacked to one.
+// Charts of a series over time or steps as SVG: a line with its spread, or shares stacked to one.
 
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 1000, HEIGHT = 100;
@@ -29,19 +29,72 @@ function label(className, parent) {
   return made;
 }
 
+/** Returns a Unix time of today as a time, another one as date and time. */
+export function when(unix_s) {
+  const date = new Date(unix_s * 1000);
+  return date.toDateString() === new Date().toDateString() ? date.toLocaleTimeString() : date.toLocaleString();
+}
+
 export const ago = (seconds) =>
   seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min`
   : seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
 
-/** Yields the consecutive points that have a value, split at gaps in the record. */
+/**
+ * Returns points with their places on an axis of seconds in which the run was observed: `from`, `to`, and `at` between.
+ * Time in which the daemon was down, or the run rested in a pause, is left out: `left_s` before a point, `within_s` in it.
+ */
+export function byTime(points) {
+  let to = 0, end_s = null;
+  return points.map((point) => {
+    const from = to, seconds = point.seconds ?? 0, span_s = point.end_s - point.start_s;
+    const left_s = end_s === null ? 0 : point.start_s - end_s, within_s = span_s - seconds;
+    to += seconds;
+    end_s = point.end_s;
+    // Points of one start of the daemon follow each other without a gap. Within one, a clock that was set is no pause.
+    return { ...point, from, to, at: (from + to) / 2, left_s: left_s > 1 ? left_s : 0, within_s: within_s > Math.max(2, span_s / 1000) ? within_s : 0 };
+  });
+}
+
+/** Returns one point a step, placed on an axis of steps; steps that were taken again hide those before. */
+export function byStep(points) {
+  const steps = new Map();
+  let least = Infinity;
+  for (const point of [...points].reverse()) {
+    if (point.step > least) continue;
+    least = point.step;
+    if (!steps.has(least)) steps.set(least, []);
+    steps.get(least).unshift(point);
+  }
+  let from = null;
+  return [...steps].reverse().map(([step, group]) => {
+    const made = { ...meanOf(group), from: from ?? step - 1, to: step, at: step, left_s: 0, within_s: 0 };
+    from = step;
+    return made;
+  });
+}
+
+const NO_VALUE = new Set(["start_s", "end_s", "seconds", "step", "from", "to", "at", "left_s", "within_s"]);
+
+/** Returns the point of the whole span of some points: each value is their mean, weighed by seconds. */
+function meanOf(group) {
+  if (group.length === 1) return group[0];
+  const made = { ...group.at(-1), start_s: group[0].start_s, seconds: group.reduce((sum, point) => sum + (point.seconds ?? 0), 0) };
+  for (const key of new Set(group.flatMap(Object.keys))) {
+    const known = group.filter((point) => typeof point[key] === "number");
+    if (NO_VALUE.has(key) || !known.length) continue;
+    const weight = (point) => point.seconds || 1e-9;
+    made[key] = known.reduce((sum, point) => sum + weight(point) * point[key], 0) / known.reduce((sum, point) => sum + weight(point), 0);
+  }
+  const roles = new Set(group.flatMap((point) => Object.keys(point.shares ?? {})));
+  made.shares = Object.fromEntries([...roles].map((role) => [role, meanShares(group, role, -Infinity) ?? {}]));
+  return made;
+}
+
+/** Yields the consecutive points that have a value, split where time was left out. */
 function* segments(points, known) {
   let segment = [];
-  let end = null;
   for (const point of points) {
-    // Points of one start of the daemon follow each other without a gap.
-    const isGap = end !== null && point.start_s - end > 1;
-    if (isGap && segment.length) { yield segment; segment = []; }
-    end = point.end_s;
+    if (point.left_s && segment.length) { yield segment; segment = []; }
     if (known(point)) segment.push(point);
   }
   if (segment.length) yield segment;
@@ -65,7 +118,7 @@ class Chart {
     this.at = null;
     host.addEventListener("pointermove", (event) => {
       const box = this.svg.getBoundingClientRect();
-      this.#look(this.start_s + ((event.clientX - box.left) / box.width) * (this.end_s - this.start_s));
+      this.#look(this.start + ((event.clientX - box.left) / box.width) * (this.end - this.start));
     });
     for (const leaving of ["pointerleave", "blur"]) host.addEventListener(leaving, () => this.#look(null));
     host.addEventListener("keydown", (event) => {
@@ -75,14 +128,15 @@ class Chart {
       const last = this.points.length - 1;
       const now = this.at === null ? last : this.#nearest(this.at);
       const next = Math.min(last, Math.max(0, now + step));
-      this.#look((this.points[next].start_s + this.points[next].end_s) / 2);
+      this.#look(this.points[next].at);
     });
   }
 
-  draw(points, start_s, end_s) {
+  /** Draws placed points between two places of their axis, whose ends have these labels. */
+  draw(points, start, end, from, to) {
     this.points = points;
-    this.start_s = start_s;
-    this.end_s = Math.max(end_s, start_s + 1);
+    this.start = start;
+    this.end = Math.max(end, start + 1);
     const box = this.svg;
     box.replaceChildren();
     for (const share of [0, 0.5, 1]) {
@@ -90,32 +144,41 @@ class Chart {
       for (const [key, value] of Object.entries({ x1: 0, x2: WIDTH, y1: HEIGHT * share, y2: HEIGHT * share })) line.setAttribute(key, value);
     }
     this.shapes(box);
+    for (const point of points) {
+      // The time before the first point is not shown either way.
+      if (point !== points[0] && point.left_s) this.#line("pause", this.x(point.from));
+      if (point.within_s) this.#line("pause", this.middle(point));
+    }
     box.append(this.cross);
-    const steps = points.length && points.at(-1).step ? [`, step ${points[0].step}`, `, step ${points.at(-1).step}`] : ["", ""];
-    this.from.textContent = `${ago(this.end_s - this.start_s)} ago${steps[0]}`;
-    this.to.textContent = `now${steps[1]}`;
+    this.from.textContent = from;
+    this.to.textContent = to;
     this.host.setAttribute("aria-label", `${this.name}: ${points.length ? this.text(points.at(-1)) : "no data yet"}`);
     this.#look(this.at);
   }
 
-  x(time_s) { return (((time_s - this.start_s) / (this.end_s - this.start_s)) * WIDTH).toFixed(1); }
-  middle(point) { return this.x(Math.max(this.start_s, (point.start_s + point.end_s) / 2)); }
-  #nearest(time_s) {
+  x(place) { return (((place - this.start) / (this.end - this.start)) * WIDTH).toFixed(1); }
+  middle(point) { return this.x(Math.max(this.start, point.at)); }
+  #line(className, x) {
+    const line = element("line", className, this.svg);
+    for (const [key, value] of Object.entries({ x1: x, x2: x, y1: 0, y2: HEIGHT })) line.setAttribute(key, value);
+  }
+  #nearest(place) {
     let best = 0;
     for (const [index, point] of this.points.entries())
-      if (Math.abs((point.start_s + point.end_s) / 2 - time_s) < Math.abs((this.points[best].start_s + this.points[best].end_s) / 2 - time_s)) best = index;
+      if (Math.abs(point.at - place) < Math.abs(this.points[best].at - place)) best = index;
     return best;
   }
-  #look(time_s) {
-    this.at = time_s;
-    const shown = time_s !== null && this.points.length > 0;
+  #look(place) {
+    this.at = place;
+    const shown = place !== null && this.points.length > 0;
     this.read.hidden = !shown;
     this.cross.setAttribute("visibility", shown ? "visible" : "hidden");
     if (!shown) return;
-    const point = this.points[this.#nearest(time_s)];
+    const point = this.points[this.#nearest(place)];
     const x = this.middle(point);
     for (const [key, value] of Object.entries({ x1: x, x2: x, y1: 0, y2: HEIGHT })) this.cross.setAttribute(key, value);
-    this.read.textContent = `${new Date(point.end_s * 1000).toLocaleTimeString()}  ${this.text(point)}`;
+    const left_s = (point === this.points[0] ? 0 : point.left_s) + point.within_s;
+    this.read.textContent = `${when(point.end_s)}  ${this.text(point)}${left_s ? `, ${ago(left_s)} left out` : ""}`;
   }
 }
 
@@ -155,21 +218,21 @@ export class LineChart extends Chart {
   }
 }
 
-/** Time of the processes of a role by activity, stacked to one. */
-/** Returns the share of each activity of a role over all points from `start_s` on; null if none is known. */
-export function meanShares(points, role, start_s) {
+/** Returns the share of each activity of a role over all points from a place of their axis on; null if none is known. */
+export function meanShares(points, role, start) {
   const spent = {};
   let seconds = 0;
   for (const point of points) {
     const shares = Object.entries(point.shares?.[role] ?? {});
     if (!shares.length) continue;
-    const seen = point.seconds * (point.end_s - Math.max(start_s, point.start_s)) / (point.end_s - point.start_s || 1);
+    const seen = point.seconds * (point.to > point.from ? (point.to - Math.max(start, point.from)) / (point.to - point.from) : 1);
     seconds += seen;
     for (const [name, share] of shares) spent[name] = (spent[name] ?? 0) + share * seen;
   }
   return seconds ? Object.fromEntries(Object.entries(spent).map(([name, sum]) => [name, sum / seconds])) : null;
 }
 
+/** Time of the processes of a role by activity, stacked to one. */
 export class ShareChart extends Chart {
   constructor(host, name, role, legend) {
     super(host, name);
@@ -190,14 +253,14 @@ export class ShareChart extends Chart {
       for (const name of names) {
         const above = segment.map((point, at) => below[at] + (point.shares[this.role][name] ?? 0));
         // Steps, not slopes: a share applies to its whole time span.
-        const edge = (heights) => segment.flatMap((point, at) => [point.start_s, point.end_s].map((s) => `${this.x(Math.max(this.start_s, s))},${(HEIGHT * (1 - heights[at])).toFixed(2)}`));
+        const edge = (heights) => segment.flatMap((point, at) => [point.from, point.to].map((place) => `${this.x(Math.max(this.start, place))},${(HEIGHT * (1 - heights[at])).toFixed(2)}`));
         element("path", `area a-${name}`, box).setAttribute("d", `M${[...edge(above), ...edge(below).reverse()].join("L")}Z`);
         below = above;
       }
     }
     this.top.textContent = "100 % of the time";
     this.bottom.textContent = "0";
-    const whole = meanShares(this.points, this.role, this.start_s) ?? {};
+    const whole = meanShares(this.points, this.role, this.start) ?? {};
     const worth = names.filter((name) => this.points.some((point) => (point.shares?.[this.role]?.[name] ?? 0) >= 0.01));
     this.legend.replaceChildren(...worth.map((name) => {
       const entry = document.createElement("li");

@@ -1,6 +1,6 @@
-// Polls the daemon once a second while the page is visible, and shows its answers.
+// Polls the daemon once a second while the page is visible, and shows its answers; of a run that has ended, once.
 
-import { LineChart, ShareChart, ago, isWait, meanShares, NAMES } from "./charts.js";
+import { LineChart, ShareChart, ago, byStep, byTime, isWait, meanShares, NAMES, when } from "./charts.js";
 import { Feed } from "./rollouts.js";
 
 const INTERVAL_MS = 1000, TIMEOUT_MS = 10000, MOST_POINTS = 4000;
@@ -18,7 +18,9 @@ const LEARNING = [
   ["pass_at_1", "Share of right responses to held-out prompts", "share", percent],
   ["loss", "Loss of a step", "loss", digits], ["kl", "KL from the reference in nats a token", "nats", digits],
   ["entropy", "Entropy of the policy in nats a token", "nats", digits], ["response_length", "Mean response length in tokens", "tokens", fixed(1)],
-  ["clipped", "Share of the trained tokens that the clip cut", "share", percent], ["gradient_norm", "Gradient norm of a step before clipping", "norm", digits],
+  ["clipped", "Share of the trained tokens whose ratio was clipped", "share", percent],
+  ["cut", "Share of the responses that were cut at their longest length", "share", percent],
+  ["without_signal", "Share of the groups whose rewards are equal", "share", percent], ["gradient_norm", "Gradient norm of a step before clipping", "norm", digits],
 ];
 const write = (id, text) => { if ($(id).textContent !== text) $(id).textContent = text; };
 
@@ -54,19 +56,24 @@ function showRun({ status, why }) {
   $("progress").hidden = !status.max_steps;
   $("progress").value = status.max_steps ? Math.min(1, status.step / status.max_steps) : 0;
   write("version", shown(status.policy_version, fixed(0)));
-  write("uptime", ago(status.uptime_s));
+  const ended_s = status.ended_unix_s;
+  write("since", ended_s ? "ended" : "up");
+  write("uptime", ended_s ? when(ended_s) : ago(status.uptime_s));
+  $("links").hidden = Boolean(ended_s);
   write("why", why.join(" ") || "Nothing to report yet.");
   write("reward", shown(status.reward_mean, fixed(3)));
   const change = status.reward_trend;
   write("reward-spread", change === null || change === undefined ? "mean of the last step" : `mean of the last step, ${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} since step ${shown(status.reward_since_step, fixed(0))}`);
+  write("reward-functions", Object.entries(status.reward_functions).map(([name, mean]) => `${name} ${fixed(3)(mean)}`).join(", "));
   for (const [key, , , format] of LEARNING) write(key, shown(status.learning[key], format));
   showEvaluation(status.evaluation);
   write("speed", shown(status.tokens_per_s, fixed(0)));
   write("ready", shown(buffer.ready_items, fixed(0)));
   write("ready-of", buffer.capacity_items ? `of ${fixed(0)(buffer.capacity_items)} rows ready, ${fixed(0)(buffer.leased_items)} leased` : "rows ready");
   write("staleness", shown(status.staleness_mean_versions, fixed(2)));
-  write("run", `run ${status.run_id}`);
-  document.title = status.reward_mean === null ? `${status.state} · rlhfd` : `${status.reward_mean.toFixed(3)} at step ${status.step} · rlhfd`;
+  write("run", `run ${status.run}, ${status.run_id}`);
+  write("checkpoint", status.checkpoint && `checkpoint ${status.checkpoint}`);
+  document.title = status.reward_mean === null || status.reward_mean === undefined ? `${status.state} · rlhfd` : `${status.reward_mean.toFixed(3)} at step ${status.step} · rlhfd`;
   const lost = buffer.unaccounted;
   $("lost").hidden = !lost;
   if (lost) write("lost", `${lost} rows are unaccounted for: please report this.`);
@@ -75,6 +82,7 @@ function showRun({ status, why }) {
     process.pid ? bytes(process.resident_bytes) : "–", process.pid ? ago(process.uptime_s) : "–", engine(process),
   ]);
   showRows($("processes"), rows);
+  $("all-processes").hidden = !rows.length;
 }
 
 function showEvaluation(evaluation) {
@@ -125,20 +133,33 @@ function showRows(body, rows) {
 
 function showCharts() {
   if (!points.length) return;
-  const seconds = Number(document.querySelector("input[name=range]:checked").value);
-  const end_s = points.at(-1).end_s;
+  const chosen = (name) => document.querySelector(`input[name=${name}]:checked`).value;
+  const seconds = Number(chosen("range"));
+  const all = byTime(points), last = all.at(-1);
   // Before the first response the charts would be empty.
-  const first = points.find((point) => point.tokens_per_s > 0) ?? points[0];
-  const start_s = Math.max(seconds ? end_s - seconds : 0, first.start_s);
-  const seen = points.filter((point) => point.end_s > start_s);
-  for (const chart of charts) chart.draw(seen, start_s, end_s);
+  const first = all.find((point) => point.tokens_per_s > 0) ?? all[0];
+  let start = Math.max(seconds ? last.to - seconds : 0, first.from), end = last.to;
+  let seen = all.filter((point) => point.to > start || (point.to === point.from && point.to >= start));
+  // The time of the left edge; a pause within the first point counts as before it.
+  const start_s = Math.max(seen[0].start_s, seen[0].end_s - (seen[0].to - start));
+  const { state, ended_unix_s } = latest.status;
+  const steps = last.step ? [`, step ${seen[0].step}`, `, step ${last.step}`] : ["", ""];
+  let from = `${ended_unix_s ? when(start_s) : `${ago(last.end_s - start_s)} ago`}${steps[0]}`;
+  let to = `${ended_unix_s || state === "paused" ? when(last.end_s) : "now"}${steps[1]}`;
+  if (chosen("axis") === "step") {
+    seen = byStep(seen);
+    [start, end] = [seen[0].from, seen.at(-1).to];
+    [from, to] = [`step ${seen[0].step}`, `step ${seen.at(-1).step}`];
+  }
+  for (const chart of charts) chart.draw(seen, start, end, from, to);
   for (const role of ["rollout", "trainer", "buffer"]) {
-    const shares = meanShares(seen, role, start_s);
+    const shares = meanShares(seen, role, start);
     const busy = shares && Object.entries(shares).reduce((sum, [name, share]) => sum + (isWait(name) ? 0 : share), 0);
     write(`${role}-busy`, busy === undefined ? "–" : `${Math.round(busy * 100)} %`);
   }
 }
 
+/** Shows the newest answers; returns whether they are the last ones. */
 async function look() {
   try {
     const after_s = points.length && points.length < MOST_POINTS ? points.at(-1).end_s : 0;
@@ -152,11 +173,13 @@ async function look() {
     if (answer.hidden) feed.hide(answer.hidden);
     else { cursor = answer.cursor; feed.add(answer.samples); }
     answered_ms = Date.now();
+    return latest.status.state === "ended";
   } catch (error) {
     const since = answered_ms ? ` since ${new Date(answered_ms).toLocaleTimeString()}` : "";
     write("state", "no answer");
     $("state").className = "pill gone";
     write("why", `The daemon has not answered${since}. This page keeps asking, and shows the last known values.`);
+    return false;
   }
 }
 
@@ -165,7 +188,7 @@ document.addEventListener("visibilitychange", () => wake());
 
 async function watch() {
   for (;;) {
-    if (!document.hidden) await look();
+    if (!document.hidden && await look()) return;
     await new Promise((resolve) => {
       wake = resolve;
       setTimeout(resolve, INTERVAL_MS);
@@ -173,5 +196,5 @@ async function watch() {
   }
 }
 
-for (const choice of document.querySelectorAll("input[name=range]")) choice.addEventListener("change", showCharts);
+for (const choice of document.querySelectorAll("input[name=range], input[name=axis]")) choice.addEventListener("change", showCharts);
 watch();

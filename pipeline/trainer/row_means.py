@@ -1,0 +1,85 @@
+"""Means over all rows of a step, of all ranks, that the learner does not need: of columns of `info`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, Self
+
+import numpy as np
+
+from pipeline.config.rewards import labels_of, part_labels
+from pipeline.config.schema import Config
+from pipeline.experience.extent_format import Array
+from pipeline.experience.ragged import RaggedRows
+
+REWARD: Final = "reward/"
+"""Begins the name of the mean of a reward function."""
+_PART: Final = "reward."
+_CUT: Final = "cut_ratio"
+_WITHOUT_SIGNAL: Final = "groups_without_signal_ratio"
+_STALENESS: Final = "staleness_mean_versions"
+
+
+class RowMeans:
+    """The means of a step by name, and the sums of a rank from which they are computed.
+
+    The names are those of a line of ``metrics.jsonl``: "cut_ratio", the share of responses that were cut at their
+    maximum length; "groups_without_signal_ratio", with GRPO, the share of groups whose scores are equal;
+    "staleness_mean_versions", the versions that training was ahead of the rows; "reward/NAME", the mean score of each
+    reward function, before its weight.
+
+    Args:
+        rewards: Column of `info` by name of a reward function, and the function's weight in that column.
+    """
+
+    def __init__(self, rewards: Mapping[str, tuple[str, float]]) -> None:
+        self._rewards = rewards
+        self.names = (_CUT, _WITHOUT_SIGNAL, _STALENESS, *(f"{REWARD}{name}" for name in rewards))
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return the means of a run."""
+        if parts := part_labels(config):
+            return cls({name: (f"{_PART}{name}", 1.0) for name in parts})
+        if config.rollout.environment is not None:
+            return cls({})
+        # The score of a row is that of its one function, times the weight, or that of the reward model.
+        labels = labels_of([reward.name for reward in config.rewards])
+        weights = zip(labels, [reward.weight for reward in config.rewards], strict=True)
+        model = {} if config.model.reward is None else {"model": ("score", 1.0)}
+        return cls({name: ("score", weight) for name, weight in weights if weight} | model)
+
+    def sums(self, batches: Sequence[RaggedRows], for_version: int) -> tuple[float, ...]:
+        """Return the sum of each name over the rows of this rank, then the number of these rows, for each name.
+
+        Args:
+            batches: The batches of a step.
+            for_version: The policy version that is trained on them.
+        """
+        sums, rows = [0.0] * len(self.names), [0.0] * len(self.names)
+        for batch in batches:
+            for at, values in enumerate(self._columns(batch.columns, for_version)):
+                if values is not None:
+                    sums[at] += float(values.sum(dtype=np.float64))
+                    rows[at] += len(values)
+        return (*sums, *rows)
+
+    def means(self, ranks: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return each mean by name from the sums of all ranks; NaN of a column that no row has."""
+        totals = [math.fsum(values) for values in zip(*ranks, strict=True)]
+        sums, rows = totals[: len(self.names)], totals[len(self.names) :]
+        return {
+            name: total / count if count else math.nan
+            for name, total, count in zip(self.names, sums, rows, strict=True)
+        }
+
+    def _columns(self, columns: Mapping[str, Array], for_version: int) -> list[Array | None]:
+        mixed, version = columns.get("info.group_mixed"), columns.get("info.policy_version")
+        return [
+            columns.get("info.cut"),
+            None if mixed is None else mixed == 0,
+            None if version is None else np.maximum(for_version - version, 0),
+            *(None if (found := columns.get(f"info.{column}")) is None else found / weight
+              for column, weight in self._rewards.values()),
+        ]  # fmt: skip
