@@ -89,7 +89,7 @@ def _state(folder: Path, note: RunNote, last: Fields, points: list[Point]) -> Fi
         why.append(f"Its checkpoint of step {latest.step:,}, a folder for from_pretrained: {checkpoint}")
     rows = sum(point.staleness_rows for point in points)
     evaluations = read_evaluations(folder / EVALUATIONS)
-    status = {
+    status: Fields = {
         "state": "ended",
         "run": note.name,
         "run_id": "" if latest is None else latest.run,
