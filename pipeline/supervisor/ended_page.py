@@ -121,6 +121,7 @@ def _shown(evaluation: Evaluation, folder: Path) -> Fields:
     best = best_checkpoint(folder / "checkpoints")
     return {
         "version": evaluation.version,
+        "k": evaluation.k,
         **_means(evaluation.total),
         "files": {one.name: _means(one) for one in evaluation.files},
         "done": 0,
