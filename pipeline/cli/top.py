@@ -88,8 +88,8 @@ def screen(
 ) -> RenderableType:
     """Return the screen for a pane: the panel of `start`, the sentences of `why`, the processes.
 
-    In a pane that is too short for them the panel is one line, then the sentences are left out, and as many processes
-    are shown as fit.
+    In a pane that is too short for them the panel is one line, then the sentences are left out, then the warnings, and
+    as many processes are shown as fit.
     """
     shot = Snapshot.of_status(status)
     found = rows(status, why)
@@ -105,13 +105,13 @@ def screen(
     if _lines(whole, width) <= height:
         return whole
     short = Text(brief(shot), no_wrap=True, overflow="ellipsis")
-    for parts in ([short, *attention, *sentences], [short, *attention]):
+    for parts in ([short, *attention, *sentences], [short, *attention], [short]):
         # The head of the table and the foot are a line each.
         if (room := height - _lines(Group(*parts), width) - 2) >= min(len(found), _LEAST_ROWS):
             break
-    left_out = len(found) - max(room, 0)
-    if left_out > 0:
-        foot = Text(f"{left_out:,} more processes; ", style="dim") + foot
+    left_out = {"processes": len(found) - max(room, 0), "warnings": 0 if parts[1:] else len(attention)}
+    more = "".join(f"{count:,} more {what}; " for what, count in left_out.items() if count)
+    foot = Text(more, style="dim") + foot
     return Group(*parts, _grid(found[: max(room, 0)], fitting), foot)
 
 

@@ -360,7 +360,11 @@ class Connection:
         return self._session.begin_version()
 
     def end_version(self, published: WeightsVersion) -> None:
-        """End `begin_version`: the version counts its batches as trained; of several ranks the first one reports it."""
+        """End `begin_version`: the version counts its batches as trained; of several ranks the first one reports it.
+
+        Args:
+            published: The version.
+        """
         self._session.end_version()
         if self.rank == 0:
             self._report(published)

@@ -190,9 +190,9 @@ def test_columns_of_the_file_reach_the_maker(tmp_path: Path) -> None:
     roller.close()
 
     assert columns == {0: {"level": 3, "tags": ["x"]}, 1: {}}
-    given = [call["columns"] for call in seen]
-    assert sorted(map(str, given[0])) == sorted(map(str, columns.values()))
-    assert sorted(map(str, given[1:])) == sorted(map(str, [[columns[0]], None]))
+    given, whole = [call["columns"] for call in seen], [{**columns[0], "prompt": "a"}, {"prompt": "b"}]
+    assert sorted(map(str, given[0])) == sorted(map(str, whole))
+    assert sorted(map(str, given[1:])) == sorted(str([one]) for one in whole)
 
 
 def test_labels_are_short_and_differ() -> None:
