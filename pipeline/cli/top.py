@@ -109,7 +109,7 @@ def screen(
         # The head of the table and the foot are a line each.
         if (room := height - _lines(Group(*parts), width) - 2) >= min(len(found), _LEAST_ROWS):
             break
-    left_out = {"processes": len(found) - max(room, 0), "warnings": 0 if parts[1:] else len(attention)}
+    left_out = {"processes": max(len(found) - max(room, 0), 0), "warnings": 0 if parts[1:] else len(attention)}
     more = "".join(f"{count:,} more {what}; " for what, count in left_out.items() if count)
     foot = Text(more, style="dim") + foot
     return Group(*parts, _grid(found[: max(room, 0)], fitting), foot)

@@ -43,7 +43,7 @@ from pipeline.storage.files import UNREADABLE, flush_folder, replacing
 
 _NOTE = "run.json"
 _OF_A_START = ("run.json", "inputs.json", "history.msgpack")
-"""Files that a start writes before any step; a run with no other file has done nothing."""
+"""Files that a start writes before any step; a run in which all other files are empty has done nothing."""
 _REMOVED = ".removed-"
 _DTYPE = "model.dtype"
 _DIFFERENCES = 3
@@ -156,7 +156,8 @@ class RunFolder:
     def forget(self) -> None:
         """Remove the folder of a run whose first start was refused, unless the start has kept anything in it."""
         with contextlib.suppress(OSError):
-            if all(path.name in _OF_A_START for path in self.path.iterdir()):
+            files = (path for path in self.path.rglob("*") if path.is_file())
+            if all(path.name in _OF_A_START or not path.stat().st_size for path in files):
                 shutil.rmtree(self.path)
 
     def _found(self) -> RunNote | None:

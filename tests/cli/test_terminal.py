@@ -204,7 +204,7 @@ class TestCompletion:
     def test_commands_options_and_keys_are_completed(self) -> None:
         assert self.completed("rlhfd", "re") == ["record", "reload", "replay", "resume"]
         assert self.completed("rlhfd", "config", "s") == ["schema", "show"]
-        assert self.completed("rlhfd", "p") == ["pause", "plan", "ps"]
+        assert self.completed("rlhfd", "p") == ["page", "pause", "plan", "ps"]
         assert self.completed("rlhfd", "start", "--d") == ["--detach"]
         assert self.completed("rlhfd", "try-reward", "--res") == ["--response"]
         assert self.completed("rlhfd", "top", "--j") == ["--json"]

@@ -159,7 +159,9 @@ def test_ppo_learns_what_a_reward_model_prefers(checkout: Path, record_property:
     words = re.findall(r"^ +-?[\d.]+ +[+-][\d.]+ +([a-z]+)", samples, re.MULTILINE)
     assert len(words) >= 4
     changes = [(one in "aeiou") != (two in "aeiou") for word in words for one, two in itertools.pairwise(word)]
-    assert sum(changes) / len(changes) > 0.6, words
+    # Three standard deviations above them: how many words are recorded depends on the speed of the machine.
+    chance = 2 / 7
+    assert sum(changes) / len(changes) > chance + 3 * (chance * (1 - chance) / len(changes)) ** 0.5, words
 
 
 @pytest.mark.integration

@@ -57,6 +57,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Path:
     )
     reward, timeout = telling_reward(own)
     own.joinpath("rlhfd.toml").write_text(f"""
+{reward.replace("=", " = ", 1)}
 [model]
 actor = "{task / "model"}"
 lora_rank = 4
@@ -64,7 +65,6 @@ lora_rank = 4
 path = "{task / "prompts.jsonl"}"
 [rollout]
 num_generations = 4
-{reward.removeprefix("rollout.").replace("=", " = ", 1)}
 {timeout.removeprefix("rollout.").replace("=", " = ", 1)}
 [buffer]
 sample_batch_size = 32

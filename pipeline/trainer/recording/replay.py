@@ -22,7 +22,7 @@ from pipeline.experience.recorded_batches import batches_of
 from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.lora import published
-from pipeline.models.weights.slot_copy import Slot
+from pipeline.models.weights.slot_copy import Slot, combined
 from pipeline.models.weights.store import bytes_of_slot, flatten
 from pipeline.models.weights.tensor_specs import tensor_specs, tensor_views
 from pipeline.prompts.rendering import first_tokens
@@ -299,7 +299,7 @@ def fingerprint_of(models: dict[str, torch.nn.Module]) -> str:
     tensors = flatten(actor=published(models["actor"]), critic=None if critic is None else critic.state_dict())
     specs = tensor_specs(tensors)
     memory = memoryview(bytearray(bytes_of_slot(specs)))
-    return f"{Slot(memory, tensor_views(memory, specs)).write(tensors):016x}"
+    return f"{combined(Slot(memory, tensor_views(memory, specs)).write(tensors)):016x}"
 
 
 def _device(name: str) -> torch.device:
