@@ -316,7 +316,8 @@ def test_history_is_there_after_a_reload_and_from_before_the_restart(seen: Seen,
     history = live(seen.daemon)["history"]
     page.run("document.querySelector('input[name=range][value=\"0\"]').click()")
     # Each point of a line is a move or a line to it.
-    points = "[...document.querySelectorAll('#chart-reward .line')].flatMap((e) => e.getAttribute('d').match(/[ML]/g)).length"
+    lines = "[...document.querySelectorAll('#chart-reward .line')]"
+    points = f"{lines}.flatMap((line) => line.getAttribute('d').match(/[ML]/g)).length"
     drawn = page.run(points)
     opened(page, seen)
     page.run("document.querySelector('input[name=range][value=\"0\"]').click()")
