@@ -159,7 +159,7 @@ def test_under_pdb_a_difference_before_the_step_is_told_and_the_step_is_reached(
     lines: list[str] = []
     assert not report(run, SAVED + 1, "cpu", debug=False, write=lines.append)
     assert lines[-1].startswith(f"step {SAVED}: ") and "differs" in lines[-1]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("p len(experiences)\ncontinue\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p len(batches)\ncontinue\n"))
 
     assert not report(run, SAVED + 1, "cpu", debug=True, write=lines.append)
 

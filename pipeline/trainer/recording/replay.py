@@ -250,7 +250,8 @@ def train(config: Config, run: Path, device: str, *, write: Callable[[str], obje
             those of the run; its sampling, rewards, buffer and number of steps are not used.
         run: Folder of the run.
         device: Device of the models; empty for the process's.
-        write: Called with the line of each step, JSON as in ``metrics.jsonl``; its ``step`` is the recorded one.
+        write: Called with the line of each step, JSON as in ``metrics.jsonl`` without the means over its rows; its
+            ``step`` is the recorded one.
 
     Raises:
         ConfigError: If there is no recording or no row in it, its rows are of another algorithm or have other
