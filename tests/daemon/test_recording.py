@@ -151,7 +151,7 @@ def with_weights(line: RecordLine, step: int, weights: int) -> RecordLine:
 
 
 def lasting(line: str) -> dict[str, Any]:
-    """Return the statistics of a step without its times, and without those of its rows, which a replay does not take."""
+    """Return the statistics of a step without its times and without those of its rows, which a replay lacks."""
     of_step = {"step", *(field.name for field in dataclasses.fields(StepStats))}
     found = {name: value for name, value in json.loads(line).items() if name in of_step and not name.endswith("_s")}
     assert len(found) > 10
