@@ -17,10 +17,10 @@ process           the process of a rank
 publish_check     refusal of weights that workers could not use
 recording         steps recorded, and taken again
 resume            the point from which a trainer starts
+row_means         means over the rows of a step, by name
 saving            checkpoints written beside training
 session           a rank's leases and messages with the buffer
 setup             makes the embedded model: `prepare` and its process
-row_means         means over the rows of a step, by name
 sharding          models sharded over the ranks
 sleep             a rank's turns on a card that it shares with engines
 state             the training state beside the weights; the learner's interface
