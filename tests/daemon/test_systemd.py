@@ -176,7 +176,8 @@ def test_a_reload_waits_for_its_result_and_a_wrong_file_changes_nothing(unit: Un
     unit.box.write(path, right)
     back = unit.box.run("systemctl", "reload", unit.name, check=False)
 
-    assert (good.returncode, back.returncode) == (0, 0) and bad.returncode != 0
+    told = f"{good.stderr}{back.stderr}" + unit.box.run("journalctl", f"--unit={unit.name}", "--lines=60").stdout
+    assert (good.returncode, back.returncode) == (0, 0) and bad.returncode != 0, told
     assert unit.logged("in force: daemon.drain_timeout_s = 21.0, was 20.0")
     assert unit.logged("/etc/rlhfd/rlhfd.toml:4:19: daemon.drain_timeout_s")
     assert (unit.shown("ActiveState"), unit.pid) == ("active", pid)
