@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from pipeline.cli.options import configured, load
+from pipeline.config.load import get
 from pipeline.errors import ConfigError
 
 
@@ -40,8 +41,8 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
     """
     from pipeline.buffer import sizing
     from pipeline.supervisor import notes, preflight
+    from pipeline.supervisor.capacity.choices import misfits
     from pipeline.supervisor.capacity.disk import disk_notes
-    from pipeline.supervisor.capacity.sharding import misfits
 
     loaded = load(path, sets, files=True)
     try:
@@ -72,13 +73,11 @@ def show(path: Path | None, sets: tuple[str, ...], effective: bool, origin: bool
       RLHFD_ROLLOUT__WORKERS=8 rlhfd config show --effective --origin
     """
     from pipeline.config import load as config_load
-    from pipeline.supervisor.capacity.sharding import decided
+    from pipeline.supervisor.capacity.choices import decided
 
     loaded = load(path, sets, files=False)
-    remarks = {}
-    if loaded.config.trainer.sharding == "auto":
-        chosen = decided(loaded.config, os.environ)
-        remarks["trainer.sharding"] = f"{chosen.config.trainer.sharding} here: {chosen.reason}"
+    chosen = decided(loaded.config, os.environ).shown
+    remarks = {key: remark for key, remark in chosen.items() if get(loaded.config, key) in (None, "auto")}
     click.echo(config_load.render(loaded, effective=effective, origin=origin, remarks=remarks), nl=False)
 
 

@@ -15,8 +15,8 @@ from pipeline.cli.options import configured, load
 if TYPE_CHECKING:
     from pipeline.config.plan import Models
     from pipeline.supervisor.capacity.budgets import Budget
+    from pipeline.supervisor.capacity.choices import Choices
     from pipeline.supervisor.capacity.machine import Machine
-    from pipeline.supervisor.capacity.sharding import Choice
 
 
 class _Bytes(click.ParamType[int]):
@@ -73,8 +73,8 @@ def plan(
     from pipeline.config.plan import models_of
     from pipeline.supervisor.capacity import machine as machines
     from pipeline.supervisor.capacity.budgets import budgets_of, remedies
+    from pipeline.supervisor.capacity.choices import choice
     from pipeline.supervisor.capacity.disk import disk_budget
-    from pipeline.supervisor.capacity.sharding import choice
 
     config = load(path, sets, files=False, on_cards=None if gpus is None else gpus > 0).config
     made = {str(sort_digits.model_directory(sort_digits.directory_of(config.daemon.state_dir))): sort_digits.sizes()}
@@ -96,7 +96,7 @@ def plan(
         raise click.exceptions.Exit(1)
 
 
-def _lines(chosen: Choice, models: Models, machine: Machine, budgets: list[Budget], *, is_auto: bool) -> Iterator[str]:
+def _lines(chosen: Choices, models: Models, machine: Machine, budgets: list[Budget], *, is_auto: bool) -> Iterator[str]:
     from pipeline.config.plan import needs
     from pipeline.supervisor.capacity.budgets import size
 
@@ -106,7 +106,14 @@ def _lines(chosen: Choice, models: Models, machine: Machine, budgets: list[Budge
     cards = f"{machine.gpus} GPUs of {size(machine.gpu_bytes)}, " if machine.gpus else "no GPU, "
     yield f"machine      {cards}{size(machine.ram_bytes)} of memory, {size(machine.shm_bytes)} of it for /dev/shm"
     if config.trainer.world_size > 1:
-        yield f"sharding     {config.trainer.sharding}{f' by auto: {chosen.reason}' if is_auto else ''}"
+        why = f" by auto: {chosen.reasons['trainer.sharding']}" if is_auto else ""
+        yield f"sharding     {config.trainer.sharding}{why}"
+    if (why := chosen.reasons.get("trainer.micro_batch_tokens")) is not None:
+        tokens = config.trainer.micro_batch_tokens
+        kept = "checkpointed" if config.trainer.activation_checkpointing is not False else "kept"
+        yield f"passes       {f'{tokens:,} tokens' if tokens else 'as configured'}, activations {kept}: {why}"
+    if (why := chosen.reasons.get("trainer.keep_state")) is not None:
+        yield f"state        in {'memory' if config.trainer.keep_state == 'memory' else 'checkpoints alone'}: {why}"
     for budget in budgets:
         yield ""
         verdict = f"{size(budget.lacks_bytes)} too much" if budget.lacks_bytes else "fits"

@@ -15,6 +15,7 @@ from pipeline.config.schema import Config
 from pipeline.config.types import BUILTIN_PREFIX
 
 _PLACED: Final = "placed by `rlhfd plan`"
+_PLANNED: Final = "chosen by `rlhfd plan`"
 
 
 class Derived(NamedTuple):
@@ -152,13 +153,12 @@ def _of_updates(config: Config, *, on_cards: bool) -> dict[str, Derived]:
     if trainer.loss_aggregation == "dr_grpo":
         tokens = config.lengths.response or config.lengths.row
         found["trainer.dr_grpo_tokens"] = Derived(tokens, "the longest response")
-    by_tokens = trainer.micro_batch_tokens is not None
+    by_tokens = trainer.micro_batch_tokens is not None or on_cards
     found["trainer.micro_batch_size"] = Derived(
-        None, "trainer.micro_batch_tokens takes its place" if by_tokens else _rows_of_a_pass(on_cards=on_cards)
+        None, "trainer.micro_batch_tokens takes its place" if by_tokens else "by the size of the model: no GPU"
     )
-    found["trainer.activation_checkpointing"] = Derived(
-        None, "true, on a GPU, where a model has layers to checkpoint" if on_cards else "false: no GPU"
-    )
+    found["trainer.micro_batch_tokens"] = Derived(None, _PLANNED if on_cards else "no GPU")
+    found["trainer.activation_checkpointing"] = Derived(None, _PLANNED if on_cards else "false: no GPU")
     found["trainer.packing"] = Derived(None, "where the models' attention has a kernel for it, told at the start")
     found["trainer.shared_prefix"] = Derived(
         None, "false, on a GPU" if on_cards else "true where it saves 15 % and the models can: no GPU"

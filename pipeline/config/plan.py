@@ -135,7 +135,7 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
     """
     trained, frozen = _trained_and_frozen(config, models)
     width = WEIGHT_BYTES[config.model.dtype]
-    state = _state_bytes(config) * trained if config.trainer.keep_state == "memory" else 0
+    state = _state_bytes(config) * trained if config.trainer.keep_state != "disk" else 0
     is_ours = config.trainer.kind == "builtin"
     held = _reference_on("worker", config, models)
     streams = config.model.reference_device == "host"

@@ -266,20 +266,22 @@ class TrainerConfig(LossSection):
     micro_batch_size: int | None = Field(
         default=None,
         ge=1,
-        description="Rows per training pass; left out: of 16,384 tokens on a GPU (8,192 without "
-        "activation_checkpointing), 48 at most on a CPU; halved if a GPU is full.",
+        description="Rows per training pass; left out: of micro_batch_tokens on a GPU, 48 at most on a CPU; halved if "
+        "a GPU is full.",
     )
     micro_batch_tokens: int | None = Field(
         default=None,
         ge=1,
         le=2**31,
         description="Tokens per training pass, in place of micro_batch_size: rows of similar length, at most a tenth "
-        "of them padding; a longer row is a pass of its own; halved if a GPU is full.",
+        "of them padding; a longer row is a pass of its own; halved if a GPU is full; left out: on a GPU as many as "
+        "fit by `rlhfd plan`, 65,536 at most.",
     )
     activation_checkpointing: bool | None = Field(
         default=None,
         description="Whether the backward pass computes each decoder layer again in place of keeping its activations: "
-        "less memory, a third more operations, the same gradients; left out: on a GPU.",
+        "less memory, a third more operations, the same gradients; left out: on a GPU on which, by `rlhfd plan`, a "
+        "step does not fit without it.",
     )
     packing: bool | None = Field(
         default=None,
@@ -305,9 +307,10 @@ class TrainerConfig(LossSection):
         description="Whether a start resumes from the last checkpoint of the same run; never: each start removes that "
         "run and begins it anew, as `rlhfd start --fresh` does once.",
     )
-    keep_state: Literal["memory", "disk"] = Field(
-        default="memory",
-        description="State from which a killed trainer resumes: shared memory, exactly, or the last checkpoint.",
+    keep_state: Literal["auto", "memory", "disk"] = Field(
+        default="auto",
+        description="State from which a killed trainer resumes: shared memory, exactly, or the last checkpoint; auto: "
+        "memory where /dev/shm has room for it.",
     )
     keep_state_every: int = Field(
         default=1,

@@ -34,8 +34,8 @@ from pipeline.runtime.transport import BUFFER, Outbox
 from pipeline.runtime.workspace import Workspace
 from pipeline.storage.truncation import Sizes
 from pipeline.supervisor import notes, placement
+from pipeline.supervisor.capacity.choices import decided
 from pipeline.supervisor.capacity.disk import disk_notes
-from pipeline.supervisor.capacity.sharding import decided
 from pipeline.supervisor.exits import ExitHandler, death_of
 from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
 from pipeline.supervisor.live import LiveView
@@ -78,7 +78,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     faulthandler.enable()
     notifier = Notifier.from_environ(os.environ)
     user_modules.use_folder_of(loaded.path)
-    config, reason = decided(loaded.config, os.environ)
+    config, reasons = decided(loaded.config, os.environ)
     config = with_workers(sort_digits.with_paths(config), placement.visible_gpus(os.environ))
     if config.cluster.engine == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
@@ -90,7 +90,14 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         log.warning("%s", note)
     if config.trainer.world_size > 1:
         ranks = config.trainer
-        log.info("trainer ranks: count=%d sharding=%s reason=%s", ranks.world_size, ranks.sharding, reason)
+        why = reasons["trainer.sharding"]
+        log.info("trainer ranks: count=%d sharding=%s reason=%s", ranks.world_size, ranks.sharding, why)
+    if (why := reasons.get("trainer.micro_batch_tokens")) is not None:
+        most, kept = config.trainer.micro_batch_tokens or "-", config.trainer.activation_checkpointing is False
+        log.info("training passes by the plan: most_tokens=%s activations=%s reason=%s",
+                 most, "kept" if kept else "checkpointed", why)  # fmt: skip
+    if config.trainer.keep_state == "disk" and (why := reasons.get("trainer.keep_state")) is not None:
+        log.warning("a killed trainer goes back to its last checkpoint, its state is kept on disk alone: %s", why)
     children = 1 + config.rollout.workers + config.trainer.world_size
     allow_descriptors(children, config.rollout.reward_processes, MOST_CONNECTIONS if config.metrics.enabled else 0)
     hold_signals()

@@ -15,7 +15,7 @@ NO_VALUE = {
     "model.reward", "model.lora_adapter", "prompts.max_characters", "prompts.pass_rate_column",
     "prompts.system_prompt", "prompts.tools_file", "prompts.tools_column", "rollout.environment",
     "rollout.stop_token_ids", "rollout.reward_clip", "trainer.target_kl", "trainer.kl_coef_target",
-    "trainer.dual_clip", "trainer.micro_batch_tokens", "metrics.tls_cert", "metrics.tls_key", "metrics.token_file",
+    "trainer.dual_clip", "metrics.tls_cert", "metrics.tls_key", "metrics.token_file",
 }  # fmt: skip
 """Keys that are off if they are left out."""
 
@@ -69,10 +69,10 @@ def test_every_key_that_may_be_left_out_has_a_default_with_its_origin_or_is_off(
         (
             (),
             True,
-            "# activation_checkpointing is left out  # true, on a GPU, where a model has layers to checkpoint",
+            "# activation_checkpointing is left out  # chosen by `rlhfd plan`",
         ),
         ((), False, "# micro_batch_size is left out  # by the size of the model: no GPU"),
-        ((), True, "# micro_batch_size is left out  # of 16,384 tokens, on a GPU"),
+        ((), True, "# micro_batch_size is left out  # trainer.micro_batch_tokens takes its place"),
         (("rollout.engine=vllm",), False, "# cache_bytes is left out  # 1 GiB: no GPU"),
         (("evaluation.files=['a']", "rollout.top_p=0.9"), False, "top_p = 0.9  # default; rollout.top_p"),
         (("evaluation.files=['a']", "evaluation.num_generations=4"), False,

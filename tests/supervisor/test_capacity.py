@@ -20,8 +20,8 @@ from pipeline.errors import ConfigError
 from pipeline.supervisor import preflight
 from pipeline.supervisor.capacity import machine as machines
 from pipeline.supervisor.capacity.budgets import budgets_of, remedies
+from pipeline.supervisor.capacity.choices import choice, decided, misfits
 from pipeline.supervisor.capacity.machine import Machine, described, of_processes
-from pipeline.supervisor.capacity.sharding import choice, decided, misfits
 from tests.supervisor.test_gpus import FakeNvml, faked
 from tests.support import tiny
 from tests.support.daemon import EXACT
@@ -58,7 +58,7 @@ def configured(folder: Path, ranks: int = 2, **trainer: Any) -> Config:
 
 def chosen(config: Config, machine: Machine) -> tuple[str, str]:
     found = choice(config, models_of(config), machine)
-    return found.config.trainer.sharding, found.reason
+    return found.config.trainer.sharding, found.reasons["trainer.sharding"]
 
 
 def with_images(folder: Path, target: Path) -> Path:
@@ -107,7 +107,9 @@ def test_on_a_cpu_auto_depends_on_the_memory_of_the_host(folder: Path) -> None:
     fits, lacks = (choice(config, models, machine._replace(ram_bytes=nbytes)) for nbytes in (needed, needed - 1))
 
     assert fits.config.trainer.sharding == "none" and lacks.config.trainer.sharding == "full"
-    assert all(found.reason.startswith("with whole ranks host memory takes ") for found in (fits, lacks))
+    assert all(
+        found.reasons["trainer.sharding"].startswith("with whole ranks host memory takes ") for found in (fits, lacks)
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_vision_language_model_is_never_sharded_by_auto(folder: Path, tmp_path
 def test_a_model_without_a_plan_is_not_sharded_and_the_reason_is_given(tmp_path: Path) -> None:
     found = decided(configured(tmp_path), {})
 
-    assert (found.config.trainer.sharding, found.reason) == (
+    assert (found.config.trainer.sharding, found.reasons["trainer.sharding"]) == (
         "none",
         f"no plan: model.actor: {tmp_path} has no config.json",
     )

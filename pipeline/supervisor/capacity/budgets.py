@@ -35,6 +35,9 @@ _OF_A_STEP = ("gradients", "activations of a micro-batch", "logits", "gathered l
 """Terms that are free of a rank that has stepped."""
 
 
+_CARD = "GPU of"
+
+
 class Budget(NamedTuple):
     """A memory or disk: its room and the need of a run, in bytes."""
 
@@ -46,6 +49,11 @@ class Budget(NamedTuple):
     def total_bytes(self) -> int:
         """Sum of the terms."""
         return sum(self.terms.values())
+
+    @property
+    def is_card(self) -> bool:
+        """Whether it is the memory of a GPU."""
+        return self.name.startswith(_CARD)
 
     @property
     def holds_ranks(self) -> bool:
@@ -96,7 +104,7 @@ def budgets_of(config: Config, models: Models, machine: Machine) -> list[Budget]
             seen.add(kinds)
             alike = sum(tuple(name.split()[0] for name in others) == kinds for others in cards.values())
             phase, terms = _largest_phase(config, kinds, terms)
-            budgets.append(Budget(f"GPU of {' and '.join(names)} ({alike} like it){phase}", terms, machine.gpu_bytes))
+            budgets.append(Budget(f"{_CARD} {' and '.join(names)} ({alike} like it){phase}", terms, machine.gpu_bytes))
     budgets.append(Budget(SHM, found.shared, machine.shm_bytes))
     shared = {f"/dev/shm: {name}": nbytes for name, nbytes in found.shared.items()}
     return [*budgets, Budget("host memory", {**shared, **host}, machine.ram_bytes)]

@@ -124,7 +124,7 @@ class Publishing:
             probe = self._probe_answer(number, first=is_first)
             training = None
             every = self._config.keep_state_every
-            if self._config.keep_state == "memory" and (is_first or keeps_state or number % every == 0):
+            if self._config.keep_state != "disk" and (is_first or keeps_state or number % every == 0):
                 training = tensors_of(self._learner, progress, self._device)
             wanted = wanted._replace(trained_through=self._connection.begin_version(), probe=probe)
             write = _timed(self._models.writing(wanted, training))

@@ -1,0 +1,209 @@
+"""The keys of the trainer that follow from the plan of a run: sharding, training passes, place of the training state.
+
+    trainer.sharding                  full where a whole model does not fit beside each rank, none elsewhere
+    trainer.activation_checkpointing  on a card, where a step does not fit without it
+    trainer.micro_batch_tokens        on a card, as many as fit
+    trainer.keep_state                memory where /dev/shm has room for it, else disk
+
+Each choice follows from the configuration, the headers of the models' files and the size of the machine, so that each
+start on one machine, and each restart of a role, chooses alike. Checkpoints are the same in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline import sort_digits
+from pipeline.config.conflicts import conflicts
+from pipeline.config.model_files import has_images
+from pipeline.config.plan import Models, models_of, needs
+from pipeline.config.schema import Config
+from pipeline.config.types import BUILTIN_PREFIX
+from pipeline.errors import ConfigError
+from pipeline.runtime.lock import shm_directory
+from pipeline.supervisor.capacity.budgets import Budget, budgets_of, remedies, size
+from pipeline.supervisor.capacity.machine import Machine, of_processes
+
+_PASS_TOKENS = (65_536, 32_768, 16_384, 8_192)
+"""Tokens of a training pass, those first that keep a card busiest: on an H200 a pass of 16,384 takes 0.07 s of
+arithmetic and .25 s of launches, and 65,536 were 8 % faster in all."""
+_RESERVE, _SHARDED_RESERVE = 0.1, 0.25
+"""Share of a card that a choice leaves free: the plan knows no fragments, and other processes take some. A pass over
+shards that runs out of memory ends the run, since a rank cannot repeat it alone; others are halved."""
+
+
+class Choices(NamedTuple):
+    """The configuration in force, and the reason of each value that the plan chose or could not choose, by key."""
+
+    config: Config
+    reasons: dict[str, str]
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """The values in force with their reasons, of the keys that a user may have left to the plan."""
+        trainer = self.config.trainer
+        found = {"trainer.sharding": trainer.sharding, "trainer.keep_state": trainer.keep_state}
+        if trainer.micro_batch_tokens is not None:
+            found["trainer.micro_batch_tokens"] = f"{trainer.micro_batch_tokens:,}"
+        if trainer.activation_checkpointing is not None:
+            found["trainer.activation_checkpointing"] = str(trainer.activation_checkpointing).lower()
+        return {key: f"{value} here: {self.reasons[key]}" for key, value in found.items() if key in self.reasons}
+
+
+def decided(config: Config, environ: Mapping[str, str]) -> Choices:
+    """Return the configuration with the plan's choices for this machine and its environment."""
+    try:
+        machine = of_processes(environ)
+        return choice(config, _models(config), machine._replace(shm_bytes=_shm_room(config, machine)))
+    except ConfigError as error:
+        return _without_plan(config, error)
+
+
+def choice(config: Config, models: Models, machine: Machine) -> Choices:
+    """Return the configuration with the plan's choices for a machine.
+
+    Args:
+        config: The configuration.
+        models: The sizes of its models.
+        machine: The machine.
+
+    Raises:
+        ConfigError: If the machine has fewer GPUs than ranks.
+    """
+    reasons: dict[str, str] = {}
+    for keys, choose in (
+        (("trainer.sharding",), _sharding),
+        (("trainer.activation_checkpointing", "trainer.micro_batch_tokens"), _passes),
+        (("trainer.keep_state",), _state),
+    ):
+        config, reason = choose(config, models, machine)
+        if reason is not None:
+            reasons |= dict.fromkeys(keys, reason)
+    return Choices(config, reasons)
+
+
+def misfits(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Return what does not fit on this machine, if it has GPUs, and the keys to change: a line each, usually none."""
+    try:
+        machine = of_processes(environ)
+        if not machine.gpus or str(config.model.actor).startswith(BUILTIN_PREFIX):
+            return []
+        models = models_of(config)
+        config = choice(config, models, machine).config
+        lacking = [budget for budget in budgets_of(config, models, machine) if budget.lacks_bytes]
+    except ConfigError as error:
+        return [f"no plan: {error}"]
+    lines = [f"{budget.name} takes {size(budget.total_bytes)} of {size(budget.capacity_bytes)}" for budget in lacking]
+    return [*lines, *(f"to fit: {line}" for line in remedies(config, models, machine))] if lacking else []
+
+
+def _without_plan(config: Config, error: ConfigError) -> Choices:
+    sharding = "none" if config.trainer.sharding == "auto" else config.trainer.sharding
+    keep_state = "memory" if config.trainer.keep_state == "auto" else config.trainer.keep_state
+    reason = _settled(config) or f"no plan: {error}"
+    return Choices(_with(config, sharding=sharding, keep_state=keep_state), {"trainer.sharding": reason})
+
+
+def _models(config: Config) -> Models:
+    """Return the sizes of a run's models; those of the embedded one, which its first start makes, are known."""
+    folder = sort_digits.model_directory(sort_digits.directory_of(config.daemon.state_dir))
+    return models_of(sort_digits.with_paths(config), {str(folder): sort_digits.sizes()})
+
+
+def _sharding(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:
+    """Return "none" or "full" in place of "auto"."""
+    if (reason := _settled(config)) is not None:
+        return _with(config, sharding="none") if config.trainer.sharding == "auto" else config, reason
+    whole, sharded = _with(config, sharding="none"), _with(config, sharding="full")
+    budget = max(_of_ranks(whole, models, machine), key=lambda budget: budget.total_bytes - budget.capacity_bytes)
+    needed = f"with whole ranks {budget.name} takes {size(budget.total_bytes)} of {size(budget.capacity_bytes)}"
+    if not budget.lacks_bytes:
+        return whole, needed
+    if has_images(Path(config.model.actor)):
+        return whole, f"{needed}, and vision-language models are not sharded"
+    if found := conflicts(sharded):
+        return whole, f"{needed}, and {found[0].keys[0]} {found[0].message}"
+    before, after = (sum(budget.lacks_bytes for budget in budgets_of(one, models, machine)) for one in (whole, sharded))
+    return (sharded, needed) if after < before else (whole, f"{needed}, and shards need no less")
+
+
+def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:
+    """Return the tokens of a training pass and whether activations are checkpointed, on cards.
+
+    A configured value stays. Activations are kept where a pass of the fewest tokens fits with them.
+    """
+    trainer = config.trainer
+    has_size = trainer.micro_batch_size is not None or trainer.micro_batch_tokens is not None
+    if not machine.gpus or trainer.kind == "external" or (has_size and trainer.activation_checkpointing is not None):
+        return config, None
+    share = 1.0 - (_SHARDED_RESERVE if config.shards_trainer else _RESERVE)
+    if _shares_with_growing_cache(config, _cards_of_ranks(config, models, machine)):
+        return config, "the cache of vllm takes what is free of the same card: rollout.cache_bytes bounds it"
+    for keeps in (True, False):
+        if trainer.activation_checkpointing is keeps:
+            continue
+        for tokens in (None,) if has_size else _PASS_TOKENS:
+            # Left out, a model without layers to checkpoint is no error.
+            checkpointing = trainer.activation_checkpointing if not keeps else False
+            sized = _with(config, activation_checkpointing=checkpointing)
+            sized = sized if tokens is None else _with(sized, micro_batch_tokens=tokens)
+            cards = _cards_of_ranks(sized, models, machine)
+            if all(card.total_bytes <= share * card.capacity_bytes for card in cards):
+                fullest = max(cards, key=lambda card: card.total_bytes)
+                return sized, f"{fullest.name} takes {size(fullest.total_bytes)} of {size(fullest.capacity_bytes)}"
+    return config, f"no pass leaves {1.0 - share:.0%} of the card free"
+
+
+def _shares_with_growing_cache(config: Config, cards: list[Budget]) -> bool:
+    """Return whether ranks share their cards with an engine whose cache is the rest of the card."""
+    grows = config.rollout.engine == "vllm" and config.rollout.cache_bytes is None
+    return grows and any(term.startswith("rollout ") for card in cards for term in card.terms)
+
+
+def _state(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:
+    """Return "memory" or "disk" in place of "auto" as the place of the training state."""
+    if config.trainer.keep_state != "auto":
+        return config, None
+    kept = _with(config, keep_state="memory")
+    if config.trainer.keep_state_every > 1:
+        return kept, "trainer.keep_state_every is set"
+    needed = sum(needs(kept, models, on_cards=machine.gpus > 0).shared.values())
+    reason = f"/dev/shm has {size(machine.shm_bytes)} of the {size(needed)} that the run takes with it"
+    return (kept if needed <= machine.shm_bytes else _with(config, keep_state="disk")), reason
+
+
+def _shm_room(config: Config, machine: Machine) -> int:
+    """Return the room in /dev/shm with that of this instance's own files, which a killed instance has left."""
+    folder = shm_directory(config.daemon.runtime_dir)
+    try:
+        own = sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file())
+    except OSError:
+        own = 0
+    return min(machine.shm_bytes + own, machine.ram_bytes)
+
+
+def _settled(config: Config) -> str | None:
+    """Return the reason of a sharding that no plan decides; None if the plan decides."""
+    if config.trainer.sharding != "auto":
+        return "configured"
+    if config.trainer.kind == "external":
+        return "an external trainer shards its own models"
+    if config.trainer.world_size == 1:
+        return "one rank"
+    if str(config.model.actor).startswith(BUILTIN_PREFIX):
+        return "the embedded model fits"
+    return None
+
+
+def _of_ranks(config: Config, models: Models, machine: Machine) -> list[Budget]:
+    return [budget for budget in budgets_of(config, models, machine) if budget.holds_ranks]
+
+
+def _cards_of_ranks(config: Config, models: Models, machine: Machine) -> list[Budget]:
+    return [budget for budget in _of_ranks(config, models, machine) if budget.is_card]
+
+
+def _with(config: Config, **changes: Any) -> Config:
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
