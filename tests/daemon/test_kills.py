@@ -360,12 +360,16 @@ def test_starts_that_fail_and_an_error_nobody_foresaw_leave_what_a_killed_superv
 
 @pytest.mark.variant
 def test_what_kills_left_half_written_goes_with_the_next_run(tmp_path, task):  # noqa: F811
-    half = ("run/.instance.json.new", "state/checkpoints/.latest.new", "state/quarantine/2026-torn-ticket-1.new")
-    for name in half:
-        (tmp_path / name).parent.mkdir(parents=True, mode=0o700, exist_ok=True)
-        (tmp_path / name).write_bytes(b"half")
+    with Daemon(tmp_path, *SMALL, "trainer.max_steps=1", task=task) as daemon:
+        assert daemon.wait() == 0, daemon.errors
+    half = [daemon.runtime_dir / ".instance.json.new"]
+    half += [daemon.run_dir / name for name in ("checkpoints/.latest.new", "quarantine/2026-torn-ticket-1.new")]
+    for path in half:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.write_bytes(b"half")
+    assert len(daemon.leftovers()) == len(half)
 
-    with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task) as daemon:
+    with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task, name="second") as daemon:
         assert daemon.wait() == 0, daemon.errors
 
     assert daemon.leftovers() == []

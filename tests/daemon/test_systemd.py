@@ -24,7 +24,7 @@ pytestmark = [
 START_TIMEOUT_S = 90.0
 # Each look starts nsenter and systemctl: at the pace of other tests they would take a core from the awaited process.
 POLL_S = 0.2
-# A machine with more work than cores keeps the buffer silent for seconds.
+# Of the tests of the watchdog alone: a machine with more work than cores keeps the buffer silent for seconds.
 WATCHDOG_S = 16
 CONFIG = """
 [daemon]
@@ -120,7 +120,7 @@ class Unit:
 def box(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[SystemdBox]:
     """A systemd with both units installed by the documented command, and a drop-in that makes them quick."""
     quick = (
-        f"[Unit]\nStartLimitBurst=3\n[Service]\nRestartSec=0.1\nWatchdogSec={WATCHDOG_S}\n"
+        "[Unit]\nStartLimitBurst=3\n[Service]\nRestartSec=0.1\n"
         f"Environment=PYTHONPATH={Path(__file__).parents[2]} OMP_NUM_THREADS=1\n"
     )
     with booted_box(tmp_path_factory.mktemp("box")) as booted:
@@ -139,6 +139,22 @@ def box(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[System
 @pytest.fixture
 def unit(box: SystemdBox) -> Unit:
     return Unit(box, "rlhfd.service", "rlhfd")
+
+
+@pytest.fixture
+def watched(unit: Unit) -> Iterator[Unit]:
+    """The unit with a short watchdog, stopped before and afterwards: a running service keeps the one that it has."""
+    file = f"/etc/systemd/system/{unit.name}.d/watchdog.conf"
+
+    def renewed() -> None:
+        unit.box.run("systemctl", "daemon-reload")
+        unit.box.run("systemctl", "stop", unit.name, timeout_s=90.0)
+
+    unit.box.write(file, f"[Service]\nWatchdogSec={WATCHDOG_S}\n")
+    renewed()
+    yield unit
+    unit.box.run("rm", file)
+    renewed()
 
 
 @pytest.fixture
@@ -196,7 +212,8 @@ def test_a_killed_daemon_is_started_again_and_takes_the_arena_over(unit: Unit) -
 
 
 @pytest.mark.parametrize("role", [pytest.param("supervisor", marks=pytest.mark.variant), "buffer"])
-def test_systemd_restarts_it_when_the_supervisor_or_the_buffer_hangs(unit: Unit, role: str) -> None:
+def test_systemd_restarts_it_when_the_supervisor_or_the_buffer_hangs(watched: Unit, role: str) -> None:
+    unit = watched
     unit.ensure_active()
     pid = unit.pid
     texts = ("Fatal Python error: Aborted", "arena taken over", "Watchdog timeout")
