@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from pipeline.cli.options import configured, load
-from pipeline.config.load import get
 from pipeline.errors import ConfigError
 
 
@@ -73,6 +72,7 @@ def show(path: Path | None, sets: tuple[str, ...], effective: bool, origin: bool
       RLHFD_ROLLOUT__WORKERS=8 rlhfd config show --effective --origin
     """
     from pipeline.config import load as config_load
+    from pipeline.config.load import get
     from pipeline.supervisor.capacity.choices import decided
 
     loaded = load(path, sets, files=False)

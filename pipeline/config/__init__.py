@@ -13,6 +13,7 @@ model_files     a model's sizes, from its files' headers
 own_model       defaults of a run with a model of its own
 plan            bytes that a run needs on each device
 positions       tokens that a model has positions for
+presets         defaults of published algorithms, by the name of one
 prompts         files, columns, filters and template of prompts
 reference       docs/configuration.md
 rewards         names, tables and options of reward functions

@@ -17,13 +17,13 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.config import own_model
+from pipeline.config import own_model, presets
 from pipeline.config.advice import (
     SECTIONS,
     describe,
@@ -98,7 +98,8 @@ class LoadedConfig:
         path: The file that was read, if any.
         sets: The assignments of the command line.
         environ: The environment variables with the prefix ``RLHFD_``.
-        reasons: Why a default differs from the schema's, by ``section.key`` (`pipeline.config.own_model`).
+        reasons: Why a default differs from the schema's, by ``section.key``: a model of its own, a preset.
+        preset: The keys whose default is that of a preset (`pipeline.config.presets`).
         on_cards: Whether the run has GPUs.
     """
 
@@ -108,6 +109,7 @@ class LoadedConfig:
     sets: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
+    preset: frozenset[str] = frozenset()
     on_cards: bool = False
 
     def where(self, key: str) -> str:
@@ -167,14 +169,21 @@ def load(
     values |= _from_environment(environ, errors)
     values |= _from_sets(sets, errors)
     base = path.parent if path else Path()
-    given = own_model.defaults({key: value.value for key, value in values.items()}, base, on_cards=on_cards)
+    plain = {key: value.value for key, value in values.items()}
+    by_preset: dict[str, own_model.Default] = {}
+    if (preset := presets.preset_of(plain)) is not None:
+        by_preset = presets.defaults(preset, plain)
+        values[presets.ALGORITHM] = replace(values[presets.ALGORITHM], value=presets.BASE, text=None)
+    given = own_model.defaults(plain, base, on_cards=on_cards) | by_preset
     own = {key: _Value(default.value, Origin("default")) for key, default in given.items()}
     values |= own
     config = _validate(values, base, errors)
     origins = {key: value.origin for key, value in values.items() if value.origin.layer != "default"}
     ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
     reasons = {key: default.reason for key, default in given.items()}
-    loaded = LoadedConfig(config, origins, path, tuple(sets), ours, reasons, on_cards)
+    if preset is not None:
+        reasons[presets.ALGORITHM] = f"preset {preset}"
+    loaded = LoadedConfig(config, origins, path, tuple(sets), ours, reasons, frozenset(by_preset), on_cards)
     if check_files is not None:
         errors += check_files(loaded)
     if errors:
@@ -232,7 +241,7 @@ def find_runtime_dir(path: Path | None, environ: Mapping[str, str]) -> Path:
 
 
 def render(loaded: LoadedConfig, *, effective: bool, origin: bool, remarks: Mapping[str, str] = {}) -> str:
-    """Return a configuration as TOML: the keys that were set, or all values in force.
+    """Return a configuration as TOML: the keys that were set, with those of a preset, or all values in force.
 
     Args:
         loaded: The configuration.
@@ -255,7 +264,7 @@ def render(loaded: LoadedConfig, *, effective: bool, origin: bool, remarks: Mapp
         lines = []
         for name in type(defaults).model_fields:
             key = f"{section}.{name}"
-            if key not in loaded.origins and not effective:
+            if key not in loaded.origins and key not in loaded.preset and not effective:
                 continue
             value = None if key in missing else get(config, key)
             default = in_force.get(key) if key not in loaded.origins and key not in remarks else None
@@ -510,8 +519,9 @@ def _validate(values: dict[str, _Value], base: Path, errors: list[str]) -> Confi
     config = Config.model_construct(**sections)
     for keys, message in conflicts(config):
         if wrong.isdisjoint(keys):
-            # Defaults do not conflict, so at least one of the keys was set.
-            key = next(key for key in keys if key in values)
+            # Defaults do not conflict, so at least one of the keys was set, or is that of a preset or of an own model.
+            found = [key for key in keys if key in values]
+            key = next((key for key in found if values[key].origin.layer != "default"), found[0])
             origin = values[key].origin
             errors.append(f"{_where(origin, key) if key == keys[0] else f'{origin.location}: {keys[0]}'}: {message}")
     return config

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from pipeline.config.model_files import has_images
+from pipeline.config.presets import PRESETS
 from pipeline.config.sections import Section
 
 if TYPE_CHECKING:
@@ -39,6 +40,21 @@ PolicyLossName = Annotated[
 
 AdvantageName = Annotated[
     str, _named(ADVANTAGES), Field(json_schema_extra={"pattern": f"^({'|'.join(ADVANTAGES)}|{_FUNCTION})$"})
+]
+
+_ALGORITHMS: Final = ("grpo", "ppo", *PRESETS)
+
+
+def _check_algorithm(value: object) -> object:
+    # A preset has become grpo by now (`pipeline.config.load`).
+    if value not in _ALGORITHMS[:2]:
+        message = f"must be {', '.join(_ALGORITHMS[:-1])} or {_ALGORITHMS[-1]}"
+        raise PydanticCustomError("named", "{message}", {"message": message, "expected": str(_ALGORITHMS)})
+    return value
+
+
+AlgorithmName = Annotated[
+    Literal["grpo", "ppo"], BeforeValidator(_check_algorithm), Field(json_schema_extra={"enum": [*_ALGORITHMS]})
 ]
 
 KlEstimator = Literal["k1", "k2", "k3"]

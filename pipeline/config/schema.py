@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from pipeline.config.conflicts import conflicts
 from pipeline.config.evaluation import EvaluationConfig
 from pipeline.config.lengths import Lengths, lengths_of, row_bytes_bound
-from pipeline.config.losses import AdvantageSection, LossSection
+from pipeline.config.losses import AdvantageSection, AlgorithmName, LossSection
 from pipeline.config.prompts import PromptsConfig
 from pipeline.config.rewards import DEFAULT_REWARD, EnvironmentSection, Reward
 from pipeline.config.sections import (
@@ -119,8 +119,10 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
 
     workers: int = Field(default=1, ge=1, le=1024, description="Number of rollout processes.")
     devices: Devices = Field(default="auto", description="Numbers of the CUDA devices that the workers share, or auto.")
-    algorithm: Literal["grpo", "ppo"] = Field(
-        default="grpo", description="Algorithm that computes advantages from rewards."
+    algorithm: AlgorithmName = Field(
+        default="grpo",
+        description="Algorithm that computes advantages from rewards: grpo, ppo, or a preset, which is grpo with other "
+        "defaults (docs/losses.md).",
     )
     engine: EngineName = Field(
         default="transformers",

@@ -148,7 +148,10 @@ MISTAKES = [
     ("[rollout]\ntop_p = 0.0", "2:9: rollout.top_p: must be greater than 0, got 0.0"),
     ("[rollout]\ntemperature = inf", "2:15: rollout.temperature: must be finite, got inf"),
     ("[rollout]\ntemperature = 0", "2:15: rollout.temperature: must be greater than 0, got 0"),
-    ('[rollout]\nalgorithm = "dpo"', '2:13: rollout.algorithm: must be "grpo" or "ppo", got "dpo"'),
+    (
+        '[rollout]\nalgorithm = "dpo"',
+        '2:13: rollout.algorithm: must be grpo, ppo, dapo, dr_grpo, rloo, gspo, cispo or reinforce++, got "dpo"',
+    ),
     ("[rollout]\nmax_length = 1", "2:14: rollout.max_length: must be at least 2, got 1"),
     ("[rollout]\ndevices = []", '2:11: rollout.devices: must be "auto" or name at least one device, got []'),
     (
@@ -375,7 +378,7 @@ MISTAKES = [
     ),
     (
         '[rollout]\nalgorithm = "GRPO"',
-        '2:13: rollout.algorithm: must be "grpo" or "ppo", got "GRPO"',
+        '2:13: rollout.algorithm: must be grpo, ppo, dapo, dr_grpo, rloo, gspo, cispo or reinforce++, got "GRPO"',
     ),
     (
         'rewards = ["my.rewards.exact"]',
