@@ -108,11 +108,11 @@ def _lines(chosen: Choices, models: Models, machine: Machine, budgets: list[Budg
     if config.trainer.world_size > 1:
         why = f" by auto: {chosen.reasons['trainer.sharding']}" if is_auto else ""
         yield f"sharding     {config.trainer.sharding}{why}"
-    if (why := chosen.reasons.get("trainer.micro_batch_tokens")) is not None:
+    if why := chosen.reasons.get("trainer.micro_batch_tokens", ""):
         tokens = config.trainer.micro_batch_tokens
         kept = "checkpointed" if config.trainer.activation_checkpointing is not False else "kept"
         yield f"passes       {f'{tokens:,} tokens' if tokens else 'as configured'}, activations {kept}: {why}"
-    if (why := chosen.reasons.get("trainer.keep_state")) is not None:
+    if why := chosen.reasons.get("trainer.keep_state", ""):
         yield f"state        in {'memory' if config.trainer.keep_state == 'memory' else 'checkpoints alone'}: {why}"
     for budget in budgets:
         yield ""

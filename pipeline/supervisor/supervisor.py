@@ -92,11 +92,11 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         ranks = config.trainer
         why = reasons["trainer.sharding"]
         log.info("trainer ranks: count=%d sharding=%s reason=%s", ranks.world_size, ranks.sharding, why)
-    if (why := reasons.get("trainer.micro_batch_tokens")) is not None:
+    if why := reasons.get("trainer.micro_batch_tokens", ""):
         most, kept = config.trainer.micro_batch_tokens or "-", config.trainer.activation_checkpointing is False
         log.info("training passes by the plan: most_tokens=%s activations=%s reason=%s",
                  most, "kept" if kept else "checkpointed", why)  # fmt: skip
-    if config.trainer.keep_state == "disk" and (why := reasons.get("trainer.keep_state")) is not None:
+    if config.trainer.keep_state == "disk" and (why := reasons.get("trainer.keep_state", "")):
         log.warning("a killed trainer goes back to its last checkpoint, its state is kept on disk alone: %s", why)
     children = 1 + config.rollout.workers + config.trainer.world_size
     allow_descriptors(children, config.rollout.reward_processes, MOST_CONNECTIONS if config.metrics.enabled else 0)

@@ -44,7 +44,7 @@ class Choices(NamedTuple):
     def shown(self) -> dict[str, str]:
         """The values in force with their reasons, of the keys that a user may have left to the plan."""
         trainer = self.config.trainer
-        found = {"trainer.sharding": trainer.sharding, "trainer.keep_state": trainer.keep_state}
+        found: dict[str, str] = {"trainer.sharding": trainer.sharding, "trainer.keep_state": trainer.keep_state}
         if trainer.micro_batch_tokens is not None:
             found["trainer.micro_batch_tokens"] = f"{trainer.micro_batch_tokens:,}"
         if trainer.activation_checkpointing is not None:
