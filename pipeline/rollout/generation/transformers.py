@@ -43,6 +43,10 @@ _DROP_SHARE = 8
 _FIXED_DROP_SHARE = 2
 """The same for steps of fixed shapes: each change of the batch is a copy of the cache too, and another graph."""
 
+_LOOK_STEPS = 8
+"""Steps of fixed shapes between two looks at the rows that have ended: each look waits for the device. At most 7 steps
+more than needed are computed, 3 % of a response of 256 tokens."""
+
 _NO_TOKEN = -1
 """In the place of a token that a response does not have."""
 
@@ -221,7 +225,7 @@ class TransformersGenerator:
         next_position = positions[..., -1:].repeat_interleave(repeats, dim=-2)
         mask = functional.pad(mask, (0, state.tokens.shape[1]), value=1).repeat_interleave(repeats, dim=0)
         alive = torch.ones_like(rows, dtype=torch.bool)
-        drop_share = _FIXED_DROP_SHARE if fixed else _DROP_SHARE
+        drop_share, look_steps = (_FIXED_DROP_SHARE, _LOOK_STEPS) if fixed else (_DROP_SHARE, 1)
         decoder = self._decoder_on(mask.device) if fixed else None
         # The row of each of these rows in the decoder, or before its first step in the cache; None if they are equal.
         sources: Tensor | None = torch.arange(len(input_ids), device=mask.device).repeat_interleave(repeats)
@@ -237,8 +241,10 @@ class TransformersGenerator:
             alive = state.go_on(rows, alive, tokens, step, sampling)
             if are_full:
                 alive = alive & state.have_room(rows, step)
-            living = int(alive.sum())
-            if living == 0 or step + 1 == state.tokens.shape[1]:
+            is_last = step + 1 == state.tokens.shape[1]
+            if are_full or (not is_last and (step + 1) % look_steps == 0):
+                living = int(alive.sum())
+            if living == 0 or is_last:
                 state.rows_done += started
                 return
             if (len(rows) - living) * drop_share >= len(rows) or are_full:
@@ -309,7 +315,7 @@ class _State:
         tokens: The sampled ones; `_NO_TOKEN` after the end of a row.
         log_probs: Log-probs of the tokens, and anything after the end of a row.
         rows_done: Rows of the mini-batches that have ended.
-        tokens_made: Tokens sampled so far.
+        tokens_made: Tokens sampled so far, with those of rows that have ended since the last look at them.
     """
 
     def __init__(self, tokens: Tensor, log_probs: Tensor, noise: Tensor, limits: Tensor | None = None) -> None:

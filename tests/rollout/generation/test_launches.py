@@ -99,3 +99,36 @@ def test_a_step_is_of_no_more_launches_than_one_of_transformers_generate(padded:
     for name, step in steps.items():
         assert step.total() <= theirs.total(), (name, step - theirs)
         assert step[READS] <= theirs[READS], name
+
+
+def test_in_steps_of_fixed_shapes_the_host_waits_for_the_device_once_in_eight() -> None:
+    """A wait is a value that is read: until it is there, no further step is launched."""
+    actor = model()
+    actor.register_forward_hook(forbid_stops)
+    engine = TransformersGenerator(actor, fixed_shapes=True)
+    ids = torch.randint(5, 60, (4, PROMPT_TOKENS))
+
+    def waits(tokens: int) -> int:
+        settings = Sampling(max_length=PROMPT_TOKENS + tokens, pad_token_id=0, eos_token_ids=(62, 63), seed=1)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            engine.generate(ids, torch.ones_like(ids), settings)
+        return sum(event.name in (READS, "aten::nonzero") for event in profiler.events())
+
+    # Within the room of the first 64 columns, that no larger buffer is made.
+    assert waits(33) - waits(9) == 3
+
+
+def test_rows_that_ended_between_two_looks_have_the_tokens_of_an_engine_that_always_looks() -> None:
+    actor = model()
+    ids = torch.randint(5, 60, (6, PROMPT_TOKENS))
+    for tokens in (1, 7, 8, 9, 40):
+        settings = Sampling(
+            max_length=PROMPT_TOKENS + tokens, pad_token_id=0, eos_token_ids=tuple(range(40, 46)), seed=tokens
+        )
+        looking, seldom = (
+            TransformersGenerator(actor, fixed_shapes=shapes).generate(ids, torch.ones_like(ids), settings)
+            for shapes in (False, True)
+        )
+
+        assert torch.equal(seldom.sequences, looking.sequences) and torch.equal(seldom.lengths, looking.lengths)
+        assert tokens < 9 or int(looking.lengths.min()) < tokens
