@@ -12,6 +12,7 @@ An unknown key or one that is set twice is shown at the key, a wrong value at th
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import math
 import os
 import re
@@ -64,6 +65,7 @@ _PATH_KEYS = {
 
 
 _REWARDS = "rewards"
+_ENGINE = "rollout.engine"
 _REWARD_PATHS = ("schema_file", "template_file")
 _REWARD_KEY = r"rewards(?:\.[\w.-]+(?::[\w.-]+)?)?"
 
@@ -174,13 +176,17 @@ def load(
     if (preset := presets.preset_of(plain)) is not None:
         by_preset = presets.defaults(preset, plain)
         values[presets.ALGORITHM] = replace(values[presets.ALGORITHM], value=presets.BASE, text=None)
+    reasons: dict[str, str] = {}
+    if plain.get(_ENGINE) == "auto":
+        engine, reasons[_ENGINE] = _engine(plain, on_cards=on_cards)
+        values[_ENGINE] = replace(values[_ENGINE], value=engine, text=None)
     given = own_model.defaults(plain, base, on_cards=on_cards) | by_preset
     own = {key: _Value(default.value, Origin("default")) for key, default in given.items()}
     values |= own
     config = _validate(values, base, errors)
     origins = {key: value.origin for key, value in values.items() if value.origin.layer != "default"}
     ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
-    reasons = {key: default.reason for key, default in given.items()}
+    reasons |= {key: default.reason for key, default in given.items()}
     if preset is not None:
         reasons[presets.ALGORITHM] = f"preset {preset}"
     loaded = LoadedConfig(config, origins, path, tuple(sets), ours, reasons, frozenset(by_preset), on_cards)
@@ -189,6 +195,17 @@ def load(
     if errors:
         raise ConfigErrors(sorted(errors, key=_by_location(path)))
     return loaded
+
+
+def _engine(values: Mapping[str, Any], *, on_cards: bool) -> tuple[str, str]:
+    """Return the engine of `rollout.engine = "auto"`, and the reason."""
+    if values.get("cluster.engine", "local") != "local":
+        return "transformers", "auto: a cluster has no vllm"
+    if not on_cards:
+        return "transformers", "auto: no GPU"
+    if importlib.util.find_spec("vllm") is None:
+        return "transformers", "auto: vllm is not installed here"
+    return "vllm", "auto: vllm is installed here, and the run has GPUs"
 
 
 def load_again(loaded: LoadedConfig, check_files: FileChecks) -> LoadedConfig:

@@ -126,7 +126,8 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
     )
     engine: EngineName = Field(
         default="transformers",
-        description='Engine that generates the responses: transformers, vllm, or your own as "module:function".',
+        description='Engine that generates the responses: transformers, vllm, your own as "module:function", or auto: '
+        "vllm where it is installed and the run has GPUs, else transformers.",
     )
     cache_bytes: Bytes | None = Field(
         default=None,

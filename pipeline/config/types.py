@@ -100,7 +100,7 @@ def _check_path(value: object) -> object:
 
 def _check_engine(value: str) -> str:
     if _ENGINE.fullmatch(value) is None:
-        raise PydanticCustomError("engine", 'must be transformers, vllm, or of the form "module:function"')
+        raise PydanticCustomError("engine", 'must be auto, transformers, vllm, or of the form "module:function"')
     return value
 
 
@@ -149,7 +149,9 @@ Source = Annotated[str, AfterValidator(_check_source)]
 
 Url = Annotated[str, AfterValidator(_check_url), Field(json_schema_extra={"pattern": "^https?://[^/@]+([/?].*)?$"})]
 
-EngineName = Annotated[str, AfterValidator(_check_engine), Field(json_schema_extra={"pattern": f"^{_ENGINE.pattern}$"})]
+EngineName = Annotated[
+    str, AfterValidator(_check_engine), Field(json_schema_extra={"pattern": f"^(auto|{_ENGINE.pattern})$"})
+]
 
 StopTokenIds = Annotated[
     int | list[int] | list[list[int]] | None,

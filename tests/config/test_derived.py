@@ -98,3 +98,23 @@ def test_a_model_of_its_own_is_in_float32_for_lack_of_a_gpu(tmp_path: Path) -> N
 
 def test_a_key_that_is_set_has_no_other_origin() -> None:
     assert 'log_probs = "worker"  # --set rollout.log_probs' in shown("rollout.log_probs=worker")
+
+
+@pytest.mark.parametrize(
+    ("sets", "on_cards", "is_installed", "line"),
+    [
+        ((), True, True, 'engine = "vllm"  # auto: vllm is installed here, and the run has GPUs'),
+        ((), True, False, 'engine = "transformers"  # auto: vllm is not installed here'),
+        ((), False, True, 'engine = "transformers"  # auto: no GPU'),
+        (("cluster.engine=ray",), True, True, 'engine = "transformers"  # auto: a cluster has no vllm'),
+    ],
+)
+def test_the_engine_follows_from_gpus_and_installation(
+    monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], line: str, *, on_cards: bool, is_installed: bool
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_installed else None)
+
+    found = loaded("rollout.engine=auto", *sets, on_cards=on_cards)
+
+    assert line in config_load.render(found, effective=False, origin=False).splitlines()
+    assert config_load.load_again(found, lambda loaded: []).config == found.config
