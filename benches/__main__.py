@@ -17,10 +17,10 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md")
 # In the order of the sections. Names without a module in the checkout are left out.
 BENCHES = (
     "transport", "tickets", "latency", "cpu", "gather", "flat", "ledger", "journal", "rollout", "rollout-124m",
-    "weights", "publishing", "packing", "pinned", "maker-memory", "engines", "run", "sharding", "learning",
+    "weights", "publishing", "packing", "pinned", "maker-memory", "engines", "run", "sharding", "learning", "kills",
 )  # fmt: skip
 # Measured only if it is named: all others take less than 15 minutes together. Some take longer, or 10 GB of memory.
-_BY_NAME_ONLY = ("rollout", "rollout-124m", "packing", "engines", "run", "sharding", "learning")
+_BY_NAME_ONLY = ("rollout", "rollout-124m", "packing", "engines", "run", "sharding", "learning", "kills")
 
 
 def module_of(name: str) -> str:

@@ -204,6 +204,12 @@ def books_of(output: str) -> Row:
     return Row("rows", f"{sealed:,} sealed", named, failed="" if sealed == sum(parts) else "they do not add up")
 
 
+def dropped_rows(output: str) -> int | None:
+    """Return the rows that a run dropped, by its output; None if it told none."""
+    found = _BOOKS.findall(output)
+    return int(found[-1][2]) if found else None
+
+
 def speeds_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     """Return the rows of the speed of a run's steps, the first ones left out."""
     steps = lines[_LEFT_OUT - 1 :]

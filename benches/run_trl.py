@@ -37,6 +37,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(settings["threads"])
     task, means = Path(settings["task"]), []
+    checkpoints, save_steps = Path(settings["folder"]) / "trl", settings.get("save_steps", 0)
     assert EPS == 1e-4, "TRL's own"
     records = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
@@ -52,7 +53,8 @@ def main() -> None:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             with Path(settings["trace"]).open("a") as file:
-                print(json.dumps({"time_unix_s": time.time(), "reward_mean": means[-1]}), file=file)
+                line = {"step": state.global_step, "time_unix_s": time.time(), "reward_mean": means[-1]}
+                print(json.dumps(line), file=file)
 
     model = AutoModelForCausalLM.from_pretrained(task / "model", dtype="float32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0, fused=True)
@@ -60,13 +62,15 @@ def main() -> None:
         model=model,
         reward_funcs=exact_answer,
         args=GRPOConfig(
-            output_dir=str(Path(settings["folder"]) / "trl"),
+            output_dir=str(checkpoints),
             seed=settings["seed"],
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
             report_to=[],
-            save_strategy="no",
+            save_strategy="steps" if save_steps else "no",
+            save_steps=save_steps or 500,
+            save_total_limit=1,
             logging_strategy="no",
             disable_tqdm=True,
             max_steps=settings["steps"],
@@ -89,7 +93,7 @@ def main() -> None:
         callbacks=[Trace()],
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_ratio)),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=any(checkpoints.glob("checkpoint-*")))
 
 
 if __name__ == "__main__":
