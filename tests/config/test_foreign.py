@@ -295,7 +295,7 @@ class TestConversions:
             ("verl", {f"{R}.n": 4}, f"{R}.n = 4: PPO has one response to a prompt here"),
             ("verl", {"algorithm.adv_estimator": "remax"}, 'algorithm.adv_estimator = "remax": the estimators that'),
             ("verl", {"data.truncation": "left"}, 'data.truncation = "left": a prompt is never cut'),
-            ("verl", {"data.train_files": "$x/a"}, 'data.train_files = "$x/a": the value needs the shell'),
+            ("verl", {"data.train_files": ["$x/a"]}, 'data.train_files = ["$x/a"]: the value needs the shell'),
             ("verl", {"algorithm.use_pf_ppo": True}, "algorithm.use_pf_ppo = true: rows are trained once"),
             (
                 "openrlhf",
@@ -325,6 +325,17 @@ class TestConversions:
     )  # fmt: skip
     def test_values_by_which_nothing_is_lost_are_not_listed(self, word: str, options: dict[str, Any]) -> None:
         assert lost(word, options) == []
+
+    @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.word)
+    @pytest.mark.parametrize("value", [0, -1, 1.5, 1e400, "x", "", True, False, None, [], [1], ["a", 2], {}, {"a": 1}])
+    def test_no_value_of_any_option_is_an_error_and_what_is_written_is_toml(
+        self, tmp_path: Path, trainer: Trainer, value: Any
+    ) -> None:
+        options = {name.replace("*", "x"): value for option in trainer.options for name in option.names}
+
+        done = conversion.convert(trainer, options, {})
+
+        tomllib.loads(conversion.render(done, "f", tmp_path))
 
     def test_a_default_that_would_change_the_run_is_written_and_named_as_one(self, tmp_path: Path) -> None:
         lines = conversion.render(converted("verl", {}), "f", tmp_path).splitlines()

@@ -20,6 +20,9 @@ _PATHS: Final = (
     "daemon.state_dir", "evaluation.files", "model.actor", "model.critic", "model.lora_adapter", "model.reference",
     "model.reward", "prompts.path", "prompts.sources", "prompts.tools_file",
 )  # fmt: skip
+_NO_VALUE: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""Errors of a conversion whose value is not of the kind that the trainer takes."""
+
 _PLACES: Final = {
     "model.actor": ("models/my-model", "no model is named: the folder of a causal LM and its tokenizer"),
     "prompts.path": ("prompts.jsonl", "no data are named: a file of prompts"),
@@ -132,13 +135,13 @@ def _carry(done: Conversion, option: Option, name: str, given: Given) -> None:
     value = value if is_given else option.default
     shown = f"{name or option.name} = {_short(value)}" + ("" if is_given else f" ({done.trainer.name}'s default)")
     try:
-        if isinstance(value, str) and ("$" in value or "`" in value):
+        if _needs_shell(value):
             raise NotCarriedError("the value needs the shell, or another option: write it into the file")
         found = {key: _checked(key, each) for key, each in option.converted(value, given).items()}
     except NotCarriedError as error:
         done.lost.append(f"{shown}: {error}")
         return
-    except (TypeError, ValueError, KeyError, AttributeError):
+    except _NO_VALUE:
         done.lost.append(f"{shown}: no value that {done.trainer.name} takes")
         return
     source = option.name if is_given else f"{option.name}, {done.trainer.name}'s default"
@@ -155,10 +158,25 @@ def _miss(done: Conversion, option: Option, names: list[str], given: Given) -> N
     if not names and option.is_written:
         values = {option.name: option.default}
     for name, value in values.items():
-        is_off = value is None or value is False or value in ("", "no", "none", [], {})
-        if not is_off and not (option.unless is not None and option.unless(value, given)):
+        if not _changes_nothing(option, value, given):
             default = "" if names else f" ({done.trainer.name}'s default)"
             done.lost.append(f"{name} = {_short(value)}{default}: {option.remark}")
+
+
+def _changes_nothing(option: Option, value: Any, given: Given) -> bool:
+    """Return whether nothing is lost by a value of an option that is missing."""
+    if value is None or value is False or value in ("", "no", "none", [], {}):
+        return True
+    try:
+        return option.unless is not None and option.unless(value, given)
+    except (NotCarriedError, *_NO_VALUE):
+        return False
+
+
+def _needs_shell(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_needs_shell(one) for one in value)
+    return isinstance(value, str) and ("$" in value or "`" in value)
 
 
 def _checked(key: str, value: Any) -> Any:

@@ -44,6 +44,10 @@ WORDS: Final = {
     "dynamic_sampling": "rollout.max_refill is the number of further prompts for groups that are left out",
     "mini_batch_size": "trainer.mini_batches is the number of updates of a step, not the rows of one",
     "num_epochs": "trainer.epochs is the passes over the rows of a step, trainer.max_steps the number of steps",
+    "missing_eos_penalty": "trainer.mask_cut_responses leaves cut responses out; a reward of your own can punish them",
+    "response_length": "rollout.max_new_tokens",
+    "vf_coef": "the critic has an optimizer of its own, with trainer.critic_learning_rate",
+    "whiten_rewards": "trainer.whiten_advantages whitens advantages, rewards are as they are",
     "total_episodes": "trainer.max_steps is the number of steps, each of buffer.sample_batch_size rows",
 }
 """Words of the field that are no option of these trainers, or have one meaning in all: a key, or an answer."""

@@ -17,6 +17,7 @@ from pipeline.config.foreign.option import (
     needless,
     only_if,
     positive,
+    unless_true,
 )
 
 _ESTIMATORS = {"rloo": "rloo", "reinforce_baseline": "reinforce_baseline", "group_norm": "grpo", "dr_grpo": "dr_grpo"}
@@ -243,7 +244,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("algo.advantage.is_correction_threshold", "trainer.importance_cap", "the upper bound; the lower one is 0.5 with icepop", default=[0.5, 5.0], to=lambda value, given: {}),
     carried("enable_vllm_is_correction", "trainer.importance_correction", "of OpenRLHF before 0.10: token", to=lambda value, given: {"trainer.importance_correction": "token"} if value else {}),
     carried("vllm_is_truncated_threshold", "trainer.importance_cap", "of OpenRLHF before 0.10", to=only_if(lambda given: bool(given["enable_vllm_is_correction"]), "trainer.importance_cap")),
-    carried("algo.kl.init_coef", "rollout.kl_coef trainer.kl_coef", "in the reward, with algo.kl.use_loss in the loss", default=0.01, written=True, to=_kl, aliases="init_kl_coef"),
+    carried("algo.kl.init_coef", "rollout.kl_coef trainer.kl_coef", "in the reward, with algo.kl.use_loss in the loss; in the reward of GRPO rlhfd takes the mean of a response, OpenRLHF the sum from each token on", default=0.01, written=True, to=_kl, aliases="init_kl_coef"),
     carried("algo.kl.use_loss", "trainer.kl_coef", "the weight in the loss in place of that in the reward", default=False, to=lambda value, given: {}, aliases="use_kl_loss"),
     carried("algo.kl.estimator", "rollout.kl_estimator trainer.kl_estimator", "of the weight in force", default="k1", written=True, to=_kl_estimator, aliases="kl_estimator use_kl_estimator_k3"),
     missing("algo.kl.target algo.kl.horizon", "the weight in the reward is constant; trainer.kl_coef_target adapts the one in the loss, over 10,000 rows", key="trainer.kl_coef_target", unless=lambda value, given: "algo.kl.target" not in given and "kl_target" not in given, aliases="kl_target kl_horizon"),
@@ -277,8 +278,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     # The machine.
     missing("actor.num_nodes actor.num_gpus_per_node critic.num_nodes critic.num_gpus_per_node ref.num_nodes ref.num_gpus_per_node reward.num_nodes reward.num_gpus_per_node", _ONE_GPU, key="trainer.world_size", off=(1,), aliases="actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node"),
     needless("train.colocate_all train.colocate_actor_ref train.colocate_critic_reward", "`rlhfd plan` places the roles; model.reference_device that of the reference", aliases="colocate_all_models colocate_actor_ref colocate_critic_reward"),
-    carried("actor.gradient_checkpointing_enable", "trainer.activation_checkpointing", "left out: on a GPU", aliases="gradient_checkpointing"),
-    carried("ds.packing_samples", "trainer.packing", "left out, where the models can", aliases="packing_samples"),
+    carried("actor.gradient_checkpointing_enable", "trainer.activation_checkpointing", "on a GPU where it is left out", to=unless_true("trainer.activation_checkpointing"), aliases="gradient_checkpointing"),
+    carried("ds.packing_samples", "trainer.packing", "where the models can, if it is left out", to=unless_true("trainer.packing"), aliases="packing_samples"),
     needless("ds.zero_stage ds.zpg ds.overlap_comm ds.deepcompile ds.attn_implementation ds.experts_implementation ds.use_liger_kernel ds.ring_attn_size ds.ring_attn_head_stride ds.tensor_parallel_size ds.value_head_prefix actor.gradient_checkpointing_reentrant local_rank use_ms",
              "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; kernels are those of torch", aliases="zero_stage zpg overlap_comm deepcompile attn_implementation flash_attn use_liger_kernel ring_attn_size ring_head_stride ds_tensor_parallel_size value_head_prefix gradient_checkpointing_use_reentrant actor_init_on_gpu perf"),
     missing("actor.freeze_visual_encoder", "all weights are trained, or adapters", key="model.lora_rank", aliases="freeze_visual_encoder"),

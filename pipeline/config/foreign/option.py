@@ -215,6 +215,11 @@ def positive(key: str, otherwise: Any) -> Convert:
     return lambda value, given: {key: value if isinstance(value, int | float) and value > 0 else otherwise}
 
 
+def unless_true(key: str) -> Convert:
+    """Return a conversion of a switch that is on here wherever it can be: false alone is written."""
+    return lambda value, given: {} if value else {key: False}
+
+
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 

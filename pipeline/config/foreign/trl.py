@@ -16,6 +16,7 @@ from pipeline.config.foreign.option import (
     needless,
     only_if,
     trackers,
+    unless_true,
 )
 
 PROMPT_TOKENS: Final = 1024
@@ -257,11 +258,11 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("generation_kwargs", "a sampling option has a key, or is missing"),
     carried("use_vllm", "rollout.engine", default=False, to=lambda value, given: {"rollout.engine": "vllm"} if value else {}),
     needless("vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port", "each worker has an engine of its own, which the daemon starts"),
-    needless("vllm_model_impl cache_implementation use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged", "the engine chooses"),
+    needless("vllm_model_impl cache_implementation use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged", "the engine chooses", aliases="vllm_device vllm_dtype vllm_enable_prefix_caching vllm_max_model_len"),
     missing("vllm_enable_sleep_mode", "rollout.sleep needs the size of the cache, rollout.cache_bytes: set both", key="rollout.sleep"),
     missing("vllm_gpu_memory_utilization", "rollout.cache_bytes is the size of the cache in bytes, no share of the GPU", key="rollout.cache_bytes", unless=lambda value, given: not given["use_vllm"]),
     missing("vllm_tensor_parallel_size", "an engine has one GPU", off=(1,)),
-    missing("vllm_structured_outputs_regex", "responses are free; the reward `format`, `regex` or `json_schema` scores them", key="rewards"),
+    missing("vllm_structured_outputs_regex", "responses are free; the reward `format`, `regex` or `json_schema` scores them", key="rewards", aliases="vllm_guided_decoding_regex"),
     missing("max_tool_calling_iterations", "rollout.max_turns bounds the turns of an environment", key="rollout.max_turns"),
     needless("ds3_gather_for_generation pad_to_multiple_of", "workers have whole weights; rows are not padded"),
     # The rewards.
@@ -291,7 +292,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("optim optim_args optim_target_modules", "the optimizer is AdamW with float32 state", off=("adamw_torch", "adamw_torch_fused")),
     missing("lr_scheduler_kwargs", "the learning rate is constant or falls linearly, after a warm-up", key="trainer.final_learning_rate_ratio"),
     missing("neftune_noise_alpha label_smoothing_factor", "the loss is that of the policy alone", off=(0.0,)),
-    carried("gradient_checkpointing", "trainer.activation_checkpointing", "left out: on a GPU", default=True, aliases="activation_checkpointing"),
+    carried("gradient_checkpointing", "trainer.activation_checkpointing", "on a GPU where it is left out; false alone is written", default=True, to=unless_true("trainer.activation_checkpointing"), aliases="activation_checkpointing"),
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs average_tokens_across_devices", "divisors are counted over all ranks"),
     # The loss.
     carried("beta", "trainer.kl_coef", "TRL multiplies the KL by the ratio of the policies (use_bias_correction_kl), rlhfd does not", default=0.0, written=True),
@@ -320,9 +321,9 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("save_steps", "trainer.save_every", "in steps, not updates", default=500, to=_saves),
     carried("save_strategy", "trainer.save_every", "no: 0, a checkpoint at the end alone", default="steps", to=lambda value, given: {"trainer.save_every": 0} if value in ("no", False) else {}),
     carried("save_total_limit", "trainer.keep_checkpoints", "left out, TRL keeps all, here 3", to=lambda value, given: {"trainer.keep_checkpoints": value or 0}),
-    needless("resume_from_checkpoint save_only_model save_on_each_node enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint", "a start goes on from the last checkpoint of the same run (trainer.resume); a checkpoint has all of its state"),
+    needless("resume_from_checkpoint save_only_model save_on_each_node enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint", "a start goes on from the last checkpoint of the same run (trainer.resume); a checkpoint has all of its state", aliases="overwrite_output_dir save_safetensors"),
     carried("eval_steps", "evaluation.every", "versions, which are steps; evaluation.files has the files, of which TRL's option has no word", to=lambda value, given: dict(_steps("evaluation.every")(value, given)) if _evaluates(given) else {}),
-    missing("eval_strategy", "evaluation.files names files of held-out prompts, of which version 0 and each evaluation.every-th one are evaluated", key="evaluation.files"),
+    missing("eval_strategy", "evaluation.files names files of held-out prompts, of which version 0 and each evaluation.every-th one are evaluated", key="evaluation.files", aliases="evaluation_strategy"),
     needless("eval_on_start eval_delay do_train do_eval do_predict", "evaluation.files says whether a run is evaluated"),
     carried("num_generations_eval", "evaluation.num_generations", "left out, TRL takes num_generations, here 1"),
     needless("per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval label_names", "held-out prompts are sampled and scored as rollouts are"),
@@ -331,13 +332,13 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("project", "metrics.tracker_project", default="huggingface", aliases="wandb_project"),
     needless("logging_steps logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node log_level log_level_replica disable_tqdm include_num_input_tokens_seen skip_memory_metrics", "each step is logged, as a line of metrics.jsonl; daemon.log_level is the level of the log"),
     carried("log_completions", "samples.per_minute", "prompts a minute whose responses are kept, 30; 0: none", default=False, to=lambda value, given: {}),
-    needless("log_multimodal num_completions_to_print log_unique_prompts", "`rlhfd samples` and the page show rollouts"),
+    needless("log_multimodal num_completions_to_print log_unique_prompts", "`rlhfd samples` and the page show rollouts", aliases="wandb_log_unique_prompts"),
     missing("log_completions_hub_repo push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision trackio_space_id trackio_bucket_id trackio_static_space_id", "nothing is sent to the hub: a checkpoint is a folder for `hf upload`", unless=lambda value, given: not (given["push_to_hub"] or given["log_completions_hub_repo"])),
     # The machine.
-    needless("use_cpu", "a machine without GPUs runs on its CPU; CUDA_VISIBLE_DEVICES hides them"),
+    needless("use_cpu", "a machine without GPUs runs on its CPU; CUDA_VISIBLE_DEVICES hides them", aliases="no_cuda use_mps_device"),
     missing("fp16", "gradients underflow in float16: bfloat16 or float32", key="model.dtype"),
-    needless("tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache torch_empty_cache_steps auto_find_batch_size", "a pass that does not fit is halved; kernels are those of torch"),
-    needless("fsdp fsdp_config deepspeed parallelism_config accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank debug", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit"),
+    needless("tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache torch_empty_cache_steps auto_find_batch_size", "a pass that does not fit is halved; kernels are those of torch", aliases="use_liger_loss use_liger half_precision_backend fp16_opt_level jit_mode_eval torchdynamo"),
+    needless("fsdp fsdp_config deepspeed parallelism_config accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank debug", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit", aliases="accelerate_config num_machines ddp_launcher"),
     needless("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy length_column_name group_by_length ignore_bias_buffers", "prompts are read by position in an endless, seeded order"),
     needless("full_determinism", "on a CPU a run repeats bit for bit; rollout.deterministic is for vLLM on GPUs"),
 )  # fmt: skip

@@ -18,6 +18,7 @@ from pipeline.config.foreign.option import (
     only_if,
     positive,
     trackers,
+    unless_true,
 )
 
 _A, _R, _C, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic.", "actor_rollout_ref.model."
@@ -263,8 +264,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("data.use_shm data.dataloader_num_workers data.return_raw_input_ids data.return_raw_chat data.return_full_prompt data.sampler.*", "prompts are read by position in an endless, seeded order"),
     # The models.
     carried(f"{_M}path", "model.actor", "a folder: no model is downloaded, `hf download` makes one"),
-    carried(f"{_M}enable_gradient_checkpointing", "trainer.activation_checkpointing", "left out: on a GPU", default=True),
-    carried(f"{_M}use_remove_padding", "trainer.packing", "rows end to end; left out, where the models can", default=True),
+    carried(f"{_M}enable_gradient_checkpointing", "trainer.activation_checkpointing", "on a GPU where it is left out; false alone is written", default=True, to=unless_true("trainer.activation_checkpointing")),
+    carried(f"{_M}use_remove_padding", "trainer.packing", "where the models can, if it is left out; false alone is written", default=True, to=unless_true("trainer.packing")),
     carried(f"{_M}lora_rank", "model.lora_rank", default=0, aliases=f"{_M}lora.rank"),
     carried(f"{_M}lora_alpha", "model.lora_alpha", default=16, aliases=f"{_M}lora.alpha",
             to=lambda value, given: {"model.lora_alpha": value} if given.number(f"{_M}lora_rank") else {}, written=True),
