@@ -1,4 +1,4 @@
-"""`rlhfd init`: a folder with a configuration, prompts and a reward function that starts as it is."""
+"""`rlhfd init`: a folder with a configuration, prompts and a reward function that starts as it is, or a conversion."""
 
 from __future__ import annotations
 
@@ -84,25 +84,76 @@ def contents(model: Path | None) -> dict[str, str]:
     return {"grpo.toml": config, "prompts.jsonl": "\n".join(prompts) + "\n", "my_rewards.py": _REWARD}
 
 
-@click.command(short_help="Write a configuration, prompts and a reward that start as they are.")
+@click.command(short_help="Write a configuration to start from, of one's own or of TRL, verl or OpenRLHF.")
 @click.argument("folder", default=".", type=click.Path(path_type=Path, file_okay=False), metavar="[FOLDER]")
 @click.option(
     "--model",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     metavar="DIR",
-    help="A causal LM and its tokenizer, as save_pretrained wrote them; else the embedded model.",
+    help="A causal LM and its tokenizer, as save_pretrained wrote them; else the embedded model, or that of FILE.",
 )
-def init(folder: Path, model: Path | None) -> None:
+@click.option(
+    "--from",
+    "source",
+    type=(click.Choice(["trl", "verl", "openrlhf"]), click.Path(path_type=Path)),
+    metavar="TRAINER FILE",
+    help="Convert a run of trl, verl or openrlhf: options in JSON or YAML, or a shell script with its command.",
+)
+def init(folder: Path, model: Path | None, source: tuple[str, Path] | None) -> None:
     """Write grpo.toml, prompts.jsonl and my_rewards.py into FOLDER, which is made if it is missing.
 
     The run starts as it is; change the files one by one to your own. Nothing is overwritten.
+
+    With --from the configuration alone is written, as grpo.toml or ppo.toml, from FILE: a comment names the option of
+    each key, and the difference in meaning. The options that could not be carried are shown, and stand at its end.
+    docs/coming-from.md has all options.
 
     \b
     Examples:
       rlhfd init my-run
       rlhfd init my-run --model models/my-model
+      rlhfd init my-run --from trl grpo_config.yaml
+      rlhfd init my-run --from verl run_qwen.sh
     """
-    files = contents(model)
+    if source is not None:
+        _convert(*source, folder, model)
+        return
+    _write(folder, contents(model))
+    click.echo("Next:")
+    if folder.resolve() != Path.cwd():
+        click.echo(f"  cd {folder}")
+    click.echo(
+        "  rlhfd config check --config grpo.toml\n"
+        "  rlhfd try-reward --config grpo.toml --response 0237\n"
+        "  rlhfd start --config grpo.toml"
+    )
+
+
+def _convert(word: str, path: Path, folder: Path, model: Path | None) -> None:
+    """Write the configuration of a run of another trainer, and tell what could not be carried."""
+    from pipeline.config import load as config_load
+    from pipeline.config.foreign import conversion, files
+    from pipeline.config.foreign.lookup import PAGE, TRAINERS
+
+    trainer = next(each for each in TRAINERS if each.word == word)
+    options = files.read(path, trainer)
+    done = conversion.convert(trainer, options, {} if model is None else {"model.actor": str(model.absolute())})
+    name = f"{done.algorithm}.toml"
+    _write(folder, {name: conversion.render(done, path.name, folder)})
+    for line in done.lost:
+        click.echo(f"not carried: {line}", err=True)
+    if done.lost:
+        click.echo(f"{PAGE} has all options of {trainer.name}", err=True)
+    try:
+        config_load.load(folder / name, (), {})
+    except config_load.ConfigErrors as error:
+        click.echo(f"to be mended: {error}", err=True)
+    # Paths of the file are from the current folder, and so are its modules.
+    click.echo(f"Next:\n  rlhfd config check --config {folder / name}\n  rlhfd start --config {folder / name}")
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """Write new files into a folder, which is made if it is missing; none if one of them is there already."""
     if present := [str(folder / name) for name in files if (folder / name).exists()]:
         raise RlhfdError(f"nothing was written, there is already {', '.join(present)}")
     try:
@@ -114,11 +165,3 @@ def init(folder: Path, model: Path | None) -> None:
             click.echo(f"wrote {folder / name}")
     except OSError as error:
         raise RlhfdError(f"{error.filename}: {error.strerror}") from error
-    click.echo("Next:")
-    if folder.resolve() != Path.cwd():
-        click.echo(f"  cd {folder}")
-    click.echo(
-        "  rlhfd config check --config grpo.toml\n"
-        "  rlhfd try-reward --config grpo.toml --response 0237\n"
-        "  rlhfd start --config grpo.toml"
-    )

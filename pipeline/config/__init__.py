@@ -5,6 +5,7 @@ changes         the keys that a reload may change
 conflicts       conflicts between keys
 derived         defaults that follow from other keys, the model or the device
 evaluation      keys of the evaluation on held-out prompts
+foreign         options of TRL, verl and OpenRLHF, and their keys here
 identity        the identity of a run, and its folder
 lengths         tokens of prompt, response and row; bounds on their bytes
 load            file, environment and --set merged into one configuration

@@ -1,6 +1,7 @@
 """Messages about wrong keys and values; a wrong key with the key that was probably meant.
 
-No other value is suggested: a converted value may be right by its type and another one than its author means.
+An option of TRL, verl or OpenRLHF has the answer of `pipeline.config.foreign`, never the nearest spelling. No other
+value is suggested: a converted value may be right by its type and another one than its author means.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from pipeline.config.foreign.lookup import PAGE, answer, answer_to_section
 from pipeline.config.schema import Config
 
 SECTIONS: dict[str, BaseModel] = {
@@ -35,95 +37,7 @@ _NEW_REWARDS = 'a table [[rewards]] with a name for each function, or rewards = 
 _SHOWN_CHARACTERS = 60
 _SAME_KEY = 0.8
 """Least likeness of two names that mean one key: below it a pointer is often to a key of another meaning."""
-_ALL_KEYS = "`rlhfd config show --effective` lists all"
-# Names of keys in other trainers.
-_ELSEWHERE = {
-    "lr": "trainer.learning_rate",
-    "max_model_len": "rollout.max_length",
-    "kl_loss_coef": "trainer.kl_coef",
-    "project_name": "metrics.tracker_project",
-    "experiment_name": "daemon.run_name",
-    "resume_from_checkpoint": "trainer.resume",
-    "resume_mode": "trainer.resume",
-    "save_freq": "trainer.save_every",
-    "actor_learning_rate": "trainer.learning_rate",
-    "beta": "trainer.kl_coef",
-    "kl_beta": "trainer.kl_coef",
-    "init_kl_coef": "rollout.kl_coef",
-    "num_iterations": "trainer.epochs",
-    "ppo_epochs": "trainer.epochs",
-    "num_ppo_epochs": "trainer.epochs",
-    "num_mini_batches": "trainer.mini_batches",
-    "kl_target": "trainer.kl_coef_target",
-    "epsilon": "trainer.clip_range",
-    "eps_clip": "trainer.clip_range",
-    "cliprange": "trainer.clip_range",
-    "epsilon_low": "trainer.clip_low",
-    "epsilon_high": "trainer.clip_high",
-    "clip_ratio_low": "trainer.clip_low",
-    "clip_ratio_high": "trainer.clip_high",
-    "clip_ratio_c": "trainer.dual_clip",
-    "loss_type": "trainer.policy_loss",
-    "loss_agg_mode": "trainer.loss_aggregation",
-    "adv_estimator": "rollout.advantages",
-    "advantage_estimator": "rollout.advantages",
-    "max_num_gen_batches": "rollout.max_refill",
-    "tis_imp_ratio_cap": "trainer.importance_cap",
-    "mask_truncated_completions": "trainer.mask_cut_responses",
-    "max_grad_norm": "trainer.gradient_clip_norm",
-    "max_norm": "trainer.gradient_clip_norm",
-    "num_train_steps": "trainer.max_steps",
-    "total_steps": "trainer.max_steps",
-    "save_steps": "trainer.save_every",
-    "save_total_limit": "trainer.keep_checkpoints",
-    "per_device_train_batch_size": "trainer.micro_batch_size",
-    "gradient_checkpointing": "trainer.activation_checkpointing",
-    "enable_gradient_checkpointing": "trainer.activation_checkpointing",
-    "use_remove_padding": "trainer.packing",
-    "packing_samples": "trainer.packing",
-    "max_token_len_per_gpu": "trainer.micro_batch_tokens",
-    "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
-    "train_batch_size": "buffer.sample_batch_size",
-    "rollout_batch_size": "rollout.batch_size",
-    "lambda": "rollout.lam",
-    "gae_lambda": "rollout.lam",
-    "group_size": "rollout.num_generations",
-    "n_samples_per_prompt": "rollout.num_generations",
-    "num_return_sequences": "rollout.num_generations",
-    "max_tokens": "rollout.max_new_tokens",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "max_seq_len": "rollout.max_length",
-    "num_workers": "rollout.workers",
-    "gpus": "rollout.devices",
-    "pretrain": "model.actor",
-    "model_name_or_path": "model.actor",
-    "ref_model": "model.reference",
-    "critic_pretrain": "model.critic",
-    "reward_model": "model.reward",
-    "reward_pretrain": "model.reward",
-    "torch_dtype": "model.dtype",
-    "precision": "model.dtype",
-    "dataset": "prompts.path",
-    "prompt_data": "prompts.path",
-    "dataset_name": "prompts.path",
-    "train_files": "prompts.path",
-    "datasets": "prompts.sources",
-    "prompt_key": "prompts.prompt_column",
-    "input_key": "prompts.prompt_column",
-    "label_key": "prompts.answer_column",
-    "prompt_data_probs": "prompts.sources",
-    "dataset_split": "prompts.split",
-    "chat_template_kwargs": "prompts.template_arguments",
-    "apply_chat_template": "prompts.template",
-    "filter_overlong_prompts": "rollout.max_prompt_length",
-    "output_dir": "daemon.state_dir",
-    "checkpoint_dir": "daemon.state_dir",
-    "log_file": "daemon.log_format",
-    "nproc_per_node": "trainer.world_size",
-    "staleness": "buffer.max_staleness",
-    "buffer_size": "buffer.limit",
-}
+_ALL_KEYS = f"`rlhfd config show --effective` lists all, {PAGE} those of other trainers"
 DROPPED: Final = {
     "buffer.checksum": "experience is always checked for damage before training",
     "buffer.quarantine_bytes": "copies of quarantined experience take at most 1 GiB",
@@ -169,31 +83,6 @@ MOVED: Final = {
 }
 """Keys of earlier releases that are options of ``[[rewards]]`` now: the option, and the names that have it."""
 
-# Names in other trainers of values that no key here has in that unit or meaning: a pointer would change the run.
-_NOT_HERE = {
-    "total_epochs": "there are no epochs of the prompts, trainer.max_steps is the number of steps",
-    "num_train_epochs": "there are no epochs of the prompts, trainer.max_steps is the number of steps",
-    "total_training_steps": "trainer.max_steps is the number of steps",
-    "report_to": "metrics.tracker is the list of trackers",
-    "logger": "metrics.tracker is the list of trackers",
-    "logging_steps": "each step is logged",
-    "logging_strategy": "each step is logged",
-    "test_freq": "evaluation.every is the number of policy versions between two evaluations",
-    "eval_steps": "evaluation.every is the number of policy versions between two evaluations",
-    "ppo_mini_batch_size": "trainer.mini_batches is the number of updates of a step, not the rows of one",
-    "mini_batch_size": "trainer.mini_batches is the number of updates of a step, not the rows of one",
-    "warmup_ratio": "trainer.warmup_steps is a number of steps, not a share",
-    "lr_warmup_steps_ratio": "trainer.warmup_steps is a number of steps, not a share",
-    "total_episodes": "trainer.max_steps is the number of steps, each of buffer.sample_batch_size rows",
-    "num_epochs": "trainer.epochs is the passes over the rows of a step, trainer.max_steps the number of steps",
-    "kl_horizon": "kl_coef is adapted over 10,000 rows",
-    "horizon": "kl_coef is adapted over 10,000 rows",
-    "max_epochs": "trainer.epochs is the passes over the rows of a step, trainer.max_steps the number of steps",
-    "filter_groups": "rollout.max_refill is the number of further prompts for groups that are left out",
-    "dynamic_sampling": "rollout.max_refill is the number of further prompts for groups that are left out",
-    "dynamic_filtering": "rollout.max_refill is the number of further prompts for groups that are left out",
-}
-
 
 def problem_of_section(section: str, table: object) -> str:
     """Return the problem of a table or key at the top of a file; empty if it is a section."""
@@ -204,6 +93,8 @@ def problem_of_section(section: str, table: object) -> str:
         shown = toml(_without_passwords(table))
         return "" if isinstance(table, dict) else f"{section}: must be a section [{section}], got {shown}"
     if isinstance(table, dict):
+        if theirs := answer_to_section(section):
+            return f"unknown section {key(section)}, {theirs}"
         close = _close(section, SECTIONS)
         return f"unknown section {key(section)}, " + (
             f"did you mean {close}?" if close else f"the sections are {', '.join(SECTIONS)}"
@@ -239,14 +130,13 @@ def _meant(section: str, name: str) -> str:
     lower = name.lower().replace("-", "_")
     if lower in ("rewards", "reward_fn", "reward_funcs", "reward_functions"):
         return f"did you mean rewards? {_NEW_REWARDS}"
-    if lower in _NOT_HERE:
-        return _NOT_HERE[lower]
     names = type(SECTIONS[section]).model_fields if section else {}
     all_keys = {f"{home}.{field}": field for home, model in SECTIONS.items() for field in type(model).model_fields}
+    if lower not in all_keys.values() and (theirs := answer(lower)):
+        return theirs.replace(f"did you mean {section}.", "did you mean ") if section else theirs
     same = [full for full, field in all_keys.items() if field == lower]
     found = (
         (lower if lower in names else "")
-        or _ELSEWHERE.get(lower, "")
         or _near(lower, names)
         or (same[0] if same else "")
         or _close(lower, names, _SAME_KEY)

@@ -75,3 +75,61 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(folder: Path) ->
     refused = run("init", "file/below")
 
     assert refused.exit_code == ExitCode.FAILED and refused.stderr.endswith("file/below: Not a directory\n")
+
+
+class TestFrom:
+    """`rlhfd init --from`: a run of another trainer becomes a configuration."""
+
+    def test_the_configuration_is_right_up_to_the_model_and_the_data(self, folder: Path) -> None:
+        (folder / "c.yaml").write_text(
+            "max_steps: 3\ndataset_name: p.jsonl\nreward_funcs: [accuracy_reward]\nmin_p: 0.1\n"
+        )
+
+        made = run("init", "deep/er", "--from", "trl", "c.yaml")
+
+        assert made.exit_code == 0, made.output
+        assert made.stdout == (
+            "wrote deep/er/grpo.toml\nNext:\n  rlhfd config check --config deep/er/grpo.toml\n"
+            "  rlhfd start --config deep/er/grpo.toml\n"
+        )
+        assert "not carried: min_p = 0.1: tokens are sampled from top_p and top_k\n" in made.stderr
+        assert made.stderr.endswith("docs/coming-from.md has all options of TRL\n")
+        checked = run("config", "check", "--config", "deep/er/grpo.toml")
+        assert checked.exit_code == ExitCode.BAD_CONFIG
+        problems = [line.partition(": ")[2] for line in checked.stderr.splitlines()]
+        assert [problem.partition(": ")[0] for problem in problems] == ["model.actor", "prompts.path"]
+        assert f"cannot read {folder}/p.jsonl" in problems[1]
+
+    def test_a_model_of_ones_own_takes_the_place_of_that_of_the_file(self, folder: Path) -> None:
+        model = save_shell(folder / "model")
+        (folder / "run.sh").write_text("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x\n")
+
+        assert run("init", ".", "--model", "model", "--from", "verl", "run.sh").exit_code == 0
+
+        written = tomllib.loads((folder / "ppo.toml").read_text())
+        assert written["model"]["actor"] == str(model) and written["rollout"]["algorithm"] == "ppo"
+
+    def test_nothing_is_overwritten(self, folder: Path) -> None:
+        (folder / "grpo.toml").write_text("mine")
+        (folder / "c.json").write_text('{"beta": 0.0}')
+
+        refused = run("init", "--from", "trl", "c.json")
+
+        assert refused.exit_code == ExitCode.FAILED and "there is already grpo.toml" in refused.stderr
+        assert (folder / "grpo.toml").read_text() == "mine"
+
+    def test_a_bad_file_is_named_with_its_place_and_nothing_is_written(self, folder: Path) -> None:
+        (folder / "c.json").write_text('{"beta": 0.0,}')
+
+        refused = run("init", "made", "--from", "trl", "c.json")
+
+        assert refused.exit_code == ExitCode.BAD_CONFIG and refused.stderr.startswith("c.json:1:")
+        assert not (folder / "made").exists()
+        assert run("init", "made", "--from", "coati", "c.json").exit_code == ExitCode.USAGE
+
+    def test_keys_that_do_not_fit_each_other_are_told(self, folder: Path) -> None:
+        (folder / "c.yaml").write_text("num_generations: 1\nmax_steps: 3\n")
+
+        made = run("init", "--from", "trl", "c.yaml")
+
+        assert "to be mended: grpo.toml:" in made.stderr and "must be at least 2 with GRPO, got 1" in made.stderr

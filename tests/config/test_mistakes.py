@@ -36,6 +36,7 @@ def errors_of(
     return list(raised.value.errors)
 
 
+ALL_KEYS = "`rlhfd config show --effective` lists all, docs/coming-from.md those of other trainers"
 TWO_NUMBERS = "a list of two numbers, each at least 0 and less than 1"
 MISTAKES = [
     # Sources of prompts, at their place in the list.
@@ -90,30 +91,16 @@ MISTAKES = [
     ),
     ("[rollout]\nmax_refill = -1", "2:14: rollout.max_refill: must be at least 0, got -1"),
     (
-        "[rollout]\nfilter_groups = true",
-        "2:1: unknown key rollout.filter_groups, "
-        "rollout.max_refill is the number of further prompts for groups that are left out",
-    ),
-    *(
-        (f"[trainer]\n{name} = 1", f"2:1: unknown key trainer.{name}, {said}")
-        for name, said in {
-            "total_epochs": "there are no epochs of the prompts, trainer.max_steps is the number of steps",
-            "report_to": "metrics.tracker is the list of trackers",
-            "logging_steps": "each step is logged",
-            "ppo_mini_batch_size": "trainer.mini_batches is the number of updates of a step, not the rows of one",
-            "scale_rewards": "`rlhfd config show --effective` lists all",
-            "deepspeed": "`rlhfd config show --effective` lists all",
-            "eval_strategy": "`rlhfd config show --effective` lists all",
-            "max_model_len": "did you mean rollout.max_length?",
-        }.items()
-    ),
-    (
         "[trainer]\nmini_batches = 3",
         "2:16: trainer.mini_batches: must divide the 256 rows of a step, got 3: updates would be of unequal size",
     ),
     # Unknown keys and sections, at the key.
     ("[trainer]\nppo_epochs = 2", "2:1: unknown key trainer.ppo_epochs, did you mean epochs?"),
-    ("[trainer]\nkl_target = 6", "2:1: unknown key trainer.kl_target, did you mean kl_coef_target?"),
+    (
+        "[trainer]\nkl_target = 6",
+        "2:1: unknown key trainer.kl_target, OpenRLHF's kl_target is missing here: the weight in the reward is "
+        "constant; trainer.kl_coef_target adapts the one in the loss, over 10,000 rows (docs/coming-from.md)",
+    ),
     ("[rollout]\ntemprature = 0.7", "2:1: unknown key rollout.temprature, did you mean temperature?"),
     ("[rollout]\n  'temprature'=0.7", "2:3: unknown key rollout.temprature, did you mean temperature?"),
     ("rollout.temprature = 0.7", "1:9: unknown key rollout.temprature, did you mean temperature?"),
@@ -121,14 +108,26 @@ MISTAKES = [
     ("[rollout]\narena_bytes = 1", "2:1: unknown key rollout.arena_bytes, did you mean buffer.arena_bytes?"),
     ("[trainer]\npublish-every = 1", "2:1: unknown key trainer.publish-every, did you mean publish_every?"),
     ("[trainer]\nLearning_Rate = 1", "2:1: unknown key trainer.Learning_Rate, did you mean learning_rate?"),
-    ("[rollout]\nzzz = 1", "2:1: unknown key rollout.zzz, `rlhfd config show --effective` lists all"),
-    ('[rollout]\n"a\\nb" = 1', '2:1: unknown key rollout."a\\nb", `rlhfd config show --effective` lists all'),
-    ("[rollout.nucleus]\ntop_p = 1", "1:10: unknown key rollout.nucleus, `rlhfd config show --effective` lists all"),
+    (
+        "[rollout]\nzzz = 1",
+        f"2:1: unknown key rollout.zzz, {ALL_KEYS}",
+    ),
+    (
+        '[rollout]\n"a\\nb" = 1',
+        f'2:1: unknown key rollout."a\\nb", {ALL_KEYS}',
+    ),
+    (
+        "[rollout.nucleus]\ntop_p = 1",
+        f"1:10: unknown key rollout.nucleus, {ALL_KEYS}",
+    ),
     ("[rolout]\nworkers = 1", "1:2: unknown section rolout, did you mean rollout?"),
     ("[ rolout . deeper ]\nworkers = 1", "1:3: unknown section rolout, did you mean rollout?"),
     ("[optimizer]", f"1:2: unknown section optimizer, the sections are {', '.join(SECTIONS)}"),
     ("temperature = 1.0", "1:1: unknown key temperature, did you mean rollout.temperature?"),
-    ("# comment\n\nnonsense = 1", "3:1: unknown key nonsense, `rlhfd config show --effective` lists all"),
+    (
+        "# comment\n\nnonsense = 1",
+        f"3:1: unknown key nonsense, {ALL_KEYS}",
+    ),
     ("rollout = 3", "1:1: rollout: must be a section [rollout], got 3"),
     ("[[metrics]]\nport = 1", "1:3: metrics: must be a section [metrics], got [{port = 1}]"),
     # Wrong values, at the value.
@@ -344,10 +343,44 @@ MISTAKES = [
     ("[rollout]\nlr = 1e-6", "2:1: unknown key rollout.lr, did you mean trainer.learning_rate?"),
     ("[trainer]\nlr = 1e-6", "2:1: unknown key trainer.lr, did you mean learning_rate?"),
     ("[rollout]\nmax_tokens = 64", "2:1: unknown key rollout.max_tokens, did you mean max_new_tokens?"),
-    ("[trainer]\ntimeout_s = 3", "2:1: unknown key trainer.timeout_s, `rlhfd config show --effective` lists all"),
+    (
+        "[trainer]\ntimeout_s = 3",
+        f"2:1: unknown key trainer.timeout_s, {ALL_KEYS}",
+    ),
     ("[daemon]\nhang_timeout = 3", "2:1: unknown key daemon.hang_timeout, did you mean hang_timeout_s?"),
     ("[rollout]\nlearning_rat = 1", "2:1: unknown key rollout.learning_rat, did you mean trainer.learning_rate?"),
-    ("[trainer]\nbeta = 0.1", "2:1: unknown key trainer.beta, did you mean kl_coef?"),
+    (
+        "[trainer]\nbeta = 0.1",
+        "2:1: unknown key trainer.beta, TRL's beta is trainer.kl_coef here: TRL multiplies the KL by the ratio of the "
+        "policies (use_bias_correction_kl), rlhfd does not (docs/coming-from.md)",
+    ),
+    (
+        "[trainer]\nppo_mini_batch_size = 8",
+        "2:1: unknown key trainer.ppo_mini_batch_size, verl's actor_rollout_ref.actor.ppo_mini_batch_size is "
+        "trainer.mini_batches here: verl counts the prompts of an update, rlhfd the updates: data.train_batch_size / "
+        "ppo_mini_batch_size (docs/coming-from.md)",
+    ),
+    (
+        "[trainer]\nlogging_steps = 1",
+        "2:1: unknown key trainer.logging_steps, TRL's logging_steps is needless here: each step is logged, as a line "
+        "of metrics.jsonl; daemon.log_level is the level of the log; OpenRLHF's logger.logging_steps is needless here: "
+        "each step is logged (docs/coming-from.md)",
+    ),
+    (
+        "[rollout]\nmax_model_len = 1",
+        "2:1: unknown key rollout.max_model_len, verl's actor_rollout_ref.rollout."
+        "max_model_len is rollout.max_length here: the sum of prompt and response here (docs/coming-from.md)",
+    ),
+    (
+        "[actor_rollout_ref.actor]\nuse_kl_loss = true",
+        "1:2: unknown section actor_rollout_ref, a section of verl: `rlhfd init --from verl FILE` converts a file, "
+        "docs/coming-from.md has their options",
+    ),
+    (
+        "[critic]\nx = 1",
+        "1:2: unknown section critic, a section of verl or OpenRLHF: `rlhfd init --from verl or openrlhf FILE` "
+        "converts a file, docs/coming-from.md has their options",
+    ),
     # The section that was written goes first: batch_size and kl_coef are keys of rollout too.
     ("[buffer]\nbatch_size = 64", "2:1: unknown key buffer.batch_size, did you mean sample_batch_size?"),
     ("[trainer]\nkl_coeff = 0.1", "2:1: unknown key trainer.kl_coeff, did you mean kl_coef?"),
@@ -680,7 +713,10 @@ SET_MISTAKES = [
         '--set daemon.name: must be made of a-z, 0-9 and -, got "http://***@h"',
     ),
     ("rollout.=1", "--set rollout.=1: must be of the form section.key=value"),
-    ("rollout.a.b=1", "--set rollout.a.b: unknown key rollout.a.b, `rlhfd config show --effective` lists all"),
+    (
+        "rollout.a.b=1",
+        f"--set rollout.a.b: unknown key rollout.a.b, {ALL_KEYS}",
+    ),
     ("rollout.workers=1\nb = 2", '--set rollout.workers: must be an integer, got "1\\nb = 2"'),
     ("rollout.num_generations=1", "--set rollout.num_generations: must be at least 2 with GRPO, got 1"),
     (
@@ -767,12 +803,12 @@ def test_all_errors_come_at_once_in_the_order_of_the_file() -> None:
     text = "zzz = 1\n[rollout]\nnum_generations = 1\nworkers = 0\ntemprature = 1\n[buffer]\nlimit = -1\n"
 
     assert errors_of(text, "trainer.max_steps=x", "trainer.x=1", environ={"RLHFD_METRICS__PORT": "-1"}) == [
-        "config.toml:1:1: unknown key zzz, `rlhfd config show --effective` lists all",
+        f"config.toml:1:1: unknown key zzz, {ALL_KEYS}",
         "config.toml:3:19: rollout.num_generations: must be at least 2 with GRPO, got 1",
         "config.toml:4:11: rollout.workers: must be at least 1, got 0",
         "config.toml:5:1: unknown key rollout.temprature, did you mean temperature?",
         "config.toml:7:9: buffer.limit: must be at least 0, got -1",
-        "--set trainer.x: unknown key trainer.x, `rlhfd config show --effective` lists all",
+        f"--set trainer.x: unknown key trainer.x, {ALL_KEYS}",
         '--set trainer.max_steps: must be an integer, got "x"',
         "RLHFD_METRICS__PORT: must be at least 0, got -1",
     ]
@@ -796,7 +832,7 @@ def test_nesting_without_end_is_an_error(depth: int) -> None:
 
     assert error in {
         "config.toml: nested too deeply",
-        "config.toml:2:1: unknown key rollout.x, `rlhfd config show --effective` lists all",
+        f"config.toml:2:1: unknown key rollout.x, {ALL_KEYS}",
     }
 
 

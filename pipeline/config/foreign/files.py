@@ -1,0 +1,201 @@
+"""The options of a run of another trainer, read from its file: JSON, YAML, or a shell script with its command.
+
+Nothing is executed. In a script the variables that it sets itself are filled in; a value that needs the shell for more
+stays as it is written, with its ``$``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from pipeline.config.foreign.option import Trainer
+from pipeline.errors import ConfigError
+
+_NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::?-((?:\$\{[^}]*\}|[^}])*))?\}|(\w+))")
+_ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_ENDS: Final = ("|", "||", "&", "&&", ";", ">", ">>", "2>&1", "<")
+
+
+def read(path: Path, trainer: Trainer) -> dict[str, Any]:
+    """Return the options of a file by their names, those of tables with dots.
+
+    Args:
+        path: JSON or YAML by its suffix, or else a shell script, or a list of options.
+        trainer: The trainer whose options they are.
+
+    Raises:
+        ConfigError: If the file cannot be read or has no option of the trainer; the message has the place.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 but byte {error.object[error.start]:#04x}") from error
+    is_data = path.suffix.lower() in (".json", ".yaml", ".yml")
+    found = dict(_flat(_loaded(path, text), trainer) if is_data else _of_script(path, text, trainer))
+    if not any(trainer.find(name) for name in found):
+        raise ConfigError(f"{path}: no option of {trainer.name} is in the file")
+    return {name: _resolved(value, found) for name, value in found.items()}
+
+
+def scalar(text: str) -> Any:
+    """Return the value of a word of a command: a number, true, false, none, a list, a table, or the text itself."""
+    if text.startswith(("[", "{")):
+        try:
+            return _with_numbers(yaml.safe_load(text))
+        except yaml.YAMLError:
+            return text
+    if (word := text.strip().lower()) in ("true", "false"):
+        return word == "true"
+    if word in ("null", "none"):
+        return None
+    return _number(text)
+
+
+def _number(text: str) -> Any:
+    if _NUMBER.fullmatch(text) is None:
+        return text
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return a value of YAML with the numbers that YAML 1.1 takes for texts, such as 1e-6."""
+    if isinstance(value, dict):
+        return {str(name): _with_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(inner) for inner in value]
+    return _number(value) if isinstance(value, str) and re.search(r"\d[eE][+-]?\d", value) else value
+
+
+def _loaded(path: Path, text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: {error.msg}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{place}: {getattr(error, 'problem', None) or error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}:1:1: must be options with their values, got {str(value)[:40]!r}")
+    return {str(name): _with_numbers(inner) for name, inner in value.items()}
+
+
+def _flat(table: Mapping[str, Any], trainer: Trainer, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        full = f"{prefix}{name}"
+        option = trainer.find(full)
+        is_option = option is not None and full in (*option.names, *option.aliases)
+        if isinstance(value, dict) and value and trainer.sections and not is_option:
+            yield from _flat(value, trainer, f"{full}.")
+        elif name not in ("_target_", "defaults", "hydra"):
+            yield full, value
+
+
+def _of_script(path: Path, text: str, trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    words = list(_words(path, text))
+    programs = [number for number, word in enumerate(words) if _is_program(word, trainer)]
+    first = programs[-1] + 1 if programs else 0
+    variables: dict[str, str] = {}
+    for word in words[:first] if programs else words:
+        if match := _ASSIGNMENT.fullmatch(word):
+            variables[match[1]] = _filled(match[2], variables)
+    name, values = "", list[str]()
+    for word in _spread(words[first:], variables):
+        override = _OVERRIDE.fullmatch(word)
+        is_override = override and (programs or "." in override[1]) and (not name or trainer.find(override[1]))
+        if not (word.startswith("--") or is_override):
+            if name:
+                values.append(_filled(word, variables))
+            elif word.startswith("$") and word not in ("$@", "$*"):
+                # More options, perhaps, that are not known.
+                yield word, None
+            continue
+        if name:
+            yield name, _joined(values)
+        name, values = "", []
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if has_value:
+                yield name, scalar(_filled(value, variables))
+                name = ""
+        elif override:
+            yield override[1], scalar(_filled(override[2], variables))
+    if name:
+        yield name, _joined(values)
+
+
+def _spread(words: list[str], variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield the words up to the end of the command, those of a variable of the script in its place."""
+    for word in words:
+        if word in _ENDS:
+            return
+        match = _VARIABLE.fullmatch(word)
+        name = "" if match is None else match[1] or match[3]
+        if name in variables:
+            yield from shlex.split(variables[name])
+        else:
+            yield word
+
+
+def _is_program(word: str, trainer: Trainer) -> bool:
+    last = word.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
+    return last in trainer.programs and not word.startswith("--")
+
+
+def _words(path: Path, text: str) -> Iterator[str]:
+    # A line that goes on in the next one: a blank in its place keeps the numbers of the lines.
+    lexer = shlex.shlex(text.replace("\\\r\n", " \n").replace("\\\n", " \n"), posix=True)
+    lexer.whitespace_split = True
+    while True:
+        line = lexer.lineno
+        try:
+            word = lexer.get_token()
+        except ValueError as error:
+            raise ConfigError(f"{path}:{line}: {str(error).lower()}, for a word that begins here") from error
+        if word is None:
+            return
+        yield word.strip("\n")
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    """Return a text with the variables of the script filled in; others keep their ``$``."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        otherwise = "~" if name == "HOME" else match[0] if match[2] is None else _filled(match[2], variables)
+        return variables.get(name, otherwise)
+
+    return _VARIABLE.sub(value, text)
+
+
+def _joined(values: list[str]) -> Any:
+    found = [scalar(value) for value in values]
+    return True if not found else found[0] if len(found) == 1 else found
+
+
+def _resolved(value: Any, options: Mapping[str, Any]) -> Any:
+    """Return a value of verl that refers to another option: that option's, or the default that it names."""
+    if not isinstance(value, str):
+        return value
+    if value == "???":
+        return None
+    match = re.fullmatch(r"\$\{(?:oc\.select:\s*)?([\w.]+)(?:,\s*(.*))?\}", value, re.DOTALL)
+    if match is None:
+        return value
+    found = options.get(match[1], scalar(match[2]) if match[2] else value if match[2] is None else None)
+    return None if isinstance(found, str) and found.startswith("${oc.select") else found

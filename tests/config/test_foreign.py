@@ -1,0 +1,468 @@
+"""Options of TRL, verl and OpenRLHF: the tables, the page and the answers about them, conversions and their files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from pipeline.config import load as config_load
+from pipeline.config.advice import SECTIONS, problem_of_key, problem_of_section
+from pipeline.config.foreign import conversion, files
+from pipeline.config.foreign.lookup import _TOO_GENERAL, PAGE, TRAINERS, WORDS, answer
+from pipeline.config.foreign.option import Trainer
+from pipeline.config.foreign.page import page
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+KEYS = {f"{section}.{name}" for section, model in SECTIONS.items() for name in type(model).model_fields} | {"rewards"}
+OWN_NAMES = {key.rpartition(".")[2] for key in KEYS}
+BY_WORD = {trainer.word: trainer for trainer in TRAINERS}
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def converted(word: str, options: dict[str, Any]) -> conversion.Conversion:
+    return conversion.convert(BY_WORD[word], options, {})
+
+
+def values(word: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {key: setting.value for key, setting in converted(word, options).settings.items()}
+
+
+def lost(word: str, options: dict[str, Any]) -> list[str]:
+    """Return what is lost of some options beyond that which is lost of a file with none."""
+    without = converted(word, {}).lost
+    return [line for line in converted(word, options).lost if line not in without]
+
+
+class TestTables:
+    def test_the_page_is_what_the_tables_say(self) -> None:
+        assert (ROOT / PAGE).read_text() == page(), f"python -m pipeline.config.foreign.page > {PAGE}"
+
+    @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.word)
+    def test_every_row_names_keys_that_are_there_or_a_reason_and_no_option_has_two_rows(self, trainer: Trainer) -> None:
+        names = [name for option in trainer.options for name in (*option.names, *option.aliases)]
+
+        assert len(names) == len(set(names)) > 150
+        for option in trainer.options:
+            assert set(option.key) <= KEYS, option.name
+            assert option.key if option.kind == "carried" else option.remark, option.name
+            assert len(option.names) == 1 or option.kind != "carried", option.name
+
+    def test_the_table_of_trl_has_every_training_argument_of_transformers(self) -> None:
+        names = {one.name for one in dataclasses.fields(transformers.TrainingArguments) if not one.name.startswith("_")}
+
+        assert len(names) > 100
+        assert {name for name in names if BY_WORD["trl"].find(name) is None} == set()
+
+    def test_every_word_of_the_field_is_a_key_or_an_answer(self) -> None:
+        assert {key for key in WORDS.values() if " " not in key} <= KEYS
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.word)
+    def test_a_known_option_is_answered_by_its_key_or_the_page_never_by_the_nearest_spelling(
+        self, trainer: Trainer
+    ) -> None:
+        keys: dict[str, set[str]] = {name: {meant} for name, meant in WORDS.items()}
+        for option in (option for each in TRAINERS for option in each.options):
+            for name in (*option.names, *option.aliases):
+                keys.setdefault(name.rpartition(".")[2].lower(), set()).update(option.key)
+        names = {name.rpartition(".")[2].lower() for one in trainer.options for name in (*one.names, *one.aliases)}
+        # The one with a table in its answer is tried in tests/config/test_mistakes.py.
+        tried = sorted(name for name in names - OWN_NAMES - {*WORDS, "reward_funcs"} if answer(name))
+
+        assert len(tried) > 80
+        for name in tried:
+            for problem in (problem_of_key("trainer", name), problem_of_section(name, 1)):
+                _, is_key, meant = problem.removesuffix("?").partition(", did you mean ")
+                assert {meant, f"trainer.{meant}"} & keys[name] if is_key else PAGE in problem, problem
+        # Words that mean other things elsewhere, and those that are keys here.
+        assert {name for name in names - OWN_NAMES if not answer(name) and "*" not in name} <= _TOO_GENERAL
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("total_epochs", "verl's trainer.total_epochs is missing here: there are no epochs of the prompts"),
+            ("num_train_epochs", "TRL's num_train_epochs is missing here: "),
+            ("report_to", "TRL's report_to is metrics.tracker here: "),
+            ("logging_steps", "TRL's logging_steps is needless here: each step is logged"),
+            ("kl_loss_coef", f"verl's {A}.kl_loss_coef is trainer.kl_coef here: with use_kl_loss ({PAGE})"),
+            ("scale_rewards", "TRL's scale_rewards is rollout.advantages here: group: grpo, none: dr_grpo"),
+            ("deepspeed", "TRL's deepspeed is needless here: trainer.sharding shards the models"),
+            ("eval_strategy", "TRL's eval_strategy is missing here: evaluation.files names files of held-out prompts"),
+            ("filter_groups", "verl's algorithm.filter_groups.enable is rollout.max_refill here: "),
+            ("init_kl_coef", "OpenRLHF's init_kl_coef is rollout.kl_coef and trainer.kl_coef here: in the reward"),
+            ("save_steps", "TRL's save_steps and OpenRLHF's ckpt.save_steps are trainer.save_every here, with differ"),
+            ("kl_cov_ratio", f"verl's {A}.policy_loss.kl_cov_ratio is missing here: the losses of these options"),
+            ("tensor_model_parallel_size", f"verl's {R}.tensor_model_parallel_size is missing here: an engine has one"),
+            (
+                "gpu_memory_utilization",
+                f"verl's {R}.gpu_memory_utilization and OpenRLHF's vllm.gpu_memory_utilization are missing here: ",
+            ),
+            (
+                "eps_clip_low_high",
+                "OpenRLHF's actor.eps_clip_low_high is trainer.clip_low and trainer.clip_high here (",
+            ),
+            ("param_offload", f"verl's {A}.fsdp_config.param_offload is needless here: trainer.sharding shards"),
+            ("optim", "TRL's optim is missing here: the optimizer is AdamW"),
+            ("zero_stage", "OpenRLHF's ds.zero_stage is needless here: trainer.sharding"),
+        ],
+    )
+    def test_the_answer_names_trainer_key_and_difference(self, name: str, said: str) -> None:
+        assert problem_of_key("trainer", name).startswith(f"unknown key trainer.{name}, {said}")
+
+    @pytest.mark.parametrize(
+        ("name", "key"),
+        [("eps_clip", "clip_range"), ("ppo_epochs", "epochs"), ("label_key", "prompts.answer_column"),
+         ("max_response_length", "rollout.max_new_tokens"), ("lr", "learning_rate"),
+         ("n", "rollout.num_generations")],
+    )  # fmt: skip
+    def test_an_option_of_the_same_meaning_is_answered_by_its_key_alone(self, name: str, key: str) -> None:
+        assert problem_of_key("trainer", name) == f"unknown key trainer.{name}, did you mean {key}?"
+
+    def test_an_unknown_option_is_answered_by_the_page(self) -> None:
+        for problem in (problem_of_key("trainer", "zzz"), problem_of_section("zzz", 1)):
+            assert problem.endswith(f"{PAGE} those of other trainers")
+        assert lost("verl", {f"{A}.zzz": 1, f"{A}.use_kl_loss": True}) == [f"{A}.zzz: no option that {PAGE} has"]
+
+
+TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # A generation is a step: 8 x 4 rows, in 4 / 2 updates, twice; TRL counts updates.
+    (
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4,
+         "num_iterations": 2, "max_steps": 40, "warmup_steps": 6, "save_steps": 10},
+        {"buffer.sample_batch_size": 32, "trainer.mini_batches": 2, "trainer.epochs": 2, "trainer.micro_batch_size": 8,
+         "trainer.max_steps": 10, "trainer.warmup_steps": 2, "trainer.save_every": 3},
+    ),
+    # Without steps_per_generation it is that of an update.
+    (
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 40},
+        {"buffer.sample_batch_size": 32, "trainer.max_steps": 40, "trainer.decay_steps": 40,
+         "trainer.final_learning_rate_ratio": 0.0},
+    ),
+    (
+        {"per_device_train_batch_size": 4, "generation_batch_size": 64, "num_processes": 2, "max_steps": 16},
+        {"buffer.sample_batch_size": 32, "trainer.mini_batches": 8, "trainer.world_size": 2, "trainer.max_steps": 2},
+    ),
+    ({"warmup_ratio": 0.1, "max_steps": 50}, {"trainer.warmup_steps": 5}),
+    ({}, {"trainer.kl_coef": 0.0, "trainer.loss_rows": "all", "buffer.max_staleness": 0}),
+    ({}, {"rollout.max_new_tokens": 512, "rollout.max_prompt_length": 1024}),
+    ({"loss_type": "grpo"}, {"trainer.loss_aggregation": "sequence_mean"}),
+    (
+        {"loss_type": "dr_grpo", "max_completion_length": 99, "scale_rewards": False},
+        {"trainer.loss_aggregation": "dr_grpo", "trainer.dr_grpo_tokens": 99, "rollout.advantages": "dr_grpo"},
+    ),
+    (
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"trainer.policy_loss": "cispo", "trainer.clip_low": 1.0, "trainer.clip_high": 4.0},
+    ),
+    (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        {"trainer.policy_loss": "gspo", "trainer.clip_range": 3e-4, "trainer.clip_high": 4e-4},
+    ),
+    (
+        {"use_vllm": True},
+        {"rollout.engine": "vllm", "trainer.importance_correction": "sequence_mask", "trainer.importance_cap": 3.0},
+    ),
+    ({"use_vllm": True, "vllm_importance_sampling_correction": False}, {"trainer.importance_correction": "none"}),
+    (
+        {"use_peft": True, "lora_target_modules": ["q_proj"]},
+        {"model.lora_rank": 16, "model.lora_targets": ["q_proj"], "trainer.learning_rate": 1e-6},
+    ),
+    (
+        {"reward_funcs": ["accuracy_reward", "my.lib.good"], "reward_weights": [1.0, 0.5]},
+        {"rewards": [{"name": "math"}, {"name": "my.lib:good", "weight": 0.5}]},
+    ),
+    ({"dataset_name": "a/b", "dataset_config": "c"}, {"prompts.path": "datasets:a/b:c"}),
+    (
+        {"datasets": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, {"path": "c/d", "split": "test"}]},
+        {"prompts.sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}, {"path": "datasets:c/d", "split": "test"}]},
+    ),
+    ({"adam_beta2": 0.95}, {"trainer.betas": [0.9, 0.95]}),
+    ({"report_to": ["wandb", "none"], "save_strategy": "no"}, {"metrics.tracker": ["wandb"], "trainer.save_every": 0}),
+    ({"vllm_max_model_length": 2048}, {"rollout.max_length": 2048}),
+]  # fmt: skip
+VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # Prompts are counted there, rows and updates here.
+    (
+        {"algorithm.adv_estimator": "grpo", "data.train_batch_size": 64, f"{R}.n": 8, f"{A}.ppo_mini_batch_size": 16},
+        {"rollout.algorithm": "grpo", "rollout.advantages": "grpo", "buffer.sample_batch_size": 512,
+         "rollout.num_generations": 8, "trainer.mini_batches": 4, "trainer.kl_coef": 0.0, "rollout.kl_coef": 0.0,
+         "trainer.dual_clip": 3.0, "trainer.weight_decay": 0.01, "trainer.importance_correction": "none"},
+    ),
+    (
+        {f"{R}.n": 1, "data.train_batch_size": 256},
+        {"rollout.algorithm": "ppo", "rollout.lam": 1.0, "trainer.value_clip_range": 0.5,
+         "trainer.critic_warmup_steps": 0, "buffer.sample_batch_size": 256},
+    ),
+    (
+        {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": False, f"{R}.n": 4},
+        {"rollout.advantages": "dr_grpo"},
+    ),
+    ({f"{A}.use_kl_loss": True, f"{A}.kl_loss_coef": 0.02, f"{A}.kl_loss_type": "mse"},
+     {"trainer.kl_coef": 0.02, "trainer.kl_estimator": "k2"}),
+    ({"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "low_var_kl"},
+     {"rollout.kl_coef": 0.001, "rollout.kl_estimator": "k3", "trainer.kl_coef": 0.0}),
+    ({f"{A}.loss_agg_mode": "seq-mean-token-sum-norm", "data.max_response_length": 77},
+     {"trainer.loss_aggregation": "dr_grpo", "trainer.dr_grpo_tokens": 77}),
+    ({f"{A}.policy_loss.loss_mode": "gspo", f"{A}.loss_agg_mode": "token-mean"},
+     {"trainer.policy_loss": "gspo", "trainer.loss_aggregation": "sequence_mean"}),
+    ({f"{A}.use_dynamic_bsz": True, f"{A}.ppo_micro_batch_size_per_gpu": 3}, {"trainer.micro_batch_tokens": 16384}),
+    ({"data.train_files": ["a.parquet", "b.parquet"], "data.val_files": "c.parquet", "trainer.test_freq": 5},
+     {"prompts.sources": [{"path": "a.parquet"}, {"path": "b.parquet"}], "evaluation.files": ["c.parquet"],
+      "evaluation.every": 5, "evaluation.temperature": 0.0}),
+    ({"custom_reward_function.path": "/x/my_reward.py", "custom_reward_function.name": "f"},
+     {"rewards": [{"name": "my_reward:f"}]}),
+    ({"reward.custom_reward_function.path": "r.py"}, {"rewards": [{"name": "r:compute_score"}]}),
+    ({"algorithm.adv_estimator": "grpo", f"{R}.n": 4, "algorithm.filter_groups.enable": True,
+      "algorithm.filter_groups.max_num_gen_batches": 10}, {"rollout.max_refill": 9}),
+    ({"reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 64},
+     {"rollout.overlong_buffer_tokens": 64}),
+    ({f"{A}.clip_ratio": 0.3, f"{A}.clip_ratio_low": None, f"{A}.clip_ratio_high": None}, {"trainer.clip_range": 0.3}),
+    ({f"{A}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
+     {"trainer.warmup_steps": 5, "trainer.max_steps": 50}),
+    ({f"{M}.lora_rank": 8}, {"model.lora_rank": 8, "model.lora_alpha": 16, "trainer.learning_rate": 1e-6}),
+    ({f"{R}.top_k": -1, "trainer.logger": ["console", "wandb"]}, {"rollout.top_k": 0, "metrics.tracker": ["wandb"]}),
+    ({"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.rollout_is_threshold": 3.0},
+     {"trainer.importance_correction": "token", "trainer.importance_cap": 3.0}),
+]  # fmt: skip
+OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # Rows of an update are counted there, updates here; the KL is in the reward.
+    (
+        {"rollout.batch_size": 64, "rollout.n_samples_per_prompt": 8, "train.batch_size": 128,
+         "algo.advantage.estimator": "group_norm"},
+        {"buffer.sample_batch_size": 512, "trainer.mini_batches": 4, "rollout.num_generations": 8,
+         "rollout.advantages": "grpo", "rollout.kl_coef": 0.01, "trainer.kl_coef": 0.0, "rollout.reward_clip": 10},
+    ),
+    # The names before 0.10.
+    (
+        {"rollout_batch_size": 64, "n_samples_per_prompt": 4, "train_batch_size": 64, "pretrain": "m",
+         "advantage_estimator": "rloo", "init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k3"},
+        {"buffer.sample_batch_size": 256, "trainer.mini_batches": 4, "model.actor": "m", "rollout.advantages": "rloo",
+         "trainer.kl_coef": 0.1, "rollout.kl_coef": 0.0, "trainer.kl_estimator": "k3"},
+    ),
+    ({"prompt_max_len": 100, "generate_max_len": 200},
+     {"rollout.max_prompt_length": 100, "rollout.max_new_tokens": 200}),
+    ({}, {"rollout.algorithm": "ppo", "rollout.lam": 1, "trainer.betas": [0.9, 0.95], "trainer.value_clip_range": 0.5,
+          "prompts.prompt_column": "input", "rollout.max_length": 2048, "trainer.critic_warmup_steps": 0}),
+    ({"data.prompt_dataset": "a/b,c.jsonl", "data.prompt_probs": "0.7,0.3"},
+     {"prompts.sources": [{"path": "datasets:a/b", "weight": 0.7}, {"path": "c.jsonl", "weight": 0.3}]}),
+    ({"reward.remote_url": "http://h:5000/get_reward"},
+     {"rewards": [{"name": "remote", "url": "http://h:5000/get_reward"}]}),
+    ({"train.async_enable": True, "train.async_queue_size": 3, "train.partial_rollout_enable": True},
+     {"buffer.max_staleness": 3, "rollout.weight_updates": "in_flight"}),
+    ({"algo.advantage.is_correction_level": "token"},
+     {"trainer.importance_correction": "icepop", "trainer.importance_cap": 5.0}),
+    ({"actor.eps_clip_low_high": [0.2, 0.27], "vllm.num_engines": 4},
+     {"trainer.clip_low": 0.2, "trainer.clip_high": 0.27, "rollout.engine": "vllm", "rollout.workers": 4}),
+]  # fmt: skip
+CASES = [
+    (word, *case)
+    for word, cases in (("trl", TRL_CASES), ("verl", VERL_CASES), ("openrlhf", OPENRLHF_CASES))
+    for case in cases
+]
+
+
+class TestConversions:
+    @pytest.mark.parametrize(("word", "options", "expected"), CASES, ids=[str(case[1])[:60] for case in CASES])
+    def test_options_become_keys_of_the_same_run(
+        self, word: str, options: dict[str, Any], expected: dict[str, Any]
+    ) -> None:
+        found = values(word, options)
+
+        assert {key: found.get(key) for key in expected} == expected
+
+    @pytest.mark.parametrize(("word", "options", "expected"), CASES, ids=[str(case[1])[:60] for case in CASES])
+    def test_what_is_written_is_a_configuration(
+        self, tmp_path: Path, word: str, options: dict[str, Any], expected: dict[str, Any]
+    ) -> None:
+        text = conversion.render(converted(word, options), "file", tmp_path)
+        (tmp_path / "c.toml").write_text(text)
+
+        assert tomllib.loads(text)
+        config_load.load(tmp_path / "c.toml", [], {})
+
+    @pytest.mark.parametrize(
+        ("word", "options", "reason"),
+        [
+            ("trl", {"scale_rewards": "batch"}, 'scale_rewards = "batch": advantages are scaled by the group'),
+            ("trl", {"loss_type": "sapo"}, 'loss_type = "sapo": the losses that are here too are grpo, dapo'),
+            ("trl", {"lr_scheduler_type": "cosine"}, 'lr_scheduler_type = "cosine": the learning rate is constant or'),
+            ("trl", {"warmup_steps": 0.1}, "warmup_steps = 0.1: a share needs max_steps in the same file"),
+            ("trl", {"min_p": 0.1}, "min_p = 0.1: tokens are sampled from top_p and top_k"),
+            ("trl", {"beta": 0.1}, "use_bias_correction_kl = true (TRL's default): the KL of the loss is k3"),
+            ("trl", {"eval_strategy": "steps"}, 'eval_strategy = "steps": evaluation.files names files of held-out'),
+            ("trl", {"epsilon": -1}, "epsilon = -1: trainer.clip_range must be greater than 0, got -1"),
+            ("trl", {"run_name": "my run"}, 'run_name = "my run": daemon.run_name '),
+            ("trl", {"report_to": "comet_ml"}, 'report_to = "comet_ml": no tracker comet_ml: there are tensorboard'),
+            ("verl", {f"{A}.clip_ratio": 0.3}, f"{A}.clip_ratio = 0.3: it has no effect in verl, whose clip_ratio_low"),
+            ("verl", {f"{A}.ppo_mini_batch_size": 96}, f"{A}.ppo_mini_batch_size = 96: must divide data.train_batch"),
+            ("verl", {f"{R}.n": 4}, f"{R}.n = 4: PPO has one response to a prompt here"),
+            ("verl", {"algorithm.adv_estimator": "remax"}, 'algorithm.adv_estimator = "remax": the estimators that'),
+            ("verl", {"data.truncation": "left"}, 'data.truncation = "left": a prompt is never cut'),
+            ("verl", {"data.train_files": ["$x/a"]}, 'data.train_files = ["$x/a"]: the value needs the shell'),
+            ("verl", {"algorithm.use_pf_ppo": True}, "algorithm.use_pf_ppo = true: rows are trained once"),
+            (
+                "openrlhf",
+                {"reward.normalize_enable": True},
+                "reward.normalize_enable = true: scores are not normalized",
+            ),
+            ("openrlhf", {"reward.clip_range": [-1, 2]}, "reward.clip_range = [-1, 2]: rollout.reward_clip is a range"),
+            ("openrlhf", {"ds.zero_stag": 3}, f"ds.zero_stag: no option that {PAGE} has"),
+        ],
+    )
+    def test_what_cannot_be_carried_is_listed_with_the_reason(
+        self, word: str, options: dict[str, Any], reason: str
+    ) -> None:
+        (line,) = [line for line in lost(word, options) if not line.startswith(("model.actor", "prompts.path"))]
+
+        assert line.startswith(reason)
+
+    @pytest.mark.parametrize(
+        ("word", "options"),
+        [
+            ("trl", {"repetition_penalty": 1.0, "min_p": None, "optim": "adamw_torch_fused", "push_to_hub": False,
+                     "vllm_gpu_memory_utilization": 0.3, "sapo_temperature_pos": 1.0, "logging_steps": 5}),
+            ("verl", {"trainer.nnodes": 1, f"{R}.tensor_model_parallel_size": 1, "trainer.val_before_train": False,
+                      f"{A}.policy_loss.kl_cov_ratio": 0.0002, f"{A}.fsdp_config.param_offload": True}),
+            ("openrlhf", {"actor.num_nodes": 1, "actor.aux_loss_coef": 0, "ds.zero_stage": 3}),
+        ],
+    )  # fmt: skip
+    def test_values_by_which_nothing_is_lost_are_not_listed(self, word: str, options: dict[str, Any]) -> None:
+        assert lost(word, options) == []
+
+    @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.word)
+    @pytest.mark.parametrize("value", [0, -1, 1.5, 1e400, "x", "", True, False, None, [], [1], ["a", 2], {}, {"a": 1}])
+    def test_no_value_of_any_option_is_an_error_and_what_is_written_is_toml(
+        self, tmp_path: Path, trainer: Trainer, value: Any
+    ) -> None:
+        options = {name.replace("*", "x"): value for option in trainer.options for name in option.names}
+
+        done = conversion.convert(trainer, options, {})
+
+        tomllib.loads(conversion.render(done, "f", tmp_path))
+
+    def test_a_default_that_would_change_the_run_is_written_and_named_as_one(self, tmp_path: Path) -> None:
+        lines = conversion.render(converted("verl", {}), "f", tmp_path).splitlines()
+
+        assert f"weight_decay = 0.01  # {A}.optim.weight_decay, verl's default" in lines
+        assert any(line.startswith("# - trainer.total_epochs = 30 (verl's default): ") for line in lines)
+        assert not any(line.startswith("temperature") for line in lines)
+
+    def test_the_end_of_the_file_has_what_was_not_carried(self, tmp_path: Path) -> None:
+        text = conversion.render(converted("trl", {"min_p": 0.1, "max_steps": 3}), "f", tmp_path)
+
+        assert "\n# Not carried:\n# - " in text
+        assert "\n# - min_p = 0.1: tokens are sampled from top_p and top_k\n" in text.partition("# Not carried:")[2]
+
+
+class TestFiles:
+    def read(self, folder: Path, name: str, text: str | bytes, word: str) -> dict[str, Any]:
+        path = folder / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return files.read(path, BY_WORD[word])
+
+    def test_numbers_that_yaml_takes_for_texts_are_numbers(self, tmp_path: Path) -> None:
+        text = "learning_rate: 1e-6\nreport_to: none\nreward_funcs: [a.b]\nrun_name: '12'\n"
+
+        found = self.read(tmp_path, "c.yaml", text, "trl")
+
+        assert found == {"learning_rate": 1e-6, "report_to": "none", "reward_funcs": ["a.b"], "run_name": "12"}
+
+    def test_tables_of_verl_become_names_with_dots_and_references_are_resolved(self, tmp_path: Path) -> None:
+        text = (
+            "data: {max_prompt_length: 100, apply_chat_template_kwargs: {enable_thinking: false}}\n"
+            "actor_rollout_ref:\n  actor:\n    _target_: x\n    ppo_epochs: 2\n"
+            "    entropy_coeff: ${data.max_prompt_length}\n    grad_clip: '${oc.select:a.b,0.5}'\n"
+        )
+
+        assert self.read(tmp_path, "c.yml", text, "verl") == {
+            "data.max_prompt_length": 100,
+            "data.apply_chat_template_kwargs": {"enable_thinking": False},
+            f"{A}.ppo_epochs": 2,
+            f"{A}.entropy_coeff": 100,
+            f"{A}.grad_clip": 0.5,
+        }
+
+    def test_a_script_is_read_with_its_variables_from_its_program_on(self, tmp_path: Path) -> None:
+        text = (
+            "#!/bin/bash\nset -x\nexport WANDB_KEY=a=b\nHOME_DIR=${1:-$HOME/x}   # a comment\n"
+            "more='trainer.nnodes=2 trainer.device=cpu'\n"
+            'train="[\'$HOME_DIR/a.parquet\', "b.parquet"]"\n'
+            'python3 -m verl.trainer.main_ppo --config-name=x \\\n  data.train_files="$train" \\\n'
+            '  +data.max_prompt_length=1e2 trainer.logger=\'["console","wandb"]\' \\\n'
+            '  trainer.project_name=$OTHER trainer.total_training_steps=null $more $unknown "$@" 2>&1 | tee log.a=1\n'
+        )
+
+        found = self.read(tmp_path, "run.sh", text, "verl")
+
+        assert found.pop("config_name") == "x"
+        assert found == {
+            "data.train_files": ["~/x/a.parquet", "b.parquet"],
+            "data.max_prompt_length": 100.0,
+            "trainer.logger": ["console", "wandb"],
+            "trainer.project_name": "$OTHER",
+            "trainer.total_training_steps": None,
+            "trainer.nnodes": 2,
+            "trainer.device": "cpu",
+            "$unknown": None,
+        }
+
+    def test_a_list_of_overrides_needs_no_program(self, tmp_path: Path) -> None:
+        found = self.read(tmp_path, "overrides", "data.train_batch_size=8\n# no\nalgorithm.lam=0.9\n", "verl")
+
+        assert found == {"data.train_batch_size": 8, "algorithm.lam": 0.9}
+
+    def test_options_of_a_command_have_none_one_or_several_values(self, tmp_path: Path) -> None:
+        text = (
+            "ray job submit --address=x -- python3 -m openrlhf.cli.train_ppo_ray --ds.packing_samples \\\n"
+            "  --reward.clip_range -5 5 --pretrain 'a b' --actor.adam.lr=1e-6 && echo --seed 3"
+        )
+
+        assert self.read(tmp_path, "run.sh", text, "openrlhf") == {
+            "ds.packing_samples": True,
+            "reward.clip_range": [-5, 5],
+            "pretrain": "a b",
+            "actor.adam.lr": 1e-6,
+        }
+        flags = "accelerate launch --num_processes 2 grpo.py --learning_rate 1e-6 --bf16 --report_to wandb"
+        assert self.read(tmp_path, "t.sh", flags, "trl") == {"learning_rate": 1e-6, "bf16": True, "report_to": "wandb"}
+
+    @pytest.mark.parametrize(
+        ("name", "text", "error"),
+        [
+            ("c.json", '{"beta": 0.1,\n "lr" 3}', "c.json:2:7: Expecting ':' delimiter"),
+            ("c.yaml", "beta: 1\n  gamma: [1", "c.yaml:2:8: mapping values are not allowed here"),
+            ("c.yaml", "- a\n- b", "c.yaml:1:1: must be options with their values, got \"['a', 'b']\""),
+            ("c.json", "3", "c.json:1:1: must be options with their values, got '3'"),
+            ("c.yaml", b"beta: 1\nx: \xff", "c.yaml:2: not UTF-8 but byte 0xff"),
+            ("c.yaml", "lr: 1", "c.yaml: no option of TRL is in the file"),
+            ("c.sh", "a\n\n--beta 'x\nb", "c.sh:3: no closing quotation, for a word that begins here"),
+            ("c.sh", "hello", "c.sh: no option of TRL is in the file"),
+            ("c.sh", "", "c.sh: no option of TRL is in the file"),
+        ],
+    )
+    def test_a_file_that_cannot_be_read_is_named_with_its_place(
+        self, tmp_path: Path, name: str, text: str | bytes, error: str
+    ) -> None:
+        with pytest.raises(ConfigError) as raised:
+            self.read(tmp_path, name, text, "trl")
+        assert str(raised.value) == f"{tmp_path}/{error}"
+
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"x\.yaml: cannot be read: No such file or directory"):
+            files.read(tmp_path / "x.yaml", BY_WORD["trl"])
+
+    def test_the_whole_of_training_arguments_loses_nothing_but_what_differs(self, tmp_path: Path) -> None:
+        """What `GRPOConfig(...).to_dict()` holds: each option with its default."""
+        arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=4)
+        found = self.read(tmp_path, "c.json", json.dumps(arguments.to_dict()), "trl")
+
+        places = ("model.actor: ", "prompts.path: ", "rewards: ")
+        assert [line for line in converted("trl", found).lost if not line.startswith(places)] == []
