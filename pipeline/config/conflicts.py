@@ -121,6 +121,13 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.devices != "auto" and len(trainer.devices) < trainer.world_size:
         keys = ("trainer.devices", "trainer.world_size")
         found.append(Conflict(keys, f"names {len(trainer.devices)} for {trainer.world_size} ranks, each needs its own"))
+    if trainer.max_epochs and config.prompts.sources:
+        keys = ("trainer.max_epochs", "prompts.sources")
+        message = "must be 0 with prompts.sources, each of which begins its next pass on its own: set trainer.max_steps"
+        found.append(Conflict(keys, message))
+    if trainer.max_epochs and trainer.kind == "external":
+        keys = ("trainer.max_epochs", "trainer.kind")
+        found.append(Conflict(keys, 'must be 0 with trainer.kind = "external", which ends by itself'))
     if 0 < trainer.decay_steps < trainer.warmup_steps:
         keys = ("trainer.decay_steps", "trainer.warmup_steps")
         message = f"must be 0 or at least the {trainer.warmup_steps} of trainer.warmup_steps, got {trainer.decay_steps}"

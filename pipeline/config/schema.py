@@ -242,6 +242,13 @@ class TrainerConfig(LossSection):
         "of `rlhfd plan` says that a whole model does not fit beside each rank.",
     )
     max_steps: int = Field(default=0, ge=0, description="Optimizer steps after which the run ends; 0: no end.")
+    max_epochs: int = Field(
+        default=0,
+        ge=0,
+        le=2**20,
+        description="Passes over the prompts after which the run ends, unless it has taken max_steps before; the last "
+        "rows that are fewer than a step's are dropped; 0: no end.",
+    )
     learning_rate: float = Field(default=4e-4, gt=0, description="Maximum learning rate of the actor (AdamW).")
     critic_learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the critic (PPO).")
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments.")

@@ -5,6 +5,7 @@ check       all rows read once, broken ones named
 files       the files of a path, a folder or a data set by name
 lines       JSON lines
 order       the permutation of each epoch; several sources by weight
+passes      the end of a run after some passes over the prompts
 pass_rates  rows with the share of their responses that passed
 rendering   token ids of a prompt
 rows        a row as prompt, answer, images and further columns

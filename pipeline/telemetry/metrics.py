@@ -100,6 +100,8 @@ METRICS: Final[tuple[Metric, ...]] = (
           "Newest optimizer steps in a row in which no token was trained; 0 after a step that trained some."),
     gauge("rlhfd_train_step", TRAINER,
           "Optimizer steps behind the trainer's weights; falls at a rollback. Absent with an external trainer."),
+    gauge("rlhfd_last_step", TRAINER,
+          "Optimizer steps after which the run ends by trainer.max_steps or trainer.max_epochs; 0: no end."),
     counter("rlhfd_train_experiences_total", TRAINER, "Experiences used in optimizer steps, repeats included."),
     gauge("rlhfd_rollouts_in_flight", ROLLOUT, "Rollouts in flight.", worker=OWN),
     gauge("rlhfd_ticket_rows", ROLLOUT,

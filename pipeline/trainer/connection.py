@@ -125,6 +125,14 @@ class Connection:
     def draining(self, draining: bool) -> None:
         self._session.draining = draining
 
+    def is_exhausted(self, lease: int | None) -> bool:
+        """Return whether no further step can be taken (`trainer.max_epochs`).
+
+        Args:
+            lease: The last lease of the step; None while this rank lacks it.
+        """
+        return self._session.is_exhausted(lease)
+
     @property
     def deliveries_repeated(self) -> int:
         """Leases received that were delivered to a trainer before."""
