@@ -185,8 +185,8 @@ def _conflicts_of_updates(config: Config) -> list[Conflict]:
 def _conflicts_of_log_probs(config: Config) -> list[Conflict]:
     rollout = config.rollout
     keys: tuple[str, ...]
-    if rollout.log_probs == "engine" and rollout.engine == "vllm" and (rollout.top_p < 1 or rollout.top_k):
-        filtered = "top_p" if rollout.top_p < 1 else "top_k"
+    filtered = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k else "min_p" if rollout.min_p else ""
+    if rollout.log_probs == "engine" and rollout.engine == "vllm" and filtered:
         keys = ("rollout.log_probs", f"rollout.{filtered}", "rollout.engine")
         message = f'must be "worker" or "trainer" with rollout.{filtered}: the log-probs of vllm are those after it'
         return [Conflict(keys, message)]

@@ -53,6 +53,7 @@ class EvaluationConfig(Section):
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="As rollout.top_p, which it is if left out.")
     top_k: int | None = Field(default=None, ge=0, description="As rollout.top_k, which it is if left out.")
+    min_p: float | None = Field(default=None, ge=0, lt=1, description="As rollout.min_p, which it is if left out.")
     max_new_tokens: int | None = Field(
         default=None, ge=1, lt=2**20, description="Maximum tokens of a response; left out: as in the rollouts."
     )

@@ -172,6 +172,12 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; log-probs use it too.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass of the tokens that are sampled from.")
     top_k: int = Field(default=0, ge=0, description="Number of most likely tokens that are sampled from; 0: all.")
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Least probability of a token that is sampled from, as a share of the most likely token's; 0: all.",
+    )
     kl_coef: float | None = Field(
         default=None, ge=0, description="Weight of the KL penalty in the reward; left out: 0.01 (PPO), 0 (GRPO)."
     )

@@ -49,7 +49,9 @@ class EvaluationPlan:
         if not evaluation.files:
             return None
         rollout = config.rollout
-        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best"})
+        # A key of later releases is no part of the digest at its default.
+        new = set() if evaluation.min_p is not None else {"min_p"}
+        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best", *new})
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr([
             settings, prompts_per_ticket(config), config.daemon.seed, config.lengths, rollout.temperature,
@@ -57,6 +59,7 @@ class EvaluationPlan:
             rollout.special_tokens, [reward.model_dump(mode="json") for reward in config.rewards],
             config.model.reward, held_out(config, "").model_dump(mode="json"),
             rollout.environment, rollout.max_turns, rollout.max_turn_tokens,
+            *([rollout.min_p] if rollout.min_p else []),
         ]).encode())  # fmt: skip
         prompts = []
         for file in evaluation.files:

@@ -146,6 +146,9 @@ MISTAKES = [
     ("[rollout]\nworkers.many = 1", "2:1: rollout.workers: must be an integer, got {many = 1}"),
     ("[rollout]\ntop_p = 1.1", "2:9: rollout.top_p: must be at most 1, got 1.1"),
     ("[rollout]\ntop_p = 0.0", "2:9: rollout.top_p: must be greater than 0, got 0.0"),
+    ("[rollout]\nmin_p = 1.0", "2:9: rollout.min_p: must be less than 1, got 1.0"),
+    ("[evaluation]\nmin_p = -0.1", "2:9: evaluation.min_p: must be at least 0, got -0.1"),
+    ("[trainer]\nmax_epochs = -1", "2:14: trainer.max_epochs: must be at least 0, got -1"),
     ("[rollout]\ntemperature = inf", "2:15: rollout.temperature: must be finite, got inf"),
     ("[rollout]\ntemperature = 0", "2:15: rollout.temperature: must be greater than 0, got 0"),
     ('[rollout]\nalgorithm = "dpo"', '2:13: rollout.algorithm: must be "grpo" or "ppo", got "dpo"'),
@@ -528,6 +531,11 @@ MISTAKES = [
     (
         '[rollout]\nengine = "vllm"\ntop_p = 0.9\nlog_probs = "engine"',
         '4:13: rollout.log_probs: must be "worker" or "trainer" with rollout.top_p: the log-probs of vllm are those '
+        "after it",
+    ),
+    (
+        '[rollout]\nengine = "vllm"\nmin_p = 0.1\nlog_probs = "engine"',
+        '4:13: rollout.log_probs: must be "worker" or "trainer" with rollout.min_p: the log-probs of vllm are those '
         "after it",
     ),
     (
