@@ -162,6 +162,11 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
         lt=2**20,
         description="Maximum tokens of a prompt, a longer one is set aside; left out: max_length less max_new_tokens.",
     )
+    long_prompts: Literal["set_aside", "cut_left"] = Field(
+        default="set_aside",
+        description="A longer prompt is set aside, or loses its first tokens (cut_left), after the chat template; one "
+        "with images is set aside.",
+    )
     max_new_tokens: int | None = Field(
         default=None,
         ge=1,

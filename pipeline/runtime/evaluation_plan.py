@@ -60,6 +60,7 @@ class EvaluationPlan:
             config.model.reward, held_out(config, "").model_dump(mode="json"),
             rollout.environment, rollout.max_turns, rollout.max_turn_tokens,
             *([rollout.min_p] if rollout.min_p else []),
+            *([rollout.long_prompts] if rollout.long_prompts != "set_aside" else []),
         ]).encode())  # fmt: skip
         prompts = []
         for file in evaluation.files:

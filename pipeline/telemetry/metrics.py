@@ -85,6 +85,8 @@ METRICS: Final[tuple[Metric, ...]] = (
 
     # Throughput.
     counter("rlhfd_prompts_total", ROLLOUT, "Prompts taken from the prompt source."),
+    counter("rlhfd_prompts_cut_total", ROLLOUT,
+            "Prompts that lost their first tokens, because they were too long (rollout.long_prompts)."),
     counter("rlhfd_experiences_total", ROLLOUT,
             "Experiences finished by rollout workers by outcome (accepted, failed, errored).",
             outcome="accepted failed errored"),

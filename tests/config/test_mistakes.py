@@ -148,6 +148,14 @@ MISTAKES = [
     ("[rollout]\ntop_p = 0.0", "2:9: rollout.top_p: must be greater than 0, got 0.0"),
     ("[rollout]\nmin_p = 1.0", "2:9: rollout.min_p: must be less than 1, got 1.0"),
     ("[evaluation]\nmin_p = -0.1", "2:9: evaluation.min_p: must be at least 0, got -0.1"),
+    (
+        '[rollout]\nlong_prompts = "cut_left"',
+        "2:16: rollout.long_prompts: needs rollout.max_prompt_length: a cut prompt would leave one token to respond",
+    ),
+    (
+        '[rollout]\nlong_prompts = "left"',
+        '2:16: rollout.long_prompts: must be "set_aside" or "cut_left", got "left"',
+    ),
     ("[trainer]\nmax_epochs = -1", "2:14: trainer.max_epochs: must be at least 0, got -1"),
     ("[rollout]\ntemperature = inf", "2:15: rollout.temperature: must be finite, got inf"),
     ("[rollout]\ntemperature = 0", "2:15: rollout.temperature: must be greater than 0, got 0"),
