@@ -126,10 +126,13 @@ class Connection:
         self._session.draining = draining
 
     def is_exhausted(self, lease: int | None) -> bool:
-        """Return whether no further step can be taken (`trainer.max_epochs`).
+        """Return whether the prompts of all passes are used up (`trainer.max_epochs`).
 
         Args:
-            lease: The last lease of the step; None while this rank lacks it.
+            lease: The last lease of the next step; None while this rank lacks it.
+
+        Returns:
+            Whether no further step can be taken, because leases for it do not follow.
         """
         return self._session.is_exhausted(lease)
 
