@@ -14,6 +14,7 @@ own_model       defaults of a run with a model of its own
 plan            bytes that a run needs on each device
 positions       tokens that a model has positions for
 prompts         files, columns, filters and template of prompts
+rates           the learning rate over a run's steps
 reference       docs/configuration.md
 rewards         names, tables and options of reward functions
 schema          every key with type, bound, unit and description

@@ -128,11 +128,23 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.max_epochs and trainer.kind == "external":
         keys = ("trainer.max_epochs", "trainer.kind")
         found.append(Conflict(keys, 'must be 0 with trainer.kind = "external", which ends by itself'))
-    if 0 < trainer.decay_steps < trainer.warmup_steps:
+    return found + _conflicts_of_rates(config)
+
+
+def _conflicts_of_rates(config: Config) -> list[Conflict]:
+    trainer = config.trainer
+    if trainer.warmup_ratio and not (trainer.decay.steps or trainer.max_steps):
+        keys: tuple[str, ...] = ("trainer.warmup_ratio", "trainer.decay_steps", "trainer.max_steps", "trainer.schedule")
+        return [Conflict(keys, "needs trainer.decay_steps or trainer.max_steps, of which it is a share")]
+    if trainer.schedule == "cosine" and not trainer.decay_steps:
+        keys = ("trainer.schedule", "trainer.decay_steps")
+        message = 'must be "constant" or "linear" with trainer.decay_steps = 0: set it to the steps of the fall'
+        return [Conflict(keys, f"{message}, for example those of trainer.max_steps")]
+    if not trainer.warmup_ratio and 0 < trainer.decay.steps < trainer.warmup_steps:
         keys = ("trainer.decay_steps", "trainer.warmup_steps")
         message = f"must be 0 or at least the {trainer.warmup_steps} of trainer.warmup_steps, got {trainer.decay_steps}"
-        found.append(Conflict(keys, message))
-    return found
+        return [Conflict(keys, message)]
+    return []
 
 
 def _conflicts_of_advantages(config: Config) -> list[Conflict]:

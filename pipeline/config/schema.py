@@ -8,6 +8,7 @@ key whose value follows from other keys is None here; a property of `Config` ret
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ from pipeline.config.evaluation import EvaluationConfig
 from pipeline.config.lengths import Lengths, lengths_of, row_bytes_bound
 from pipeline.config.losses import AdvantageSection, LossSection
 from pipeline.config.prompts import PromptsConfig
+from pipeline.config.rates import Decay, Schedule
 from pipeline.config.rewards import DEFAULT_REWARD, EnvironmentSection, Reward
 from pipeline.config.sections import (
     LIVE,
@@ -264,7 +266,19 @@ class TrainerConfig(LossSection):
     critic_learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the critic (PPO).")
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
+    schedule: Schedule = Field(
+        default="linear",
+        description="Way in which the learning rate falls after the warm-up: on a line, along half a cosine, or not at "
+        "all (constant).",
+    )
     warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps over which the learning rate rises.")
+    warmup_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Warm-up as a share of decay_steps, or without a decay of max_steps, in place of warmup_steps; 0: "
+        "warmup_steps.",
+    )
     decay_steps: int = Field(
         default=150,
         ge=0,
@@ -346,6 +360,13 @@ class TrainerConfig(LossSection):
         "digest of its weights, or the rows too, from which `rlhfd replay` takes the step again; one rank only.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads per rank.")
+
+    @property
+    def decay(self) -> Decay:
+        """The learning rate's course, as a share of the maximum."""
+        length = 0 if self.schedule == "constant" else self.decay_steps
+        warmup = math.ceil(self.warmup_ratio * (length or self.max_steps)) if self.warmup_ratio else self.warmup_steps
+        return Decay(self.schedule, warmup, length, self.final_learning_rate_ratio)
 
 
 class Config(Section):

@@ -128,5 +128,7 @@ def effective(config: Config) -> dict[str, Any]:
         "model": config.model.model_dump(),
         "trainer": config.trainer.model_dump(exclude=set(_WITHOUT_EFFECT)),
         "kl_coef": config.trainer_kl_coef,
+        # A share of max_steps is a part of it.
+        "learning rate": config.trainer.decay,
         "rollout": (rollout.algorithm, rollout.temperature, log_probs_by(config), config.advantages, config.lengths),
     }
