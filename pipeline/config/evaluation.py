@@ -82,7 +82,7 @@ def names_of(files: list[Path]) -> list[str]:
 def held_out(config: Config, file: Path | str) -> PromptsConfig:
     """Return the section of a held-out file: columns, split and template of the run's prompts, without filters."""
     filters = ("min_characters", "max_characters", "pass_rate_column", "min_pass_rate", "max_pass_rate", "curriculum")
-    none = {name: type(config.prompts).model_fields[name].default for name in filters}
+    none = {name: type(config.prompts).model_fields[name].default for name in (*filters, "shuffle")}
     return config.prompts.model_copy(update={"path": str(file), "sources": [], **none})
 
 

@@ -57,7 +57,7 @@ class EvaluationPlan:
             settings, prompts_per_ticket(config), config.daemon.seed, config.lengths, rollout.temperature,
             rollout.top_p, rollout.top_k, stop_sequences_of(rollout.stop_token_ids), rollout.stop,
             rollout.special_tokens, [reward.model_dump(mode="json") for reward in config.rewards],
-            config.model.reward, held_out(config, "").model_dump(mode="json"),
+            config.model.reward, held_out(config, "").model_dump(mode="json", exclude={"shuffle"}),
             rollout.environment, rollout.max_turns, rollout.max_turn_tokens,
             *([rollout.min_p] if rollout.min_p else []),
             *([rollout.long_prompts] if rollout.long_prompts != "set_aside" else []),

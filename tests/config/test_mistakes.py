@@ -156,6 +156,11 @@ MISTAKES = [
         '[rollout]\nlong_prompts = "left"',
         '2:16: rollout.long_prompts: must be "set_aside" or "cut_left", got "left"',
     ),
+    ("[prompts]\nshuffle = 2", "2:11: prompts.shuffle: must be true or false, got 2"),
+    (
+        '[prompts]\nshuffle = 0\npass_rate_column = "rate"\ncurriculum = "easy_first"',
+        '2:11: prompts.shuffle: must be true with prompts.curriculum = "easy_first"',
+    ),
     ("[trainer]\nmax_epochs = -1", "2:14: trainer.max_epochs: must be at least 0, got -1"),
     ("[rollout]\ntemperature = inf", "2:15: rollout.temperature: must be finite, got inf"),
     ("[rollout]\ntemperature = 0", "2:15: rollout.temperature: must be greater than 0, got 0"),
