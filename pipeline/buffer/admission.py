@@ -65,6 +65,7 @@ class Limits:
         ticket_timeout_s: Most time of one rollout.
         prompts_in_source: Prompts of one epoch, 0 if unknown: after that many prompts in a row without experience the
             buffer gives up.
+        last_position: First prompt position of which no ticket is issued; 0: none.
         max_refill: Most prompts issued in place of groups without signal, as a multiple of those of a version; 0: such
             groups are kept.
     """
@@ -80,6 +81,7 @@ class Limits:
     max_attempts: int = 3
     ticket_timeout_s: float = 600.0
     prompts_in_source: int = 0
+    last_position: int = 0
     max_refill: int = 0
 
     @property
@@ -98,10 +100,13 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
     """Return the number of prompts of the next ticket, or 0 and the reason for the wait.
 
     Returns:
-        Prompts, at most `prompts_per_ticket`, and a reason (``"full"``, ``"staleness"`` or ``""``).
+        Prompts, at most `prompts_per_ticket`, and a reason (``"full"``, ``"staleness"``, ``"ended"`` or ``""``).
     """
     if ledger.totals.policy_version < 0:
         return 0, "staleness"
+    left = prompts_left(ledger, limits)
+    if not left:
+        return 0, "ended"
     room = refill.room_of_round(ledger, limits, room_in_bound(ledger, limits))
     if room < limits.group_size:
         return 0, "staleness"
@@ -109,8 +114,23 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
         room = min(room, limits.limit_batches * limits.sample_batch_size - ledger.reserved - ledger.ready)
     if room < limits.group_size or not ledger.has_free_slot():
         return 0, "full"
-    prompts = min(limits.prompts_per_ticket, room // limits.group_size)
-    return min(prompts, ledger.redo[0].prompts) if ledger.redo else prompts, ""
+    return min(left, room // limits.group_size), ""
+
+
+def prompts_left(ledger: Ledger, limits: Limits) -> int:
+    """Return the prompts that the next ticket may have at most: 0 once those of all passes are issued."""
+    position, most = ledger.totals.position, limits.prompts_per_ticket
+    if ledger.redo:
+        position, most = ledger.redo[0].position, min(most, ledger.redo[0].prompts)
+    return max(0, min(most, limits.last_position - position)) if limits.last_position else most
+
+
+def is_exhausted(ledger: Ledger, limits: Limits) -> bool:
+    """Return whether no further batch can fill: no prompt is left or rolled out, and few rows are ready."""
+    is_begun = limits.last_position > 0 and ledger.totals.policy_version >= 0
+    return is_begun and not (
+        ledger.reserved or prompts_left(ledger, limits) or ledger.ready >= limits.sample_batch_size
+    )
 
 
 def room_in_bound(ledger: Ledger, limits: Limits) -> int:

@@ -76,6 +76,7 @@ class Buffer:
         quarantine: KeepCopy = lambda chosen, reason, detail: None,
         plan: EvaluationPlan | None = None,
         book: EvaluationFile | None = None,
+        last_position: Callable[[], int] = lambda: 0,
     ) -> None:
         """Take over a ledger, fresh or left by an earlier buffer.
 
@@ -90,6 +91,8 @@ class Buffer:
             quarantine: Keeps a copy of rows that are never delivered again.
             plan: Held-out prompts; None: there are no evaluations.
             book: The complete evaluations; given with a plan.
+            last_position: Returns `Limits.last_position`; called once the first weights are published, when the files
+                of the prompts surely exist.
         """
         self.ledger = ledger
         self.draining = self.complete = self.paused = False
@@ -106,6 +109,8 @@ class Buffer:
         self._tickets = Tickets(self._context, workers)
         for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
+        self._last_position: Callable[[], int] | None = last_position
+        self._find_end()
         if ledger.totals.policy_version >= 0:
             # Rows of newer weights from a spool, and rows that a killed buffer had not dropped yet after a rollback.
             self._leases.drop_rolled_back(0.0)
@@ -128,6 +133,11 @@ class Buffer:
         self._context.limits = dataclasses.replace(
             self._context.limits, max_attempts=max_attempts, ticket_timeout_s=ticket_timeout_s
         )
+
+    def _find_end(self) -> None:
+        if self._last_position is not None and self.ledger.totals.policy_version >= 0:
+            self._context.limits = dataclasses.replace(self.limits, last_position=self._last_position())
+            self._last_position = None
 
     def handle(self, message: Message, now_s: float) -> None:
         """Record one message; its consequences follow in `step`.
@@ -168,6 +178,7 @@ class Buffer:
             case Published():
                 if is_possible := self._is_publishable(message):
                     self._leases.publish(message, now_s)
+                    self._find_end()
                     self._leases.drop_rolled_back(now_s)
                     self._tickets.retry_early(now_s)
             case Damaged():
@@ -208,6 +219,7 @@ class Buffer:
         self.evaluations.step(now_s, paused=self.paused)
         self._leases.lease_batches(now_s)
         self._tickets.issue(now_s, paused=self.paused)
+        self._leases.tell_exhausted(self.limits)
 
     def finish(self, spool: Spool | None = None) -> bool:
         """Remove all rows that no trainer will get, so that ``sealed = trained + dropped``.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pipeline.buffer import admission
 from pipeline.buffer.context import BufferContext
 from pipeline.buffer.observer import AsideReason, LeaseEnd
-from pipeline.runtime.messages import Ack, Credit, Damaged, ExtentRows, Lease, Published, Release
+from pipeline.runtime.messages import Ack, Credit, Damaged, Exhausted, ExtentRows, Lease, Published, Release
 from pipeline.runtime.transport import trainer_name
 from pipeline.storage import records
 from pipeline.storage.allocator import Extent
@@ -41,6 +41,8 @@ class Leases:
         self._quarantine = context.quarantine
         self._credit: dict[str, int] = {}
         self._leased_s: dict[int, float] = {}
+        # The incarnation of each rank that knows that no lease from this number on follows.
+        self._told: dict[str, tuple[int, int]] = {}
 
     def credit(self, credit: Credit) -> None:
         """Record the number of batches that a rank can hold."""
@@ -84,6 +86,21 @@ class Leases:
             self._leased_s[lease] = now_s
             outstanding[trainer] = outstanding.get(trainer, 0) + 1
             self._send_lease(trainer, lease, chosen)
+
+    def tell_exhausted(self, limits: admission.Limits) -> None:
+        """Tell each rank, once, that no further batch can fill."""
+        if not admission.is_exhausted(self._ledger, limits):
+            return
+        through = min([self._ledger.totals.leases, *self._ledger.vacant[:1]])
+        for rank in range(limits.world_size):
+            name = trainer_name(rank)
+            known = self._peers.get(name)
+            if known is not None and self._told.get(name) != (known, through):
+                if not self._told:
+                    log.info("all passes are rolled out: prompts=%d rows_left=%d, fewer than a batch",
+                             limits.last_position, self._ledger.ready)  # fmt: skip
+                self._told[name] = known, through
+                self._send(name, Exhausted(known, through))
 
     def _send_lease(self, trainer: str, lease: int, chosen: Chosen) -> None:
         parts = [

@@ -18,6 +18,7 @@ from pipeline.buffer.spool import Spool
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
+from pipeline.prompts.passes import prompts_of_passes
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import Message, Published
 from pipeline.runtime.pause import Pause
@@ -218,4 +219,5 @@ def new_buffer(
         # A buffer without a book makes none: it only moves the rows of a failed run to disk.
         plan=None if evaluations is None else EvaluationPlan.of(config),
         book=evaluations,
+        last_position=lambda: prompts_of_passes(config),
     )

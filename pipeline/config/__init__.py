@@ -16,6 +16,7 @@ plan            bytes that a run needs on each device
 positions       tokens that a model has positions for
 presets         defaults of published algorithms, by the name of one
 prompts         files, columns, filters and template of prompts
+rates           the learning rate over a run's steps
 reference       docs/configuration.md
 rewards         names, tables and options of reward functions
 schema          every key with type, bound, unit and description

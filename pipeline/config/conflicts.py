@@ -121,11 +121,30 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.devices != "auto" and len(trainer.devices) < trainer.world_size:
         keys = ("trainer.devices", "trainer.world_size")
         found.append(Conflict(keys, f"names {len(trainer.devices)} for {trainer.world_size} ranks, each needs its own"))
-    if 0 < trainer.decay_steps < trainer.warmup_steps:
+    if trainer.max_epochs and config.prompts.sources:
+        keys = ("trainer.max_epochs", "prompts.sources")
+        message = "must be 0 with prompts.sources, each of which begins its next pass on its own: set trainer.max_steps"
+        found.append(Conflict(keys, message))
+    if trainer.max_epochs and trainer.kind == "external":
+        keys = ("trainer.max_epochs", "trainer.kind")
+        found.append(Conflict(keys, 'must be 0 with trainer.kind = "external", which ends by itself'))
+    return found + _conflicts_of_rates(config)
+
+
+def _conflicts_of_rates(config: Config) -> list[Conflict]:
+    trainer = config.trainer
+    if trainer.warmup_ratio and not (trainer.decay.steps or trainer.max_steps):
+        keys: tuple[str, ...] = ("trainer.warmup_ratio", "trainer.decay_steps", "trainer.max_steps", "trainer.schedule")
+        return [Conflict(keys, "needs trainer.decay_steps or trainer.max_steps, of which it is a share")]
+    if trainer.schedule == "cosine" and not trainer.decay_steps:
+        keys = ("trainer.schedule", "trainer.decay_steps")
+        message = 'must be "constant" or "linear" with trainer.decay_steps = 0: set it to the steps of the fall'
+        return [Conflict(keys, f"{message}, for example those of trainer.max_steps")]
+    if not trainer.warmup_ratio and 0 < trainer.decay.steps < trainer.warmup_steps:
         keys = ("trainer.decay_steps", "trainer.warmup_steps")
         message = f"must be 0 or at least the {trainer.warmup_steps} of trainer.warmup_steps, got {trainer.decay_steps}"
-        found.append(Conflict(keys, message))
-    return found
+        return [Conflict(keys, message)]
+    return []
 
 
 def _conflicts_of_advantages(config: Config) -> list[Conflict]:
@@ -178,8 +197,8 @@ def _conflicts_of_updates(config: Config) -> list[Conflict]:
 def _conflicts_of_log_probs(config: Config) -> list[Conflict]:
     rollout = config.rollout
     keys: tuple[str, ...]
-    if rollout.log_probs == "engine" and rollout.engine == "vllm" and (rollout.top_p < 1 or rollout.top_k):
-        filtered = "top_p" if rollout.top_p < 1 else "top_k"
+    filtered = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k else "min_p" if rollout.min_p else ""
+    if rollout.log_probs == "engine" and rollout.engine == "vllm" and filtered:
         keys = ("rollout.log_probs", f"rollout.{filtered}", "rollout.engine")
         message = f'must be "worker" or "trainer" with rollout.{filtered}: the log-probs of vllm are those after it'
         return [Conflict(keys, message)]

@@ -125,7 +125,8 @@ def _of_lengths(config: Config) -> dict[str, Derived]:
 def _of_evaluation(config: Config) -> dict[str, Derived]:
     evaluation, rollout = config.evaluation, config.rollout
     if not evaluation.files:
-        keys = ("pass_k", "pass_function", "temperature", "top_p", "top_k", "max_new_tokens", "stop", "batch_size")
+        sampling = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop")
+        keys = ("pass_k", "pass_function", *sampling, "batch_size")
         return {f"evaluation.{key}": Derived(None, "no evaluation: evaluation.files is empty") for key in keys}
     return {
         "evaluation.pass_k": Derived(evaluation.num_generations, "evaluation.num_generations"),
@@ -133,6 +134,7 @@ def _of_evaluation(config: Config) -> dict[str, Derived]:
         "evaluation.temperature": Derived(rollout.temperature, "rollout.temperature"),
         "evaluation.top_p": Derived(rollout.top_p, "rollout.top_p"),
         "evaluation.top_k": Derived(rollout.top_k, "rollout.top_k"),
+        "evaluation.min_p": Derived(rollout.min_p, "rollout.min_p"),
         "evaluation.max_new_tokens": Derived(config.lengths.response, "as in the rollouts"),
         "evaluation.stop": Derived(rollout.stop, "rollout.stop"),
         "evaluation.batch_size": Derived(prompts_per_ticket(config), "as many rows as a ticket of rollouts"),

@@ -53,6 +53,7 @@ class EvaluationConfig(Section):
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="As rollout.top_p, which it is if left out.")
     top_k: int | None = Field(default=None, ge=0, description="As rollout.top_k, which it is if left out.")
+    min_p: float | None = Field(default=None, ge=0, lt=1, description="As rollout.min_p, which it is if left out.")
     max_new_tokens: int | None = Field(
         default=None, ge=1, lt=2**20, description="Maximum tokens of a response; left out: as in the rollouts."
     )
@@ -81,7 +82,7 @@ def names_of(files: list[Path]) -> list[str]:
 def held_out(config: Config, file: Path | str) -> PromptsConfig:
     """Return the section of a held-out file: columns, split and template of the run's prompts, without filters."""
     filters = ("min_characters", "max_characters", "pass_rate_column", "min_pass_rate", "max_pass_rate", "curriculum")
-    none = {name: type(config.prompts).model_fields[name].default for name in filters}
+    none = {name: type(config.prompts).model_fields[name].default for name in (*filters, "shuffle")}
     return config.prompts.model_copy(update={"path": str(file), "sources": [], **none})
 
 

@@ -48,6 +48,8 @@ def conflict_of_lengths(rollout: RolloutConfig) -> tuple[str, str] | None:
     """Return the key to change and the conflict between the three keys; None if there is none."""
     row, prompt, response = rollout.max_length, rollout.max_prompt_length, rollout.max_new_tokens
     given = {"max_prompt_length": prompt, "max_new_tokens": response}
+    if rollout.long_prompts == "cut_left" and prompt is None and response is None:
+        return "rollout.long_prompts", "needs rollout.max_prompt_length: a cut prompt would leave one token to respond"
     for name, value in given.items():
         other = next(key for key in given if key != name)
         if value is not None and given[other] is None and row is None:

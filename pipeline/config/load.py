@@ -534,6 +534,10 @@ def _validate(values: dict[str, _Value], base: Path, errors: list[str]) -> Confi
         sections[_REWARDS] = rewards
     # Without validation: conflicts are looked for here, where their locations are known.
     config = Config.model_construct(**sections)
+    ratio, steps = (values.get(f"trainer.{name}") for name in ("warmup_ratio", "warmup_steps"))
+    if ratio is not None and ratio.value and steps is not None and steps.origin.layer != "default":
+        message = "must be left out with trainer.warmup_ratio, which takes its place"
+        errors.append(f"{_where(steps.origin, 'trainer.warmup_steps')}: {message}")
     for keys, message in conflicts(config):
         if wrong.isdisjoint(keys):
             # Defaults do not conflict, so at least one of the keys was set, or is that of a preset or of an own model.

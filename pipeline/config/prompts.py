@@ -37,6 +37,14 @@ TemplateArguments = Annotated[
 ]
 
 
+def _parse_flag(value: object) -> object:
+    # As verl's and OpenRLHF's command lines write it.
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+Flag = Annotated[bool, BeforeValidator(_parse_flag, json_schema_input_type=bool | Annotated[int, Field(ge=0, le=1)])]
+
+
 class PromptSourceConfig(Section):
     """One of several sources of prompts, which are mixed by weight."""
 
@@ -92,6 +100,11 @@ class PromptsConfig(Section):
     )
     min_pass_rate: float = Field(default=0.0, ge=0, le=1, description="Minimum pass rate; rows below are left out.")
     max_pass_rate: float = Field(default=1.0, ge=0, le=1, description="Maximum pass rate; rows above are left out.")
+    shuffle: Flag = Field(
+        default=True,
+        description="Whether the rows of each epoch are mixed, in an order that follows from the seed; false, or 0: in "
+        "each epoch the order of the files.",
+    )
     curriculum: Literal["none", "easy_first"] = Field(
         default="none",
         description='Order of the first epoch: all rows mixed, or "easy_first", in tenths of the rows from the highest '
@@ -179,6 +192,8 @@ def conflict_of_prompts(config: Config) -> tuple[tuple[str, ...], str] | None:
     used = [name for name in by_rate if getattr(prompts, name) != type(prompts).model_fields[name].default]
     if used and prompts.pass_rate_column is None:
         return (f"prompts.{used[0]}", "prompts.pass_rate_column"), "needs prompts.pass_rate_column"
+    if not prompts.shuffle and prompts.curriculum != "none":
+        return ("prompts.shuffle", "prompts.curriculum"), 'must be true with prompts.curriculum = "easy_first"'
     if prompts.template == "none" and prompts.needs_template:
         keys = ("prompts.system_prompt", "prompts.template_arguments", "prompts.tools_file", "prompts.tools_column")
         set_key = next(key for key in keys if getattr(prompts, key.partition(".")[2]))

@@ -8,6 +8,7 @@ key whose value follows from other keys is None here; a property of `Config` ret
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ from pipeline.config.evaluation import EvaluationConfig
 from pipeline.config.lengths import Lengths, lengths_of, row_bytes_bound
 from pipeline.config.losses import AdvantageSection, AlgorithmName, LossSection
 from pipeline.config.prompts import PromptsConfig
+from pipeline.config.rates import Decay, Schedule
 from pipeline.config.rewards import DEFAULT_REWARD, EnvironmentSection, Reward
 from pipeline.config.sections import (
     LIVE,
@@ -165,6 +167,11 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
         lt=2**20,
         description="Maximum tokens of a prompt, a longer one is set aside; left out: max_length less max_new_tokens.",
     )
+    long_prompts: Literal["set_aside", "cut_left"] = Field(
+        default="set_aside",
+        description="A longer prompt is set aside, or loses its first tokens (cut_left), after the chat template; one "
+        "with images is set aside.",
+    )
     max_new_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -175,6 +182,12 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; log-probs use it too.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass of the tokens that are sampled from.")
     top_k: int = Field(default=0, ge=0, description="Number of most likely tokens that are sampled from; 0: all.")
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Least probability of a token that is sampled from, as a share of the most likely token's; 0: all.",
+    )
     kl_coef: float | None = Field(
         default=None, ge=0, description="Weight of the KL penalty in the reward; left out: 0.01 (PPO), 0 (GRPO)."
     )
@@ -245,11 +258,30 @@ class TrainerConfig(LossSection):
         "of `rlhfd plan` says that a whole model does not fit beside each rank.",
     )
     max_steps: int = Field(default=0, ge=0, description="Optimizer steps after which the run ends; 0: no end.")
+    max_epochs: int = Field(
+        default=0,
+        ge=0,
+        le=2**20,
+        description="Passes over the prompts after which the run ends, unless it has taken max_steps before; the last "
+        "rows that are fewer than a step's are dropped; 0: no end.",
+    )
     learning_rate: float = Field(default=4e-4, gt=0, description="Maximum learning rate of the actor (AdamW).")
     critic_learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the critic (PPO).")
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
+    schedule: Schedule = Field(
+        default="linear",
+        description="Way in which the learning rate falls after the warm-up: on a line, along half a cosine, or not at "
+        "all (constant).",
+    )
     warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps over which the learning rate rises.")
+    warmup_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Warm-up as a share of decay_steps, or without a decay of max_steps, in place of warmup_steps; 0: "
+        "warmup_steps.",
+    )
     decay_steps: int = Field(
         default=150,
         ge=0,
@@ -334,6 +366,13 @@ class TrainerConfig(LossSection):
         "digest of its weights, or the rows too, from which `rlhfd replay` takes the step again; one rank only.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads per rank.")
+
+    @property
+    def decay(self) -> Decay:
+        """The learning rate's course, as a share of the maximum."""
+        length = 0 if self.schedule == "constant" else self.decay_steps
+        warmup = math.ceil(self.warmup_ratio * (length or self.max_steps)) if self.warmup_ratio else self.warmup_steps
+        return Decay(self.schedule, warmup, length, self.final_learning_rate_ratio)
 
 
 class Config(Section):

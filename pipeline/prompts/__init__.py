@@ -6,6 +6,7 @@ files       the files of a path, a folder or a data set by name
 lines       JSON lines
 order       the permutation of each epoch; several sources by weight
 pass_rates  rows with the share of their responses that passed
+passes      the end of a run after some passes over the prompts
 rendering   token ids of a prompt
 rows        a row as prompt, answer, images and further columns
 source      random access to the endless sequence

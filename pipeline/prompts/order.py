@@ -30,13 +30,15 @@ class Mixture:
     begins its next epoch on its own.
     """
 
-    def __init__(self, weights: Sequence[float], seed: int) -> None:
+    def __init__(self, weights: Sequence[float], seed: int, *, is_mixed: bool = True) -> None:
         """Compute the shares.
 
         Args:
             weights: Weight of each source, above 0.
             seed: Any int.
+            is_mixed: Whether the positions of a block are mixed; else they go from source to source.
         """
+        self._is_mixed = is_mixed and len(weights) > 1
         self._seed = splitmix64((seed & _MASK_64) ^ _MIXING)
         self._shares = shares_of(weights)
         self._starts = list(itertools.accumulate(self._shares, initial=0))
@@ -44,7 +46,7 @@ class Mixture:
     def locate(self, position: int) -> SourcePosition:
         """Return source and number of a position, 0 or more."""
         block, slot = divmod(position, self._starts[-1])
-        mixed = permuted(slot, self._starts[-1], seed=self._seed, epoch=block) if len(self._shares) > 1 else 0
+        mixed = permuted(slot, self._starts[-1], seed=self._seed, epoch=block) if self._is_mixed else slot
         source = next(number for number, start in enumerate(self._starts[1:]) if mixed < start)
         return SourcePosition(source, block * self._shares[source] + mixed - self._starts[source])
 

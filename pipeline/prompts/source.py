@@ -37,7 +37,7 @@ class PromptSource:
             ConfigError: If a file cannot be read or a source has no prompt.
         """
         parts = parts_of(prompts)
-        self._mixture = Mixture([part.weight for part in parts], seed)
+        self._mixture = Mixture([part.weight for part in parts], seed, is_mixed=parts[0].is_mixed)
         self._seeds = [source_seed(seed, number, len(parts)) for number in range(len(parts))]
         self._parts: list[OpenedPart] = []
         with contextlib.ExitStack() as undone:
@@ -94,6 +94,7 @@ class Part(NamedTuple):
         least_rate: Minimum pass rate of a prompt.
         most_rate: Maximum pass rate of a prompt.
         easy_first: Whether the first epoch goes from the highest pass rate to the lowest.
+        is_mixed: Whether each epoch is another order of the rows; else all have that of the files.
     """
 
     source: PromptSourceConfig
@@ -104,6 +105,7 @@ class Part(NamedTuple):
     least_rate: float = 0.0
     most_rate: float = 1.0
     easy_first: bool = False
+    is_mixed: bool = True
 
     @property
     def weight(self) -> float:
@@ -170,6 +172,8 @@ class OpenedPart:
 
     def index_at(self, slot: int, *, seed: int, epoch: int) -> int:
         """Return the index, among all rows, of the prompt at a slot of an epoch."""
+        if not self.part.is_mixed:
+            return self.index_of(slot)
         if epoch or self._easiest_first is None:
             return self.index_of(permuted(slot, len(self), seed=seed, epoch=epoch))
         # A negative epoch is that of no other permutation of the seed.
@@ -219,6 +223,7 @@ def parts_of(prompts: AnyPrompts) -> list[Part]:
             section.min_pass_rate,
             section.max_pass_rate,
             section.curriculum == "easy_first",
+            section.shuffle,
         )
         for source in section.files
     ]

@@ -209,6 +209,7 @@ def _load(
         turns=environment,
         readers=prompt_readers(functions, reward),
         group_size=config.group_size,
+        cuts_prompts=config.rollout.long_prompts == "cut_left",
         new_evaluations=evaluation_rollers(maker, config),
         telemetry=telemetry,
     )

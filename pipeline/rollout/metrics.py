@@ -66,6 +66,7 @@ class RolloutMetrics(Telemetry):
         self._is_asleep = False
         self._stages = {name: writer.histogram("rlhfd_stage_duration_seconds", stage=s) for name, s in _STAGES.items()}
         self._prompts = writer.counter("rlhfd_prompts_total")
+        self._prompts_cut = writer.counter("rlhfd_prompts_cut_total")
         self._accepted = writer.counter("rlhfd_experiences_total", outcome="accepted")
         self._failed = writer.counter("rlhfd_experiences_total", outcome="failed")
         self._errored = writer.counter("rlhfd_experiences_total", outcome="errored")
@@ -170,7 +171,14 @@ class RolloutMetrics(Telemetry):
         self._push_wait.observe(max(0.0, waited_s))
 
     def rolled(
-        self, experience: Experience, *, prompts: int, prompts_failed: int, group_size: int, stopped: torch.Tensor
+        self,
+        experience: Experience,
+        *,
+        prompts: int,
+        prompts_failed: int,
+        group_size: int,
+        stopped: torch.Tensor,
+        prompts_cut: int = 0,
     ) -> None:
         """Count a sealed rollout.
 
@@ -180,6 +188,7 @@ class RolloutMetrics(Telemetry):
             prompts_failed: Prompts of the ticket that were set aside.
             group_size: Responses of a prompt (G).
             stopped: ``(B,)`` bool, whether the response ended by itself.
+            prompts_cut: Prompts of the ticket that lost their first tokens.
         """
         assert experience.attention_mask is not None
         assert experience.action_mask is not None
@@ -187,6 +196,7 @@ class RolloutMetrics(Telemetry):
         responses = experience.action_mask.sum(dim=1)
         lengths = experience.attention_mask[:, : -experience.action_mask.shape[1]].sum(dim=1)
         self._prompts.inc(prompts)
+        self._prompts_cut.inc(prompts_cut)
         self._failed.inc(prompts_failed * group_size)
         self._accepted.inc(len(responses))
         self._errored.inc((prompts - prompts_failed) * group_size - len(responses))

@@ -208,6 +208,7 @@ def read_sampling(
         temperature=keywords.pop("temperature", temperature),
         top_p=keywords.pop("top_p", 1.0),
         top_k=keywords.pop("top_k", 0),
+        min_p=keywords.pop("min_p", 0.0),
         do_sample=keywords.pop("do_sample", True),
         seed=seed,
     )

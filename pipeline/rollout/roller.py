@@ -75,6 +75,7 @@ class Rolled:
         versions: Weights that the responses were sampled with, oldest first; empty if all are those held by the
             caller.
         results: Results of held-out prompts, which have no experience.
+        prompts_cut: Prompts rolled out that lost their first tokens.
     """
 
     experience: Experience | None
@@ -85,6 +86,7 @@ class Rolled:
     answers: Sequence[Any] = ()
     versions: tuple[int, ...] = ()
     results: tuple[PromptResult, ...] = ()
+    prompts_cut: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +156,7 @@ class LocalRoller:
         turns: TurnSettings | None = None,
         readers: Sequence[PromptReader] = (),
         group_size: int = 1,
+        cuts_prompts: bool = False,
         new_evaluations: Callable[[LocalRoller], Sequence[LocalRoller]] | None = None,
         telemetry: Telemetry = Telemetry.none(),
     ) -> None:
@@ -173,6 +176,7 @@ class LocalRoller:
             turns: Turns of rows in an environment; None: a row is one response.
             readers: Called with the prompts of each rollout before these are scored, for messages that name them.
             group_size: Responses of a prompt (G), for the readers.
+            cuts_prompts: Whether a prompt of text that is too long loses its first tokens; else it is set aside.
             new_evaluations: Returns the rollers of the held-out files, which share the parts of this one.
             telemetry: Receives events, and says whether the log may quote prompts.
         """
@@ -191,6 +195,7 @@ class LocalRoller:
         self.turns = turns
         self.readers = readers
         self._group_size = group_size
+        self.cuts_prompts, self._told_cut = cuts_prompts, False
         self.evaluations = () if new_evaluations is None else new_evaluations(self)
 
     def of(self, evaluation: int) -> LocalRoller:
@@ -241,13 +246,17 @@ class LocalRoller:
         for each in range(position, position + prompts):
             prompt = self._source.at(each)
             try:
-                kept.append((prompt, rendered(prompt, self.tokenizer, self._template, self.lengths, self.vision)))
+                kept.append((prompt, self._rendered(prompt)))
             except PromptError as error:
                 # A new error: the frames of the one raised refer to the arena, and the result is kept.
                 refused = PromptError(str(error), bare=error.bare)
                 log.warning("prompt set aside: position=%d line=%d reason=%s",
                             each, prompt.line, error.told(texts=self.telemetry.log_texts))  # fmt: skip
         return Begun(kept, prompts, refused, position, response_tokens)
+
+    def _rendered(self, prompt: Prompt) -> RenderedPrompt:
+        cuts = self.cuts_prompts
+        return rendered(prompt, self.tokenizer, self._template, self.lengths, self.vision, cuts_prompts=cuts)
 
     def batch_of(self, begun: Begun) -> PromptBatch:
         """Pad prompts, and return them with their sampling parameters, for the engine.
@@ -287,8 +296,18 @@ class LocalRoller:
         spans = (span for request in completed for response in request.responses for span in response.spans)
         return dataclasses.replace(rolled, versions=tuple(sorted({span.version for span in spans})))
 
+    def _tell_cut(self, begun: Begun) -> None:
+        """Log the first prompt that lost its first tokens."""
+        cut = next(((prompt, found.cut) for prompt, found in begun.kept if found.cut), None)
+        if cut is not None and not self._told_cut:
+            self._told_cut = True
+            log.warning("a prompt is cut from the left, rlhfd_prompts_cut_total counts them: position=%d line=%d "
+                        "tokens=%d of %d", cut[0].position, cut[0].line, self.lengths.prompt,
+                        self.lengths.prompt + cut[1])  # fmt: skip
+
     def _announce(self, begun: Begun) -> None:
         self.last_location = begun.kept[-1][0].location
+        self._tell_cut(begun)
         for read in self.readers:
             read([prompt for prompt, _ in begun.kept], self._group_size)
 
@@ -303,7 +322,8 @@ class LocalRoller:
         if fault is not None:
             return Rolled(experience, failed, begun.refused, fault)
         answers = [prompt.answer for prompt, _ in begun.kept]
-        return Rolled(experience, failed, begun.refused, None, self._stopped(experience), answers)
+        cut = sum(found.cut > 0 for _, found in begun.kept)
+        return Rolled(experience, failed, begun.refused, None, self._stopped(experience), answers, prompts_cut=cut)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version; see `WorkerWeights.fetch`."""
@@ -346,9 +366,23 @@ class LocalRoller:
 
 
 def rendered(
-    prompt: Prompt, tokenizer: Any, template: Template | Rendering, lengths: Lengths, vision: VisionPrompts | None
+    prompt: Prompt,
+    tokenizer: Any,
+    template: Template | Rendering,
+    lengths: Lengths,
+    vision: VisionPrompts | None,
+    *,
+    cuts_prompts: bool = False,
 ) -> RenderedPrompt:
-    """Return the tokens and pixels of a prompt; `vision` is None for a model of text alone.
+    """Return the tokens and pixels of a prompt.
+
+    Args:
+        prompt: The prompt.
+        tokenizer: The actor's.
+        template: The use of the chat template.
+        lengths: The lengths in force.
+        vision: The images of a vision-language model; None for a model of text alone.
+        cuts_prompts: Whether a prompt of text that is too long loses its first tokens.
 
     Raises:
         PromptError: If the prompt cannot be rendered, or leaves no room for a response.
@@ -360,6 +394,8 @@ def rendered(
         raise ConfigError(f"{prompt.named} has images, but model.actor takes text alone")
     else:
         found = RenderedPrompt(render(prompt, tokenizer, template))
+    if len(found.ids) > lengths.prompt and cuts_prompts and not found.vision:
+        return RenderedPrompt(found.ids[-lengths.prompt :], cut=len(found.ids) - lengths.prompt)
     if len(found.ids) > lengths.prompt:
         row, longest, response = lengths
         problem = f"leave no room for a response: rollout.max_length is {row}"

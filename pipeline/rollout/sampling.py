@@ -39,6 +39,7 @@ def sampling_of(config: Config, tokenizer: Any, vocabulary: int) -> Sampling:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
         seed=config.daemon.seed,
     )
 
@@ -57,6 +58,7 @@ def held_out_sampling(config: Config, sampling: Sampling, tokenizer: Any) -> Sam
         do_sample=temperature > 0,
         top_p=sampling.top_p if evaluation.top_p is None else evaluation.top_p,
         top_k=sampling.top_k if evaluation.top_k is None else evaluation.top_k,
+        min_p=sampling.min_p if evaluation.min_p is None else evaluation.min_p,
     )
 
 

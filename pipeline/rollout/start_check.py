@@ -113,7 +113,14 @@ def _refuse_prompts(
     with contextlib.closing(PromptSource(section, config.daemon.seed)) as source:
         for position in range(TRIED_PROMPTS):
             try:
-                rendered(source.at(position), tokenizer, rendering, config.lengths, vision)
+                rendered(
+                    source.at(position),
+                    tokenizer,
+                    rendering,
+                    config.lengths,
+                    vision,
+                    cuts_prompts=config.rollout.long_prompts == "cut_left",
+                )
             except PromptError as error:
                 last = error
             except ConfigError as error:

@@ -28,10 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """Token ids of a prompt; with images, `vision` has "pixel_values" and "image_grid_thws" as in `ExperienceVL`."""
+    """Token ids of a prompt; with images, `vision` has "pixel_values" and "image_grid_thws" as in `ExperienceVL`.
+
+    `cut` is the number of tokens that it had before them (`rollout.long_prompts`).
+    """
 
     ids: list[int]
     vision: dict[str, Tensor] = field(default_factory=dict)
+    cut: int = 0
 
 
 class VisionPrompts:

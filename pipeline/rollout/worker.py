@@ -334,6 +334,7 @@ class RolloutWorker:
             prompts_failed=rolled.prompts_failed,
             group_size=self._group_size,
             stopped=rolled.stopped,
+            prompts_cut=rolled.prompts_cut,
         )
         for hook in self._hooks:
             hook.sealed(ticket, rolled, weights.version)

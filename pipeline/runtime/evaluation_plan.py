@@ -49,14 +49,18 @@ class EvaluationPlan:
         if not evaluation.files:
             return None
         rollout = config.rollout
-        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best"})
+        # A key of later releases is no part of the digest at its default.
+        new = set() if evaluation.min_p is not None else {"min_p"}
+        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best", *new})
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr([
             settings, prompts_per_ticket(config), config.daemon.seed, config.lengths, rollout.temperature,
             rollout.top_p, rollout.top_k, stop_sequences_of(rollout.stop_token_ids), rollout.stop,
             rollout.special_tokens, [reward.model_dump(mode="json") for reward in config.rewards],
-            config.model.reward, held_out(config, "").model_dump(mode="json"),
+            config.model.reward, held_out(config, "").model_dump(mode="json", exclude={"shuffle"}),
             rollout.environment, rollout.max_turns, rollout.max_turn_tokens,
+            *([rollout.min_p] if rollout.min_p else []),
+            *([rollout.long_prompts] if rollout.long_prompts != "set_aside" else []),
         ]).encode())  # fmt: skip
         prompts = []
         for file in evaluation.files:

@@ -265,6 +265,16 @@ class Lease(Message, frozen=True):
     deaths: int = 0
 
 
+class Exhausted(Message, frozen=True):
+    """All prompts of `trainer.max_epochs` passes were issued, and the rows that are left are fewer than a batch.
+
+    Every lease below `through` is leased or trained; as things stand no other one follows.
+    """
+
+    to: int
+    through: int
+
+
 # To and from the server of a `DetachedReplayBuffer`; it uses the messages about tickets and leases above as well.
 
 
@@ -362,6 +372,7 @@ AnyMessage = (
     | Settled
     | Wait
     | Lease
+    | Exhausted
     | Join
     | WantRoom
     | WantBatch

@@ -181,16 +181,32 @@ class RunFolder:
     def completion(self) -> str:
         """Return the reason why there is nothing to train: its steps are taken; "" if there is something."""
         trainer = self.config.trainer
-        if trainer.resume == "never" or trainer.kind != "builtin" or not trainer.max_steps:
+        if trainer.resume == "never" or trainer.kind != "builtin":
             return ""
         latest = read_latest(self.checkpoints)
-        if latest is None or latest.step < trainer.max_steps:
+        if latest is None:
+            return ""
+        if 0 < trainer.max_steps <= latest.step:
+            key, ended = "trainer.max_steps", f"of trainer.max_steps = {trainer.max_steps}"
+        elif self._has_all_epochs(latest):
+            key, ended = "trainer.max_epochs", f"is the last of trainer.max_epochs = {trainer.max_epochs}"
+        else:
             return ""
         return (
-            f"run {self.path.name} is complete: step {latest.step} of trainer.max_steps = {trainer.max_steps}; raise "
-            f"trainer.max_steps to go on, or `rlhfd start --fresh` removes it and begins anew; "
-            f"its model: {self.checkpoints / latest.path}"
+            f"run {self.path.name} is complete: step {latest.step} {ended}; raise {key} to go on, or "
+            f"`rlhfd start --fresh` removes it and begins anew; its model: {self.checkpoints / latest.path}"
         )
+
+    def _has_all_epochs(self, latest: Latest) -> bool:
+        """Return whether a run had ended with all of `trainer.max_epochs` at a checkpoint, which says so."""
+        most = self.config.trainer.max_epochs
+        if not (most and latest.complete):
+            return False
+        try:
+            before = read_checkpoint(self.checkpoints / latest.path).config["trainer"]
+        except (CheckpointError, KeyError):
+            return False
+        return most <= before.get("max_epochs", 0) and not 0 < before["max_steps"] <= latest.step
 
     def begin(self) -> None:
         """Record a start; with ``trainer.resume = never`` the folder's content is removed first, and named in the log.

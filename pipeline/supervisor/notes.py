@@ -30,6 +30,7 @@ _CLIPS: Final = ("trainer.clip_range", "trainer.clip_low", "trainer.clip_high")
 _CORRECTION: Final = ("trainer.importance_correction", "trainer.importance_cap")
 _OPTIMIZATION: Final = (
     "trainer.learning_rate", "trainer.weight_decay", "trainer.warmup_steps", "trainer.decay_steps", "trainer.max_steps",
+    "trainer.schedule", "trainer.warmup_ratio",
     "trainer.micro_batch_size", "trainer.micro_batch_tokens", "trainer.save_every", "trainer.clip_range",
     "trainer.activation_checkpointing", "trainer.packing",
     *(f"trainer.{key}" for key in LossSection.model_fields if key != "mask_cut_responses"),
@@ -80,6 +81,11 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
         (config.rollout.algorithm == "ppo", ("rollout.num_generations",), 'rollout.algorithm = "ppo"'),
         (config.trainer.kind == "external", _OPTIMIZATION, 'trainer.kind = "external"'),
         *_unused_by_the_loss(config),
+        (
+            config.trainer.schedule == "constant",
+            ("trainer.decay_steps", "trainer.final_learning_rate_ratio"),
+            'trainer.schedule = "constant"',
+        ),
         (not config.model.lora_rank, _LORA, "model.lora_rank = 0"),
         (
             config.cluster.engine == "local",
@@ -189,13 +195,14 @@ def _of_schedule(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
                 )
     if trainer.kind != "builtin" or not trainer.max_steps:
         return
-    if trainer.warmup_steps >= trainer.max_steps and "trainer.warmup_steps" in loaded.origins:
+    decay, has_ratio = trainer.decay, trainer.warmup_ratio > 0
+    if decay.warmup_steps >= trainer.max_steps and not has_ratio and "trainer.warmup_steps" in loaded.origins:
         yield (
             "trainer.warmup_steps",
             f"{trainer.warmup_steps} steps of {trainer.max_steps} (trainer.max_steps): the learning rate rises until "
             "the end and is never in force",
         )
-    elif 0 < trainer.decay_steps < trainer.max_steps and "trainer.decay_steps" not in loaded.origins:
+    elif 0 < decay.steps < trainer.max_steps and "trainer.decay_steps" not in loaded.origins:
         share = trainer.final_learning_rate_ratio
         yield (
             "trainer.max_steps",

@@ -212,7 +212,7 @@ class InstanceStatus:
             algorithm=self._config.rollout.algorithm,
             model=self._config.model.actor,
             step=self._steps.step,
-            max_steps=self._config.trainer.max_steps,
+            max_steps=int(self._value("rlhfd_last_step") or self._config.trainer.max_steps),
             # A rank that has ended has no gauge any more; its last value is still the newest.
             reward_mean=self._steps.rewards[-1][1] if self._steps.rewards else None,
             reward_history=tuple(reward for _, reward in self._steps.rewards),

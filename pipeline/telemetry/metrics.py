@@ -85,6 +85,8 @@ METRICS: Final[tuple[Metric, ...]] = (
 
     # Throughput.
     counter("rlhfd_prompts_total", ROLLOUT, "Prompts taken from the prompt source."),
+    counter("rlhfd_prompts_cut_total", ROLLOUT,
+            "Prompts that lost their first tokens, because they were too long (rollout.long_prompts)."),
     counter("rlhfd_experiences_total", ROLLOUT,
             "Experiences finished by rollout workers by outcome (accepted, failed, errored).",
             outcome="accepted failed errored"),
@@ -100,6 +102,8 @@ METRICS: Final[tuple[Metric, ...]] = (
           "Newest optimizer steps in a row in which no token was trained; 0 after a step that trained some."),
     gauge("rlhfd_train_step", TRAINER,
           "Optimizer steps behind the trainer's weights; falls at a rollback. Absent with an external trainer."),
+    gauge("rlhfd_last_step", TRAINER,
+          "Optimizer steps after which the run ends by trainer.max_steps or trainer.max_epochs; 0: no end."),
     counter("rlhfd_train_experiences_total", TRAINER, "Experiences used in optimizer steps, repeats included."),
     gauge("rlhfd_rollouts_in_flight", ROLLOUT, "Rollouts in flight.", worker=OWN),
     gauge("rlhfd_ticket_rows", ROLLOUT,

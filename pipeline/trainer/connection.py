@@ -125,6 +125,17 @@ class Connection:
     def draining(self, draining: bool) -> None:
         self._session.draining = draining
 
+    def is_exhausted(self, lease: int | None) -> bool:
+        """Return whether the prompts of all passes are used up (`trainer.max_epochs`).
+
+        Args:
+            lease: The last lease of the next step; None while this rank lacks it.
+
+        Returns:
+            Whether no further step can be taken, because leases for it do not follow.
+        """
+        return self._session.is_exhausted(lease)
+
     @property
     def deliveries_repeated(self) -> int:
         """Leases received that were delivered to a trainer before."""

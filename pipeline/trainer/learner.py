@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.config.rates import Decay
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.types import Experience
@@ -39,7 +40,6 @@ from pipeline.trainer.loss.losses import value_losses, whitened
 from pipeline.trainer.loss.mini_batches import MiniBatches
 from pipeline.trainer.loss.objective import Corrected, LossSettings, Objective
 from pipeline.trainer.loss.row_sums import row_means
-from pipeline.trainer.optimizer import learning_rate_ratio
 from pipeline.trainer.passes import critic_values, log_probs_of_batch, policy_log_probs
 from pipeline.trainer.sharding.models import call_inside, inside
 from pipeline.trainer.sharding.optimizer import new_optimizer, refuse_retry
@@ -54,9 +54,6 @@ class TrainerSettings(LossSettings, Protocol):
     critic_learning_rate: float
     betas: tuple[float, float]
     weight_decay: float
-    warmup_steps: int
-    decay_steps: int
-    final_learning_rate_ratio: float
     gradient_clip_norm: float
     value_clip_range: float
     critic_warmup_steps: int
@@ -65,6 +62,10 @@ class TrainerSettings(LossSettings, Protocol):
     activation_checkpointing: bool | None
     packing: bool | None
     shared_prefix: bool | None
+
+    @property
+    def decay(self) -> Decay:
+        """The learning rate's course."""
 
 
 class Learner:
@@ -265,17 +266,7 @@ class Learner:
         """Return, for each model, the ratio of the next step's learning rate to the largest; 0 if not trained yet."""
         trainer = self._trainer
         first_steps = [0] if self._critic is None else [trainer.critic_warmup_steps, 0]
-        return [
-            learning_rate_ratio(
-                self.step - first,
-                trainer.warmup_steps,
-                trainer.decay_steps and max(trainer.decay_steps - first, 1),
-                trainer.final_learning_rate_ratio,
-            )
-            if self.step >= first
-            else 0.0
-            for first in first_steps
-        ]
+        return [trainer.decay.ratio(self.step, first=first) if self.step >= first else 0.0 for first in first_steps]
 
     def _inputs_of(self, rows: RaggedRows) -> TrainingBatch:
         """Return the inputs of the loss from all rows; log-probs that are computed here need not be in them."""

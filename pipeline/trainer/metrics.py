@@ -85,6 +85,11 @@ class TrainerMetrics(Telemetry):
         self._save_wait_s = writer.counter("rlhfd_checkpoint_wait_seconds_total")
         self._save_time = writer.gauge("rlhfd_checkpoint_last_success_timestamp_seconds")
 
+    def ends_at(self, step: int) -> None:
+        """Set the step at which the run ends, 0 for none."""
+        if self._leads:
+            self._writer.gauge("rlhfd_last_step").set(step)
+
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
         """Time the copy of a batch out of the arena; a poll without a batch (below 0.1 ms) is not observed."""

@@ -1,4 +1,4 @@
-"""The optimizer of one model, on one rank or several, in low precision or not; the learning rate schedule."""
+"""The optimizer of one model, on one rank or several, in low precision or not."""
 
 from __future__ import annotations
 
@@ -12,28 +12,6 @@ from pipeline.errors import FieldError
 
 _BUCKET_ELEMENTS = 1 << 25
 """Gradients that ranks reduce in one call: 128 MiB."""
-
-
-def learning_rate_ratio(step: int, warmup_steps: int, decay_steps: int, final_ratio: float) -> float:
-    """Learning rate of a step as a ratio of the largest: it rises linearly, falls linearly, then stays constant.
-
-    Args:
-        step: Steps taken before this one.
-        warmup_steps: Steps of the rise; the last of them has ratio 1.
-        decay_steps: Steps, the rise included, after which the ratio is `final_ratio`; 0 for no fall.
-        final_ratio: Ratio after the fall.
-
-    Returns:
-        The ratio, from 0 to 1.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if decay_steps == 0:
-        return 1.0
-    if step >= decay_steps:
-        return final_ratio
-    top = max(warmup_steps - 1, 0)
-    return 1.0 - (1.0 - final_ratio) * (step - top) / (decay_steps - top)
 
 
 class ModelOptimizer:

@@ -23,6 +23,7 @@ from pipeline.models.lora import adapt
 from pipeline.models.tokenizer_file import TokenizerFiles
 from pipeline.models.weights.held import HeldVersion
 from pipeline.progress import Telemetry
+from pipeline.prompts.passes import last_step
 from pipeline.prompts.rendering import first_tokens
 from pipeline.runtime.checkpoint_note import CheckpointNote
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
@@ -61,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config, context: RoleContext) -> ExitCode:
-    """Train until `trainer.max_steps`, a drain, or SIGTERM.
+    """Train until `trainer.max_steps` or `trainer.max_epochs`, a drain, or SIGTERM.
 
     Returns:
         `ExitCode.OK`; `ExitCode.FAILED` if the last checkpoint could not be written.
@@ -187,6 +188,8 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         with metrics.in_collective():
             return progress_of_all_ranks(own)
 
+    ends_at = last_step(config)
+    metrics.ends_at(ends_at)
     learner = new_learner(config, models, tokens, device, metrics)
     rank_models = RankModels(config, models, connection, device, metrics.in_collective)
     balance = None
@@ -210,6 +213,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         start=start,
         probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
         hooks=new_hooks(config, context, start, metrics, agree if rank_models.is_sharded else None),
+        last_step=ends_at,
     )
     if config.rollout.sleep:
         # The memory of the start.

@@ -15,7 +15,19 @@ from typing import Protocol
 
 import msgspec
 
-from pipeline.runtime.messages import Ack, Credit, Damaged, Drain, Hello, Lease, Message, Published, Release, Welcome
+from pipeline.runtime.messages import (
+    Ack,
+    Credit,
+    Damaged,
+    Drain,
+    Exhausted,
+    Hello,
+    Lease,
+    Message,
+    Published,
+    Release,
+    Welcome,
+)
 from pipeline.runtime.peer import Peer
 from pipeline.runtime.transport import Sender, trainer_name
 from pipeline.storage.weights_header import WeightsVersion
@@ -71,6 +83,8 @@ class BufferSession:
         self._peer = Peer()
         self._leases: collections.deque[Lease] = collections.deque()
         self._newest_lease = -1
+        # As things stand no lease from this number on follows; None: others may follow.
+        self._exhausted: int | None = None
         self._in_hand: list[int] = []
         # Batches in the version that is being published, while the next ones are taken in hand.
         self._in_version: list[int] = []
@@ -113,10 +127,13 @@ class BufferSession:
             case Lease(to=self._peer.incarnation, lease=lease) if lease > self._newest_lease:
                 # Leases arrive in order; a lower number is a repeat by a buffer that could not know of the first send.
                 self._newest_lease = lease
+                self._exhausted = None
                 self.deliveries_repeated += message.deliveries > 1
                 self._damaged = None
                 self._forget_rollback()
                 self._leases.append(message)
+            case Exhausted(to=self._peer.incarnation, through=through):
+                self._exhausted = through
             case Drain():
                 self.draining = True
 
@@ -135,6 +152,7 @@ class BufferSession:
         self._greet()
 
     def _greet(self) -> None:
+        self._exhausted = None
         self._send(self._hello())
         self._send(Credit(self._name, self._peer.incarnation, self._prefetch))
 
@@ -144,6 +162,18 @@ class BufferSession:
     def next_lease(self) -> Lease | None:
         """The lease that `take` returns next; None without one, and once the run drains."""
         return self._leases[0] if self._leases and not self.draining else None
+
+    def is_exhausted(self, lease: int | None) -> bool:
+        """Return whether no further step can be taken, because leases for it do not follow.
+
+        Args:
+            lease: The last lease of the step, None while this rank lacks it. A step takes whole rounds of leases.
+        """
+        if self._exhausted is None:
+            return False
+        if lease is None:
+            return not self._leases
+        return (lease // self._world_size + 1) * self._world_size > self._exhausted
 
     def take(self) -> Lease:
         """Remove and return `next_lease`; its batch is in hand once `hold` is called, or is refused."""
@@ -199,6 +229,7 @@ class BufferSession:
         # The later leases are delivered again under the same numbers, with other rows: leases sent to the incarnation
         # so far are void, and numbers are accepted from the damaged lease on.
         self._leases.clear()
+        self._exhausted = None
         self._peer.renew()
         self._newest_lease = lease.lease - 1
         self._damaged = Damaged(self._name, lease.lease, [*damaged], reason, self._peer.incarnation)

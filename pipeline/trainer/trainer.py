@@ -31,6 +31,7 @@ from pipeline.trainer.step_stats import StepWarnings
 
 _LONG_WAIT_S = 1.0
 _TURN_S = 0.002
+_LAST_MESSAGE_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Trainer:
         start: Start = Start(),  # noqa: B008 - immutable
         probe: Callable[[], Probe] | None = None,
         hooks: Sequence[TrainerHook] = (),
+        last_step: int | None = None,
     ) -> None:
         """Publish the first weights, unless they are published already.
 
@@ -74,10 +76,12 @@ class Trainer:
             start: The point from which training starts.
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
             hooks: Optional behaviour, in the order of its stores.
+            last_step: Steps after which training has ended, 0 for never; None: `trainer.max_steps`.
         """
         self.progress = start.progress
         self.save_every = config.trainer.save_every
         self._config = config.trainer
+        self._last_step = config.trainer.max_steps if last_step is None else last_step
         self._learner = learner
         self._connection = connection
         self._metrics = metrics
@@ -133,8 +137,14 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """Whether `trainer.max_steps` were taken."""
-        return 0 < self._config.max_steps <= self.step
+        """Whether all steps of `trainer.max_steps` or `trainer.max_epochs` were taken."""
+        return self._took_last_step or self._connection.is_exhausted(
+            self._batches[-1].lease if self._has_batches else None
+        )
+
+    @property
+    def _took_last_step(self) -> bool:
+        return 0 < self._last_step <= self.step
 
     def stop(self) -> None:
         """Take no further step."""
@@ -190,7 +200,8 @@ class Trainer:
         self._publishing.finish()
         for hook in self._hooks:
             hook.closing()
-        if not (self.complete or self._agreed_to_stop):
+        ended_early = self.complete and not self._took_last_step and self.step > 0
+        if not (self._took_last_step or self._agreed_to_stop):
             self._ranks.agree(False)
         if not self._models.is_sharded:
             # From here on no rank waits for another one: the last checkpoint may take minutes.
@@ -203,7 +214,8 @@ class Trainer:
             self._publish()
             self._publishing.finish()
         self.wait_for_checkpoint()
-        if self._models.due(self.step > self.saved_step):
+        # A checkpoint of the last step may be there, which does not say that it is the last one.
+        if self._models.due(self.step > self.saved_step or ended_early):
             self.checkpoint()
             self.wait_for_checkpoint()
             while self._made_room and self.step > self.saved_step:
@@ -269,6 +281,9 @@ class Trainer:
 
     def _all_agree(self) -> bool:
         self._agreed_to_stop = not self._ranks.agree(True)
+        if self._agreed_to_stop and self._config.max_epochs and not self.complete:
+            # The other rank may have ended because the prompts have, which the buffer tells this rank as well.
+            self._connection.receive(_LAST_MESSAGE_S)
         return not self._agreed_to_stop
 
     def _step(self) -> None:
@@ -292,14 +307,14 @@ class Trainer:
         is_due = bool(every) and self.step // every > self.tried_step // every
         # A step counts once its version is published: a killed trainer's successor takes it again before.
         counted = functools.partial(self._metrics.stepped, self.step, stats, gathered, last.for_version, means)
-        if self.step % self._config.publish_every == 0 or self.complete:
-            self._publish(keeps_state=is_due or self.complete, then=counted)
+        if self.step % self._config.publish_every == 0 or self._took_last_step:
+            self._publish(keeps_state=is_due or self._took_last_step, then=counted)
         else:
             counted()
         for hook in self._hooks:
             hook.stepped()
         self._warnings.look(stats)
-        if self.complete:
+        if self._took_last_step:
             self._publishing.finish()
         if self._models.due(is_due and self.step == self._published_step):
             self.checkpoint()

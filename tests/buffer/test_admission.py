@@ -313,3 +313,33 @@ def test_a_leases_version_follows_from_what_the_newest_version_includes(lease):
     ledger.publish(6, 0, 2)
 
     assert admission.version_of_lease(ledger, limits, lease) == [5, 5, 6, 6][lease]
+
+
+def test_no_prompt_beyond_the_last_pass_is_issued_and_those_to_be_repeated_are():
+    limits = dataclasses.replace(LIMITS, last_position=3, max_staleness=4)
+    ledger = ledger_at()
+
+    first, second = issue(ledger, limits), issue(ledger, limits)
+
+    assert [(record.position, record.prompts) for record in (first, second)] == [(0, 2), (2, 1)]
+    assert admission.prompts_to_issue(ledger, limits) == (0, "ended")
+    assert not admission.is_exhausted(ledger, limits), "two tickets are rolled out"
+
+    ledger.abandon(first, redo=PromptRange(0, 2))
+    seal(ledger, second)
+    assert admission.prompts_to_issue(ledger, limits) == (2, "")
+    assert not admission.is_exhausted(ledger, limits)
+
+    seal(ledger, issue(ledger, limits))
+    assert (ledger.ready, admission.is_exhausted(ledger, limits)) == (6, True), "fewer rows than a batch"
+
+
+def test_fewer_passes_at_a_resume_leave_prompts_that_would_be_repeated_unissued():
+    ledger = ledger_at()
+    limits = dataclasses.replace(LIMITS, max_staleness=4)
+    for _ in range(3):
+        record = issue(ledger, limits)
+    ledger.abandon(record, redo=PromptRange(4, 2))
+
+    assert admission.prompts_to_issue(ledger, dataclasses.replace(limits, last_position=5)) == (1, "")
+    assert admission.prompts_to_issue(ledger, dataclasses.replace(limits, last_position=4)) == (0, "ended")

@@ -13,6 +13,7 @@ from pipeline.runtime.messages import (
     Credit,
     Damaged,
     Drain,
+    Exhausted,
     Failed,
     FaultReason,
     Faulty,
@@ -834,3 +835,25 @@ def test_a_trainer_that_wants_tickets_is_refused():
 
     assert bench.buffer.refused == 1
     assert bench.heard("trainer-0", Ticket) == [] and bench.ledger.reserved == 0
+
+
+def test_each_trainer_is_told_once_that_the_passes_are_over_and_so_is_its_successor():
+    bench = Bench(last_position=lambda: 7)
+    lease = one_step(bench)
+    assert not bench.heard("trainer-0", Exhausted), "three prompts are left"
+    bench.say(Published(1, 9, lease.lease + 1))
+    tickets = bench.heard("worker-0", Ticket)
+    assert [(ticket.position, ticket.prompts) for ticket in tickets] == [(4, 2), (6, 1)]
+
+    bench.say(sealed(tickets[0]), sealed(tickets[1], rows=2))
+    bench.say()
+
+    assert [message.through for message in bench.heard("trainer-0", Exhausted)] == [1]
+    assert not bench.heard("trainer-0", Lease) and not bench.heard("worker-0", Ticket)
+    bench.restart()
+    bench.say(*trainer(2), *worker())
+    assert [message.to for message in bench.heard("trainer-0", Exhausted)] == [2]
+    bench.say(Drain(complete=True))
+    assert bench.buffer.finish()
+    assert (bench.ledger.totals.trained, bench.ledger.totals.dropped[DROP_REASONS.index("cleared")]) == (8, 6)
+    assert bench.balanced

@@ -145,6 +145,22 @@ MISTAKES = [
     ("[rollout]\nworkers.many = 1", "2:1: rollout.workers: must be an integer, got {many = 1}"),
     ("[rollout]\ntop_p = 1.1", "2:9: rollout.top_p: must be at most 1, got 1.1"),
     ("[rollout]\ntop_p = 0.0", "2:9: rollout.top_p: must be greater than 0, got 0.0"),
+    ("[rollout]\nmin_p = 1.0", "2:9: rollout.min_p: must be less than 1, got 1.0"),
+    ("[evaluation]\nmin_p = -0.1", "2:9: evaluation.min_p: must be at least 0, got -0.1"),
+    (
+        '[rollout]\nlong_prompts = "cut_left"',
+        "2:16: rollout.long_prompts: needs rollout.max_prompt_length: a cut prompt would leave one token to respond",
+    ),
+    (
+        '[rollout]\nlong_prompts = "left"',
+        '2:16: rollout.long_prompts: must be "set_aside" or "cut_left", got "left"',
+    ),
+    ("[prompts]\nshuffle = 2", "2:11: prompts.shuffle: must be true or false, got 2"),
+    (
+        '[prompts]\nshuffle = 0\npass_rate_column = "rate"\ncurriculum = "easy_first"',
+        '2:11: prompts.shuffle: must be true with prompts.curriculum = "easy_first"',
+    ),
+    ("[trainer]\nmax_epochs = -1", "2:14: trainer.max_epochs: must be at least 0, got -1"),
     ("[rollout]\ntemperature = inf", "2:15: rollout.temperature: must be finite, got inf"),
     ("[rollout]\ntemperature = 0", "2:15: rollout.temperature: must be greater than 0, got 0"),
     (
@@ -564,6 +580,11 @@ MISTAKES = [
     (
         '[rollout]\nengine = "vllm"\ntop_p = 0.9\nlog_probs = "engine"',
         '4:13: rollout.log_probs: must be "worker" or "trainer" with rollout.top_p: the log-probs of vllm are those '
+        "after it",
+    ),
+    (
+        '[rollout]\nengine = "vllm"\nmin_p = 0.1\nlog_probs = "engine"',
+        '4:13: rollout.log_probs: must be "worker" or "trainer" with rollout.min_p: the log-probs of vllm are those '
         "after it",
     ),
     (

@@ -291,6 +291,7 @@ class Books:
     trained_through: int = 0
     vacant: tuple[int, ...] = ()
     redo: tuple[()] = ()
+    position: int = 0
 
     @property
     def totals(self) -> Books:

@@ -7,7 +7,6 @@ import pytest
 from benches import run_plain
 from benches.run import Trace, read_trace, tables
 from pipeline.config.schema import Config
-from pipeline.trainer.optimizer import learning_rate_ratio
 
 
 def test_plain_pytorch_has_the_defaults_of_rlhfd():
@@ -20,9 +19,8 @@ def test_plain_pytorch_has_the_defaults_of_rlhfd():
     assert (trainer.gradient_clip_norm, trainer.clip_range) == (run_plain.CLIP_NORM, run_plain.CLIP)
     assert config.trainer_kl_coef == run_plain.KL_COEF
     assert (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k) == (1.0, 1.0, 0)
-    schedule = (trainer.warmup_steps, trainer.decay_steps, trainer.final_learning_rate_ratio)
     for step in (0, 5, 9, 10, 80, 149, 150, 400):
-        assert run_plain.learning_rate_ratio(step) == pytest.approx(learning_rate_ratio(step, *schedule))
+        assert run_plain.learning_rate_ratio(step) == pytest.approx(trainer.decay.ratio(step))
 
 
 class Tokenizer:

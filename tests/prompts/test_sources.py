@@ -260,3 +260,28 @@ def test_the_problems_of_all_sources_are_named(tmp_path: Path) -> None:
         f"{tmp_path}/b.jsonl:1:1: prompt is empty",
         f'prompts.sources: no column "a" in {tmp_path}/c.jsonl, which has prompt',
     ]
+
+
+def test_unmixed_rows_come_in_the_order_of_the_file_in_each_epoch(tmp_path: Path) -> None:
+    rows = [{"prompt": "p" * (1 + number)} for number in range(5)]
+    path = write(tmp_path / "p.jsonl", rows)
+    orders = {}
+    for shuffle in (True, 1, False, 0):
+        prompts = PromptsConfig.model_validate({"path": path, "shuffle": shuffle, "min_characters": 2})
+        with closing(PromptSource(prompts, 3)) as source:
+            orders[repr(shuffle)] = [source.at(position).index for position in range(12)]
+
+    assert orders["False"] == orders["0"] == [1, 2, 3, 4] * 3
+    assert orders["True"] == orders["1"] != orders["0"]
+    assert sorted(orders["True"]) == sorted(orders["0"]), "each epoch takes each row once"
+
+
+def test_sources_by_weight_keep_their_shares_without_mixed_rows(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{name}.jsonl", [{"prompt": name * (1 + row)} for row in range(3)]) for name in "ab"]
+    sources = [{"path": paths[0], "weight": 3.0}, {"path": paths[1], "weight": 1.0}]
+    prompts = PromptsConfig.model_validate({"sources": sources, "shuffle": False})
+
+    with closing(PromptSource(prompts, 3)) as source:
+        found = [str(source.at(position).prompt) for position in range(16)]
+
+    assert found == [text for last in ("b", "bb", "bbb", "b") for text in ("a", "aa", "aaa", last)]

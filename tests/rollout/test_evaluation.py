@@ -126,8 +126,8 @@ def test_every_held_out_prompt_is_evaluated_once_with_sampling_of_its_own(load: 
     assert roller.of(0).sampling == roller.sampling and roller.sampling.temperature == 0.9
     cold, _ = load(temperature=0.0, num_generations=1, max_new_tokens=2)
     assert not cold.of(0).sampling.do_sample and cold.sampling.do_sample
-    own, _ = load(temperature=0.5, top_p=0.75, top_k=3)
-    assert own.of(0).sampling == dataclasses.replace(roller.sampling, temperature=0.5, top_p=0.75, top_k=3)
+    own, _ = load(temperature=0.5, top_p=0.75, top_k=3, min_p=0.25)
+    assert own.of(0).sampling == dataclasses.replace(roller.sampling, temperature=0.5, top_p=0.75, top_k=3, min_p=0.25)
     short = cold.roll(0, 7, evaluation=0).results
     assert max(result.tokens for result in short) <= 2 < max(result.tokens for result in results)
     assert cold.roll(0, 7, evaluation=0).results == short

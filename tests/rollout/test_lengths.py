@@ -18,7 +18,7 @@ from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.roller import LocalRoller
+from pipeline.rollout.roller import LocalRoller, rendered
 from tests.support import tiny
 
 PROMPTS = ("AB", "CDEFGHIJ")
@@ -37,7 +37,7 @@ def ones(*, response_start: torch.Tensor, **_row: object) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def new_roller(folder: Path, lengths: Lengths) -> Iterator[LocalRoller]:
+def new_roller(folder: Path, lengths: Lengths, *, cuts_prompts: bool = False) -> Iterator[LocalRoller]:
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     tokenizer = SimpleNamespace(pad_token_id=tiny.PAD, eos_token_id=None)
@@ -48,7 +48,7 @@ def new_roller(folder: Path, lengths: Lengths) -> Iterator[LocalRoller]:
             maker, source, Letters(), ModelWeights({}, BlockingEngine(TransformersGenerator(actor))), seed=7,
             lengths=lengths, template="none", vocabulary=tiny.VOCABULARY_SIZE,
             # Without an end token each response takes all of its room.
-            sampling=Sampling(max_length=lengths.row, pad_token_id=tiny.PAD),
+            sampling=Sampling(max_length=lengths.row, pad_token_id=tiny.PAD), cuts_prompts=cuts_prompts,
         )  # fmt: skip
 
 
@@ -85,3 +85,23 @@ def test_a_prompt_above_its_length_is_set_aside_with_the_key(tmp_path: Path) -> 
     assert rolled.prompts_failed == 1
     assert str(rolled.refused) == "8 tokens are too many: prompts have at most 7 (rollout.max_prompt_length)"
     assert rolled.experience is not None and len(rolled.experience.sequences) == 2
+
+
+def test_a_prompt_above_its_length_loses_its_first_tokens_is_counted_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_roller(tmp_path, Lengths(11, 5, 6), cuts_prompts=True) as roller:
+        rolled, again = roller.roll(0, 2), roller.roll(0, 2)
+        expected = [rendered(roller._source.at(place), Letters(), "none", Lengths(99, 98, 1), None).ids
+                    for place in range(2)]  # fmt: skip
+
+    assert rolled.prompts_failed == 0
+    assert rolled.prompts_cut == sum(len(ids) > 5 for ids in expected) > 0
+    assert rolled.experience is not None
+    prompts = rolled.experience.sequences[::2, :-6]
+    for prompt, ids in zip(prompts, expected, strict=True):
+        kept = ids[-5:]
+        assert prompt[len(prompt) - len(kept) :].tolist() == kept
+    assert torch.equal(rolled.experience.sequences, again.experience.sequences)  # type: ignore[union-attr]
+    told = [record.getMessage() for record in caplog.records if "cut from the left" in record.getMessage()]
+    assert len(told) == 1 and "tokens=5 of 8" in told[0]

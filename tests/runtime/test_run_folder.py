@@ -53,11 +53,12 @@ class Tokenizer:
         pass
 
 
-def save(of, step, token, *, keep=0):
+def save(of, step, token, *, keep=0, complete=False):
     """Write a checkpoint as the trainer does."""
     most = of.trainer.max_steps
     note = CheckpointNote(
-        identity_of(of), step, step, 10 * step, 0 < most <= step, "0a", f"{step:016x}", of.model_dump(mode="json")
+        identity_of(of), step, step, 10 * step, complete or 0 < most <= step, "0a", f"{step:016x}",
+        of.model_dump(mode="json"),
     )  # fmt: skip
     return save_checkpoint(
         checkpoints_dir(of), note, actor=Model(token), tokenizer=Tokenizer(), keep=keep,
@@ -195,6 +196,27 @@ def test_a_run_whose_steps_are_taken_says_so_and_where_its_model_is(tmp_path):
     assert said.endswith(str(model))
     for further in ({"max_steps": 7}, {"max_steps": 0}, {"max_steps": 4, "resume": "never"}):
         assert RunFolder(config(tmp_path, trainer=further)).completion() == ""
+
+
+def test_a_run_that_ended_with_its_passes_says_so_and_goes_on_with_more_of_them(tmp_path):
+    def of(**keys):
+        return config(tmp_path, trainer=keys)
+
+    RunFolder(of(max_epochs=2)).claim()
+    save(of(max_epochs=2), 5, "a")
+    assert RunFolder(of(max_epochs=2)).completion() == "", "a stop before its end"
+
+    save(of(max_epochs=2), 6, "a", complete=True)
+
+    assert (
+        "is complete: step 6 is the last of trainer.max_epochs = 2; raise trainer.max_epochs to go on"
+        in RunFolder(of(max_epochs=2)).completion()
+    )
+    assert "trainer.max_epochs = 1" in RunFolder(of(max_epochs=1)).completion()
+    for further in ({"max_epochs": 3}, {"max_epochs": 0}, {"max_steps": 9}):
+        assert RunFolder(of(**further)).completion() == ""
+    save(of(max_epochs=2, max_steps=7), 7, "a")
+    assert RunFolder(of(max_epochs=2, max_steps=9)).completion() == "", "max_steps had ended it"
 
 
 def test_fresh_names_the_run_that_it_removes_and_removes_no_other(tmp_path, caplog):

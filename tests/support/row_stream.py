@@ -126,7 +126,7 @@ class RowStream:
         scaled = self._model(input_ids=ids[None]).logits[0, -1:].float() / sampling.temperature
         noise = torch.rand(1, generator=row.draws, dtype=torch.float64)
         token = int(
-            sample_tokens(scaled, noise, top_k=sampling.top_k, top_p=sampling.top_p)
+            sample_tokens(scaled, noise, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
             if sampling.do_sample
             else scaled.argmax(dim=-1)
         )

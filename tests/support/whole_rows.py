@@ -51,7 +51,13 @@ class WholeRows:
                 self._on_progress()
                 scaled = self._model(input_ids=ids[None]).logits[0, -1:].float() / sampling.temperature
                 token = (
-                    sample_tokens(scaled, noise[index, step, None], top_k=sampling.top_k, top_p=sampling.top_p)
+                    sample_tokens(
+                        scaled,
+                        noise[index, step, None],
+                        top_k=sampling.top_k,
+                        top_p=sampling.top_p,
+                        min_p=sampling.min_p,
+                    )
                     if sampling.do_sample
                     else scaled.argmax(dim=-1)
                 )

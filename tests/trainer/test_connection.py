@@ -9,7 +9,7 @@ from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
 from pipeline.errors import DeadlineError
 from pipeline.experience import codec
-from pipeline.runtime.messages import Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
+from pipeline.runtime.messages import Exhausted, Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
 from pipeline.serial import InProcessTransport
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
@@ -19,6 +19,7 @@ from pipeline.storage.records import DROP_REASONS
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.prefetch import Gathering
+from pipeline.trainer.session import BufferSession
 from tests.buffer.test_buffer import Counts
 from tests.support.experiences import made_up
 
@@ -38,8 +39,9 @@ LIMITS = Limits(
 class House:
     """A buffer, its arena, and a worker that seals made-up experience for every ticket."""
 
-    def __init__(self, folder, *, copy_ahead=False):
+    def __init__(self, folder, *, copy_ahead=False, prompts=0):
         self.copy_ahead = copy_ahead
+        self.prompts = prompts
         self.connections = []
         Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
         self.arena = Arena(folder / "arena")
@@ -62,7 +64,9 @@ class House:
         """Start a new buffer, as after a kill of the last."""
         self.ledger = Ledger(self.arena.ledger[:], LAYOUT)
         allocator = ExtentAllocator(self.arena.payload_bytes)
-        self.buffer = Buffer(self.ledger, allocator, LIMITS, self.post.send, self.counts, workers=1)
+        self.buffer = Buffer(
+            self.ledger, allocator, LIMITS, self.post.send, self.counts, workers=1, last_position=lambda: self.prompts
+        )
 
     def turn(self, *, work=True):
         for message in self.post.take("buffer"):
@@ -401,3 +405,16 @@ def test_a_repeated_publish_after_a_restart_changes_nothing(house):
     house.turn()
 
     assert house.ledger.totals.policy_version == 1
+
+
+def test_a_rank_knows_whether_its_last_batch_makes_a_whole_round():
+    of_rank = {"rank": 1, "world_size": 2, "prefetch": 2, "newest": None}
+    session = BufferSession(InProcessTransport().outbox("trainer-1"), InProcessTransport().outbox("buffer"), **of_rank)
+    session._peer.meets(Welcome(7))
+    assert not session.is_exhausted(None)
+
+    session._handle(Exhausted(session._peer.incarnation, 3))
+
+    assert session.is_exhausted(None) and session.is_exhausted(3) and not session.is_exhausted(1)
+    session._handle(Lease(session._peer.incarnation, 3, 1, []))
+    assert not session.is_exhausted(None), "rows came back: the buffer tells anew"

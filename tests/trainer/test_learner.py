@@ -26,7 +26,7 @@ from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.pass_size import PassSize
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.learner import Learner
-from pipeline.trainer.optimizer import ModelOptimizer, learning_rate_ratio
+from pipeline.trainer.optimizer import ModelOptimizer
 from pipeline.trainer.step_stats import StepStats
 from tests.support import tiny
 
@@ -504,16 +504,6 @@ def test_a_weight_that_no_row_of_a_step_used_has_a_gradient_of_zero() -> None:
         reference.step()
 
     torch.testing.assert_close(unused.weight, expected)
-
-
-def test_the_learning_rate_rises_falls_and_stays() -> None:
-    ratios = [learning_rate_ratio(step, 4, 13, 0.1) for step in range(16)]
-
-    assert ratios[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.91])
-    assert ratios[12:] == pytest.approx([0.19, 0.1, 0.1, 0.1])
-    assert [learning_rate_ratio(step, 2, 0, 0.1) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
-    assert [learning_rate_ratio(step, 0, 2, 0.0) for step in range(4)] == [1.0, 0.5, 0.0, 0.0]
-    assert learning_rate_ratio(3, 4, 4, 0.1) == 1.0
 
 
 @pytest.mark.parametrize("micro_batch_rows", [3, 8, None])

@@ -63,12 +63,12 @@ class CountingLearner:
 
 
 class Bench:
-    def __init__(self, folder):
-        self.house = House(folder)
+    def __init__(self, folder, *, prompts=0):
+        self.house = House(folder, prompts=prompts)
         self.slab = MetricsSlab.create(folder / "metrics", [SlotName("supervisor"), SlotName("trainer", 0)])
         self.model = torch.nn.Linear(2, 1, bias=False)
         self.learner = CountingLearner(self.model)
-        self.saved = []
+        self.saved, self.complete = [], []
 
     def trainer(
         self,
@@ -103,6 +103,7 @@ class Bench:
 
     def save(self, progress, version, *, complete, held, telemetry):
         self.saved.append(progress.step)
+        self.complete.append(complete)
         return self.house.weights_path
 
     def turns(self, trainer, count):
@@ -519,3 +520,38 @@ def test_a_run_that_drains_waits_for_no_evaluation(bench):
 
     assert trainer.finished
     bench.run(trainer)
+
+
+@pytest.mark.parametrize("save_every", [0, 1])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_training_ends_once_the_prompts_of_all_passes_are_trained_as_far_as_they_fill_a_step(
+    tmp_path, batches, save_every
+):
+    bench = Bench(tmp_path, prompts=30)
+    trainer = bench.trainer(gradient_accumulation_steps=batches, max_epochs=1, save_every=save_every)
+
+    bench.run(trainer)
+
+    totals = bench.house.ledger.totals
+    assert trainer.finished and trainer.complete
+    steps = 3 // batches
+    assert (trainer.step, totals.trained, totals.sealed) == (steps, 8 * batches * steps, 30)
+    assert bench.house.ledger.leased == 0
+    assert bench.saved[-1] == trainer.step and bench.complete[-1], "a start finds that the run is complete"
+    bench.close()
+
+
+def test_a_rank_without_its_last_batch_ends_all_ranks_and_each_says_that_training_is_complete(tmp_path):
+    bench = Bench(tmp_path, prompts=12)
+    said = []
+
+    def agree(ready):
+        said.append(ready)
+        return ready and len(said) < 2
+
+    trainer = bench.trainer(agree=agree, max_epochs=1)
+    bench.run(trainer)
+
+    assert (trainer.step, said) == (1, [True, False])
+    assert trainer.complete
+    bench.close()

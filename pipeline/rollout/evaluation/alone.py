@@ -139,6 +139,7 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, F
         turns=load_environment(config, tokenizer, telemetry),
         readers=prompt_readers(functions, reward),
         group_size=config.group_size,
+        cuts_prompts=config.rollout.long_prompts == "cut_left",
         new_evaluations=evaluation_rollers(maker, config),
         telemetry=telemetry,
     )

@@ -93,6 +93,7 @@ class EvaluationRoller(LocalRoller):
             turns=base.turns,
             readers=base.readers,
             group_size=evaluation.num_generations,
+            cuts_prompts=base.cuts_prompts,
             telemetry=base.telemetry,
         )
         self._scoring = maker

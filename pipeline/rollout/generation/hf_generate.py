@@ -29,8 +29,8 @@ class ActorGenerator:
 
     Args:
         actor: ``generate(input_ids=, attention_mask=, max_length=, do_sample=, temperature=, top_k=, top_p=,
-            pad_token_id=, eos_token_id=, ...)``; keywords that its signature lacks are left out. Stop sequences and
-            strings are passed as `stopping_criteria`, pixels and grids under transformers' names.
+            min_p=, pad_token_id=, eos_token_id=, ...)``; keywords that its signature lacks are left out. Stop sequences
+            and strings are passed as `stopping_criteria`, pixels and grids under transformers' names.
         extra_keywords: Passed on unchanged.
         telemetry: Told of each mini-batch.
     """
@@ -109,13 +109,14 @@ class ActorGenerator:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,
             "pad_token_id": sampling.pad_token_id,
             "eos_token_id": list(sampling.eos_token_ids) or None,
             **pixels,
             **self._extra_keywords,
         }
         if not sampling.do_sample:
-            for name in ("temperature", "top_k", "top_p"):
+            for name in ("temperature", "top_k", "top_p", "min_p"):
                 del keywords[name]
         if sampling.stop_sequences or sampling.stop_strings is not None:
             keywords["stopping_criteria"] = [_stopping_criterion(ids.shape[1], sampling)]

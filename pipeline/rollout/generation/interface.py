@@ -41,11 +41,13 @@ class Sampling:
         temperature: Divisor of the logits, above 0.
         top_p: Sample from the smallest set of tokens whose probabilities reach it; 1.0 for all.
         top_k: Sample from this many most probable tokens; 0 for all.
+        min_p: Sample from the tokens of at least this share of the most probable one's probability; 0.0 for all.
         seed: Seed of all random numbers of the call.
         do_sample: False takes the most probable token each time (greedy).
 
     Raises:
-        FieldError: If the temperature is not above 0, `top_p` is not in (0, 1], or `top_k` is negative.
+        FieldError: If the temperature is not above 0, `top_p` is not in (0, 1], `top_k` is negative, or `min_p` is
+            not in [0, 1).
     """
 
     max_length: int
@@ -56,6 +58,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     do_sample: bool = True
 
@@ -66,6 +69,8 @@ class Sampling:
             raise FieldError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.top_k < 0:
             raise FieldError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more")
+        if not 0 <= self.min_p < 1:
+            raise FieldError(f"min_p is {self.min_p}; it must be 0 (all tokens) or more and less than 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +101,8 @@ class Responses:
     Attributes:
         sequences: ``(B, max_length)`` int64, the prompts at full width, the responses, then pad tokens.
         lengths: ``(B,)`` int64, tokens of each response, its stop included.
-        log_probs: ``(B, max_length - P)`` float32, of the sampled tokens at the temperature, before top_k and top_p;
-            zero after the end. None if the engine does not compute them.
+        log_probs: ``(B, max_length - P)`` float32, of the sampled tokens at the temperature, before top_k, top_p and
+            min_p; zero after the end. None if the engine does not compute them.
         turns: Columns of rows of several turns, whose lengths count the observations; no engine sets them.
     """
 
@@ -206,8 +211,8 @@ class Response:
         token_ids: ``(n,)`` int64 on the CPU, its stop included.
         finish_reason: Why it ended.
         spans: The versions of its tokens, in order and without gaps.
-        log_probs: ``(n,)`` float32, of the sampled tokens at the temperature, before top_k and top_p. None if the
-            engine does not compute these.
+        log_probs: ``(n,)`` float32, of the sampled tokens at the temperature, before top_k, top_p and min_p. None if
+            the engine does not compute these.
         prompt_log_probs: ``(P - 1,)`` float32, of the prompt's tokens but the first, without temperature. None if the
             request did not ask for these.
     """

@@ -331,7 +331,8 @@ class _State:
         """Return a next token of each of these rows, ``(rows,)``; those of finished rows are not kept."""
         scaled = logits if sampling.temperature == 1 else logits / sampling.temperature
         if sampling.do_sample:
-            tokens = sample_tokens(scaled, self._noise[rows, step], top_k=sampling.top_k, top_p=sampling.top_p)
+            noise = self._noise[rows, step]
+            tokens = sample_tokens(scaled, noise, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
         else:
             tokens = scaled.argmax(dim=-1)
         self.log_probs[rows, step] = scaled.log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -360,7 +361,9 @@ class _State:
         return self._limits[rows] > step + 1
 
 
-def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+def sample_tokens(
+    scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
     """Invert each row's cumulative distribution at a uniform number.
 
     In float64: a float32 sum over 100,000 tokens is off by more than the probability of the rare ones.
@@ -369,7 +372,8 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
         scaled_logits: ``(B, V)`` float32, divided by the temperature.
         noise: ``(B,)`` float64 in [0, 1).
         top_k: As in `Sampling`.
-        top_p: As in `Sampling`.
+        top_p: As in `Sampling`, of the distribution that `top_k` leaves.
+        min_p: As in `Sampling`; a filter of the same distribution, so that its order with `top_p` is of no matter.
 
     Returns:
         ``(B,)`` int64; never a token of probability zero. A row with NaN logits gives an arbitrary token, whose
@@ -378,7 +382,7 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
     rows = max(1, _SAMPLE_ELEMENTS // scaled_logits.shape[1])
     if len(noise) > rows:
         parts = zip(scaled_logits.split(rows), noise.split(rows), strict=True)
-        return torch.cat([sample_tokens(part, draws, top_k=top_k, top_p=top_p) for part, draws in parts])
+        return torch.cat([sample_tokens(part, draws, top_k=top_k, top_p=top_p, min_p=min_p) for part, draws in parts])
     if 0 < top_k < scaled_logits.shape[1]:
         threshold = scaled_logits.topk(top_k, dim=-1).values[:, -1:]
         scaled_logits = scaled_logits.masked_fill(scaled_logits < threshold, -torch.inf)
@@ -388,6 +392,8 @@ def sample_tokens(scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p
         before = ordered.cumsum(dim=-1) - ordered
         # No token is before the most probable one, which therefore always stays.
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+    if min_p > 0:
+        probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     cumulative = probs.cumsum(dim=-1)
     # Below the total even after rounding: the token found beyond it would have probability zero.
     target = noise.clamp(max=_MOST_NOISE) * cumulative[:, -1]

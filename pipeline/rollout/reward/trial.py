@@ -77,6 +77,8 @@ class RewardTrial:
             prompt_ids = render(prompt, self._tokenizer, self._rendering)
         except PromptError as error:
             return Trial({}, 0, is_cut, str(error))
+        if self._config.rollout.long_prompts == "cut_left":
+            prompt_ids = prompt_ids[-self._config.lengths.prompt :]
         response_ids, is_cut = self._response_ids(response, len(prompt_ids), is_cut=is_cut)
         if not response_ids:
             lengths = self._config.lengths

@@ -20,8 +20,8 @@ from pipeline.runtime.run_folder import heads_in
 from pipeline.storage.recording import Recording, TrainerStart
 
 _WITHOUT_EFFECT = frozenset({
-    "max_steps", "save_every", "keep_checkpoints", "resume", "keep_state", "keep_state_every", "probe_every",
-    "publish_every", "record", "devices", "sharding",
+    "max_steps", "max_epochs", "save_every", "keep_checkpoints", "resume", "keep_state", "keep_state_every",
+    "probe_every", "publish_every", "record", "devices", "sharding",
 })  # fmt: skip
 """Keys of ``[trainer]`` that change no step of one rank."""
 
@@ -128,5 +128,7 @@ def effective(config: Config) -> dict[str, Any]:
         "model": config.model.model_dump(),
         "trainer": config.trainer.model_dump(exclude=set(_WITHOUT_EFFECT)),
         "kl_coef": config.trainer_kl_coef,
+        # A share of max_steps is a part of it.
+        "learning rate": config.trainer.decay,
         "rollout": (rollout.algorithm, rollout.temperature, log_probs_by(config), config.advantages, config.lengths),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -325,7 +326,7 @@ def test_no_inference_tensor_escapes() -> None:
 # --- sampling one token
 
 
-def test_top_k_and_top_p_keep_the_most_probable_tokens_only() -> None:
+def test_top_k_top_p_and_min_p_keep_the_most_probable_tokens_only() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(1000, 1)
     noise = torch.linspace(0, 1, 1001, dtype=torch.float64)[:1000]
 
@@ -335,9 +336,40 @@ def test_top_k_and_top_p_keep_the_most_probable_tokens_only() -> None:
         ({"top_p": 0.71}, [444, 333, 222]),
         ({"top_p": 1e-9}, [1000]),
         ({"top_k": 0}, [400, 300, 200, 100]),
+        ({"min_p": 0.6}, [571, 429]),
+        ({"min_p": 0.4}, [444, 333, 222]),
+        ({"min_p": 0.2}, [400, 300, 200, 100]),
+        ({"min_p": 0.4, "top_p": 0.65}, [571, 429]),
+        ({"min_p": 0.6, "top_p": 0.95}, [571, 429]),
+        ({"min_p": 0.4, "top_k": 2}, [571, 429]),
     ):
         counts = torch.bincount(sample_tokens(logits, noise, **keywords))  # type: ignore[arg-type]
         assert counts.tolist() == pytest.approx(expected, abs=2), keywords
+
+
+@pytest.mark.parametrize("engine", ["plain", "fixed shapes", "generate"])
+def test_min_p_bounds_the_tokens_of_each_engine_and_no_log_prob(engine: str) -> None:
+    """Many responses of one step: the share of each token is that of the tokens that are left."""
+    model, least = tiny.llama(), 0.25
+    made = (
+        ActorGenerator(model) if engine == "generate" else TransformersGenerator(model, fixed_shapes=engine != "plain")
+    )
+    prompts, mask, rows = PROMPTS[:1], MASK[:1], 4000
+    wanted = dataclasses.replace(sampling(), max_length=prompts.shape[1] + 1, min_p=least, temperature=0.5)
+
+    responses = made.generate(prompts, mask, wanted, group_size=rows)
+
+    with torch.no_grad():
+        logits = model(input_ids=prompts, attention_mask=mask).logits[0, -1] / 0.5
+    probs = logits.softmax(-1)
+    kept = probs.where(probs >= least * probs.max(), torch.zeros(()))
+    assert 1 < int((kept > 0).sum()) < len(probs), "some tokens are left out"
+    tokens = responses.sequences[:, -1]
+    shares = torch.bincount(tokens, minlength=len(probs)) / rows
+    torch.testing.assert_close(shares, kept / kept.sum(), atol=0.04, rtol=0)
+    assert bool((shares[kept == 0] == 0).all())
+    if responses.log_probs is not None:
+        torch.testing.assert_close(responses.log_probs[:, 0], probs.log()[tokens], atol=1e-5, rtol=0)
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
@@ -361,7 +393,12 @@ def test_large_vocabularies_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"temperature": 0.0}, "temperature is 0.0"), ({"top_p": 0.0}, "top_p is 0.0"), ({"top_k": -1}, "top_k is -1")],
+    [
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"min_p": 1.0}, "min_p is 1.0"),
+    ],
 )
 def test_impossible_sampling_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FieldError, match=message):

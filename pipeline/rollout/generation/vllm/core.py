@@ -182,6 +182,7 @@ class Core:
                 temperature=0.0 if submit.greedy else submit.temperature,
                 top_p=1.0 if submit.greedy else submit.top_p,
                 top_k=0 if submit.greedy else submit.top_k,
+                min_p=0.0 if submit.greedy else submit.min_p,
                 stop_token_ids=sorted({*submit.stop_tokens, *single}),
                 ignore_eos=True,
                 detokenize=False,

@@ -5,8 +5,8 @@ environment of the process that imports it: none of the worker's is touched. The
 that have ended, with the load of the engine; weights go from shared memory into the engine's parameters, and never
 through the worker.
 
-The engine returns log-probs only where vLLM's are those of the interface: without top_p and top_k, and for greedy
-sampling at temperature 1.
+The engine returns log-probs only where vLLM's are those of the interface: without top_p, top_k and min_p, and for
+greedy sampling at temperature 1.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class VllmEngine:
             )
         if sampling.do_sample and sampling.temperature < _LEAST_TEMPERATURE:
             raise FieldError(f"temperature is {sampling.temperature}; vLLM samples from {_LEAST_TEMPERATURE} on")
-        filtered = sampling.do_sample and (sampling.top_p < 1 or sampling.top_k > 0)
+        filtered = sampling.do_sample and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
         rows = range(request.first_row, request.first_row + request.group_size)
         prompt, images, descriptor = request.prompt_ids.tolist(), None, None
         if request.vision is not None and request.vision.tensors_exist:
@@ -289,6 +289,7 @@ class VllmEngine:
                 images,
                 request.prompt_log_probs,
                 [] if sampling.stop_strings is None else list(sampling.stop_strings.strings),
+                sampling.min_p,
             )
         )
 

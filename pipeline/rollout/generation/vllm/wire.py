@@ -85,6 +85,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     images: Images | None = None
     prompt_log_probs: bool = False
     stop_strings: list[str] = []
+    min_p: float = 0.0
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -134,7 +134,7 @@ def test_greedy_takes_the_most_probable_token_each_time(engine, models):
     assert hot.log_probs is None, "vLLM's are at temperature 1"
 
 
-@pytest.mark.parametrize(("filters", "most"), [({"top_k": 3}, 3), ({"top_p": 0.4}, 10)])
+@pytest.mark.parametrize(("filters", "most"), [({"top_k": 3}, 3), ({"top_p": 0.4}, 10), ({"min_p": 0.5}, 0)])
 def test_filters_bound_the_tokens_and_there_are_no_log_probs_of_before_them(engine, models, filters, most):
     responses = run(engine, request(group_size=8, **filters))[0]
 
@@ -148,6 +148,8 @@ def test_filters_bound_the_tokens_and_there_are_no_log_probs_of_before_them(engi
         rank = (order == response.token_ids[:, None]).int().argmax(-1)
         if "top_k" in filters:
             assert int(rank.max()) < most
+        elif "min_p" in filters:
+            assert float((probs.gather(1, rank[:, None])[:, 0] / probs[:, 0]).min()) > 0.499
         else:
             # The mass before a token that is sampled from is below top_p.
             before = probs.cumsum(-1).gather(1, rank[:, None])[:, 0] - probs.gather(1, rank[:, None])[:, 0]

@@ -1,0 +1,44 @@
+"""The end of a run after `trainer.max_epochs` passes over its prompts."""
+
+from __future__ import annotations
+
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.prompts.source import PromptSource
+
+
+def prompts_of_passes(config: Config) -> int:
+    """Return the prompts of all passes: the first position of which no ticket is issued; 0 without an end.
+
+    Raises:
+        ConfigError: If a file of prompts cannot be read.
+    """
+    if not config.trainer.max_epochs:
+        return 0
+    source = PromptSource(config.prompts, config.daemon.seed)
+    try:
+        return config.trainer.max_epochs * len(source)
+    finally:
+        source.close()
+
+
+def last_step(config: Config) -> int:
+    """Return the most steps of a run; 0 without an end.
+
+    They are those of `trainer.max_steps`, or of the rows of `trainer.max_epochs` passes if those are fewer: the last
+    rows that are fewer than a step's are not trained.
+
+    Raises:
+        ConfigError: If the passes have fewer rows than a step, or a file of prompts cannot be read.
+    """
+    trainer = config.trainer
+    if not trainer.max_epochs:
+        return trainer.max_steps
+    prompts, of_step = prompts_of_passes(config), config.rows_per_version // trainer.publish_every
+    steps = prompts * config.group_size // of_step
+    if not steps:
+        raise ConfigError(
+            f"trainer.max_epochs: {trainer.max_epochs} passes have {prompts:,} prompts, which give "
+            f"{prompts * config.group_size:,} rows, fewer than the {of_step:,} of a step (buffer.sample_batch_size)"
+        )
+    return min(steps, trainer.max_steps or steps)
