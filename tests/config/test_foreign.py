@@ -101,6 +101,16 @@ class TestAnswers:
             ("save_steps", "TRL's save_steps and OpenRLHF's ckpt.save_steps are trainer.save_every here, with differ"),
             ("kl_cov_ratio", f"verl's {A}.policy_loss.kl_cov_ratio is missing here: the losses of these options"),
             ("tensor_model_parallel_size", f"verl's {R}.tensor_model_parallel_size is missing here: an engine has one"),
+            (
+                "gpu_memory_utilization",
+                f"verl's {R}.gpu_memory_utilization and OpenRLHF's vllm.gpu_memory_utilization are missing here: ",
+            ),
+            (
+                "eps_clip_low_high",
+                "OpenRLHF's actor.eps_clip_low_high is trainer.clip_low and trainer.clip_high here (",
+            ),
+            ("param_offload", f"verl's {A}.fsdp_config.param_offload is needless here: trainer.sharding shards"),
+            ("optim", "TRL's optim is missing here: the optimizer is AdamW"),
             ("zero_stage", "OpenRLHF's ds.zero_stage is needless here: trainer.sharding"),
         ],
     )
@@ -110,7 +120,8 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("name", "key"),
         [("eps_clip", "clip_range"), ("ppo_epochs", "epochs"), ("label_key", "prompts.answer_column"),
-         ("max_response_length", "rollout.max_new_tokens"), ("lr", "learning_rate")],
+         ("max_response_length", "rollout.max_new_tokens"), ("lr", "learning_rate"),
+         ("n", "rollout.num_generations")],
     )  # fmt: skip
     def test_an_option_of_the_same_meaning_is_answered_by_its_key_alone(self, name: str, key: str) -> None:
         assert problem_of_key("trainer", name) == f"unknown key trainer.{name}, did you mean {key}?"

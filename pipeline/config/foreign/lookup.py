@@ -53,8 +53,8 @@ WORDS: Final = {
 """Words of the field that are no option of these trainers, or have one meaning in all: a key, or an answer."""
 
 _TOO_GENERAL: Final = {
-    "alpha", "dropout", "enable", "key", "len", "log", "mode", "model", "n", "name", "optim", "org", "path", "rank",
-    "ref", "split", "steps", "strategy", "target", "type", "group", "debug", "actor", "rollout", "reward", "project",
+    "alpha", "dropout", "enable", "key", "len", "log", "mode", "model", "name", "optim", "org", "path", "rank",
+    "ref", "split", "steps", "target", "type", "group", "debug", "actor", "rollout", "reward", "project",
 }  # fmt: skip
 
 
@@ -74,12 +74,16 @@ def answer(name: str) -> str:
     matches = [found[trainer.word] for trainer in TRAINERS if trainer.word in found]
     keys = {option.key for _, option, _ in matches}
     is_one = len(keys) == 1 and all(option.kind == "carried" for _, option, _ in matches)
-    if is_one and not any(option.remark for _, option, _ in matches):
+    if is_one and not any(option.remark or option.key[1:] for _, option, _ in matches):
         return f"did you mean {matches[0][1].key[0]}?"
     if is_one and len(matches) > 1:
         names = " and ".join(f"{trainer.name}'s {full}" for trainer, _, full in matches)
         return f"{names} are {' and '.join(*keys)} here, with differences ({PAGE})"
-    return "; ".join(f"{trainer.name}'s {full} {_said(option)}" for trainer, option, full in matches) + f" ({PAGE})"
+    said: dict[str, list[str]] = {}
+    for trainer, option, full in matches:
+        said.setdefault(_said(option), []).append(f"{trainer.name}'s {full}")
+    answers = (f"{' and '.join(names)} {'are' if names[1:] else 'is'} {text}" for text, names in said.items())
+    return f"{'; '.join(answers)} ({PAGE})"
 
 
 def answer_to_section(name: str) -> str:
@@ -93,8 +97,8 @@ def answer_to_section(name: str) -> str:
 
 def _said(option: Option) -> str:
     if option.kind != "carried":
-        return f"is {option.kind} here: {option.remark}"
-    return f"is {' and '.join(option.key)} here" + (f": {option.remark}" if option.remark else "")
+        return f"{option.kind} here: {option.remark}"
+    return f"{' and '.join(option.key)} here" + (f": {option.remark}" if option.remark else "")
 
 
 @functools.cache
@@ -107,7 +111,7 @@ def _index() -> dict[str, tuple[tuple[Trainer, Option, str], ...]]:
             for full in (*option.names, *option.aliases):
                 parts = full.lower().split(".")
                 ends = {full.lower(), parts[-1]} if "*" not in parts[-1] else {".".join(parts[:-1]), parts[-2]}
-                for end in sorted(ends - _TOO_GENERAL - {""}):
+                for end in sorted(ends - (_TOO_GENERAL if parts[1:] else set())):
                     if "*" not in end and (end, option.names) not in seen:
                         seen.add((end, option.names))
                         found.setdefault(end, []).append((trainer, option, full.removesuffix(".*")))

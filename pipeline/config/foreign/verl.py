@@ -240,6 +240,8 @@ def _no_tools(value: Any) -> dict[str, Any]:
     )
 
 
+_FSDP = ("param_offload", "optimizer_offload", "grad_offload", "offload_policy", "reshard_after_forward", "fsdp_size",
+         "forward_prefetch", "wrap_policy", "wrap_policy.min_num_params", "model_dtype", "use_orig_params")  # fmt: skip
 _OVERLONG = ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg")
 _OPTIONS: Final[tuple[Option, ...]] = (
     # The data.
@@ -304,7 +306,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_A}optim.betas", "trainer.betas", default=[0.9, 0.999]),
     missing(f"{_A}optim.min_lr_ratio {_A}optim.num_cycles {_A}optim.total_training_steps {_A}optim.zero_indexed_step", "of schedules that are missing", key="trainer.final_learning_rate_ratio", unless=lambda value, given: given[f"{_A}optim.lr_scheduler_type"] == "constant"),
     missing(f"{_A}optim.optimizer {_A}optim.optimizer_impl {_A}optim.override_optimizer_config {_A}optim.override_optimizer_config.*", "the optimizer is AdamW with float32 state", off=("AdamW", "torch.optim")),
-    needless(f"{_A}strategy {_A}fsdp_config.* {_A}megatron.* {_A}veomni.* {_A}torchtitan.* {_A}ulysses_sequence_parallel_size {_A}router_replay.*", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit"),
+    needless(" ".join(f"{_A}fsdp_config.{name}" for name in _FSDP) + f" {_A}strategy {_A}fsdp_config.* {_A}megatron.* {_A}veomni.* {_A}torchtitan.* {_A}ulysses_sequence_parallel_size {_A}router_replay.*", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit"),
     needless(f"{_A}use_torch_compile {_A}entropy_from_logits_with_chunking {_A}entropy_from_logits_chunk_size {_A}entropy_checkpointing {_A}calculate_entropy {_A}pad_to_length {_A}use_prefix_grouper {_A}use_fused_kernels {_A}use_remove_padding {_A}rollout_n {_A}load_weight",
              "a pass that does not fit is halved; the entropy is in metrics.jsonl; trainer.shared_prefix computes a prompt once"),
     needless(f"{_A}checkpoint.* critic.checkpoint.*", "a checkpoint has all of the run's state, and a folder for from_pretrained"),
@@ -335,7 +337,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_R}val_kwargs.top_p", "evaluation.top_p", default=1.0, to=_of_evaluation("evaluation.top_p")),
     carried(f"{_R}val_kwargs.top_k", "evaluation.top_k", "-1 is 0 here", default=-1, to=lambda value, given: dict(_of_evaluation("evaluation.top_k")(max(0, value), given))),
     carried(f"{_R}multi_turn.max_assistant_turns", "rollout.max_turns", "of an environment (docs/environments.md)"),
-    missing(f"{_R}multi_turn.*", "several turns are an environment of your own", key="rollout.environment", unless=lambda value, given: not given[f"{_R}multi_turn.enable"]),
+    missing(" ".join(f"{_R}multi_turn.{name}" for name in ("enable", "max_user_turns", "max_parallel_calls", "tool_config_path", "interaction_config_path", "max_tool_response_length", "format", "*")), "several turns are an environment of your own", key="rollout.environment", unless=lambda value, given: not given[f"{_R}multi_turn.enable"]),
     # The algorithm.
     carried("algorithm.adv_estimator", "rollout.algorithm rollout.advantages", "gae: ppo; reinforce_plus_plus_baseline: reinforce_baseline; reinforce_plus_plus, remax, opo, gpg and others are missing", default="gae", to=_estimator, written=True),
     carried("algorithm.norm_adv_by_std_in_grpo", "rollout.advantages", "false: dr_grpo", default=True, to=lambda value, given: {}),
@@ -350,7 +352,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("algorithm.filter_groups.metric algorithm.filter_groups.max_inflight_gen_batches", "groups are compared by their reward"),
     carried("algorithm.rollout_correction.rollout_is", "trainer.importance_correction", to=_correction, written=True),
     carried("algorithm.rollout_correction.rollout_is_threshold", "trainer.importance_cap", default=2.0, to=_cap, aliases=f"{_A}tis_imp_ratio_cap"),
-    missing("algorithm.rollout_correction.*", "token_mask, sequence_mask and icepop leave out weights beyond a bound", key="trainer.importance_correction"),
+    missing(" ".join(f"algorithm.rollout_correction.{name}" for name in ("rollout_rs", "rollout_rs_threshold", "bypass_mode", "rollout_is_batch_normalize", "*")), "token_mask, sequence_mask and icepop leave out weights beyond a bound", key="trainer.importance_correction"),
     missing("algorithm.use_pf_ppo algorithm.pf_ppo.*", "rows are trained once, as they are", unless=lambda value, given: not given["algorithm.use_pf_ppo"]),
     # The critic.
     carried(f"{_C}optim.lr", "trainer.critic_learning_rate", default=1e-5, to=_of_ppo("trainer.critic_learning_rate")),
