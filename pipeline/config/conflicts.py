@@ -167,6 +167,10 @@ def _conflicts_of_advantages(config: Config) -> list[Conflict]:
                 f"got {rollout.max_refill}",
             )
         )
+    if config.trainer.advantage_scale == "batch" and config.advantages in ("gae", "grpo", "reinforce_baseline"):
+        keys: tuple[str, ...] = ("trainer.advantage_scale", "rollout.advantages", "rollout.algorithm")
+        message = 'must be "none" unless rollout.advantages is dr_grpo, rloo or your own'
+        found.append(Conflict(keys, f'{message}: those of "{config.advantages}" are scaled already'))
     if rollout.overlong_buffer_tokens:
         longest = config.lengths.response
         keys = ("rollout.overlong_buffer_tokens", "rollout.max_new_tokens")

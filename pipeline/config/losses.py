@@ -60,6 +60,7 @@ AlgorithmName = Annotated[
 KlEstimator = Literal["k1", "k2", "k3"]
 
 LossRows = Literal["trained", "all"]
+AdvantageScale = Literal["none", "batch"]
 LossAggregation = Literal["token_mean", "sequence_mean", "dr_grpo"]
 
 LogProbsBy = Literal["engine", "worker", "trainer"]
@@ -126,6 +127,11 @@ class LossSection(UpdateSection):
         default="k3", description="Estimator of the KL in the loss; the gradient of k1 is 0 on average."
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus in the loss.")
+    advantage_scale: AdvantageScale = Field(
+        default="none",
+        description="Divisor of advantages that are rewards less the mean of their group (dr_grpo, rloo): none, or the "
+        "standard deviation of the rewards of all rows of the step (batch), as with TRL's scale_rewards.",
+    )
     loss_rows: LossRows = Field(
         default="trained",
         description="Rows that count in the loss of grpo: those of groups with different scores alone, or all, as in "

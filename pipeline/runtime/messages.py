@@ -230,7 +230,10 @@ class Settled(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """No ticket now: the buffer is ``full``, ``paused`` or ``draining``, or it would exceed the ``staleness`` bound."""
+    """No ticket now: the buffer is ``full``, ``paused`` or ``draining``, or it would exceed the ``staleness`` bound.
+
+    ``ended``: the prompts of `trainer.max_epochs` passes are issued.
+    """
 
     to: int
     reason: str

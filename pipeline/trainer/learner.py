@@ -19,11 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.rates import Decay
+from pipeline.errors import FieldError
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.types import Experience
@@ -45,6 +47,9 @@ from pipeline.trainer.sharding.models import call_inside, inside
 from pipeline.trainer.sharding.optimizer import new_optimizer, refuse_retry
 from pipeline.trainer.sharding.ranks import in_step
 from pipeline.trainer.step_stats import Counts, Observed, StepStats, Stopwatch, Sums, Updates, count, stddev
+
+SCALE_EPS = 1e-4
+"""Added to the standard deviation of a step's rewards, as to that of a group's."""
 
 
 class TrainerSettings(LossSettings, Protocol):
@@ -194,7 +199,8 @@ class Learner:
         with watch.during("reduce"):
             counts = Counts(*self._sum_over_ranks(count(trained, observed, corrected)))
             least, largest = self._extremes_over_ranks(corrected) if counts.corrected else (None, None)
-        updates = self._take_updates(self._whitened(trained, counts), counts, watch, before_change)
+        trained = self._scaled(self._whitened(trained, counts), rows, watch)
+        updates = self._take_updates(trained, counts, watch, before_change)
         ratios, kl_coef = self._learning_rate_ratios(), self._kl_coef
         before_change()
         self._kl_control.observe(counts.kls / max(counts.actions, 1), counts.rows)
@@ -294,6 +300,20 @@ class Learner:
             [counts.actions_trained, counts.advantages, counts.squared_advantages], dtype=torch.float64
         )
         return [replace(batch, advantages=whitened(batch.advantages, moments)) for batch in batches]
+
+    def _scaled(
+        self, batches: list[TrainingBatch], rows: Sequence[RaggedRows], watch: Stopwatch
+    ) -> list[TrainingBatch]:
+        """Divide advantages by the deviation of the rewards of all rows of the step, of all ranks, trained or not."""
+        if self._trainer.advantage_scale == "none":
+            return batches
+        rewards = torch.cat([_rewards_of(one) for one in rows])
+        with watch.during("reduce"):
+            count, total = self._sum_over_ranks(torch.stack([torch.tensor(len(rewards)).double(), rewards.sum()]))
+            # About the mean: sums of squares of large rewards would cancel.
+            (squares,) = self._sum_over_ranks((rewards - total / count).square().sum()[None])
+        divisor = math.sqrt(squares / max(count - 1, 1)) + SCALE_EPS
+        return [replace(batch, advantages=(batch.advantages.double() / divisor).float()) for batch in batches]
 
     def _take_updates(
         self, batches: list[TrainingBatch], counts: Counts, watch: Stopwatch, before_change: Callable[[], None]
@@ -454,3 +474,11 @@ class Learner:
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         negated, largest = extremes.tolist()
         return -negated, largest
+
+
+def _rewards_of(rows: RaggedRows) -> Tensor:
+    """Return the rewards that the advantages are made of, ``(B,)`` float64 on the CPU."""
+    rewards = rows.columns.get("reward")
+    if rewards is None:
+        raise FieldError("reward is missing, whose deviation scales the advantages (trainer.advantage_scale)")
+    return torch.from_numpy(np.asarray(rewards, np.float64).reshape(-1))

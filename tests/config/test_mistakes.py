@@ -155,6 +155,15 @@ MISTAKES = [
         '[rollout]\nlong_prompts = "left"',
         '2:16: rollout.long_prompts: must be "set_aside" or "cut_left", got "left"',
     ),
+    (
+        '[trainer]\nadvantage_scale = "batch"',
+        '2:19: trainer.advantage_scale: must be "none" unless rollout.advantages is dr_grpo, rloo or your own: those '
+        'of "grpo" are scaled already',
+    ),
+    (
+        '[trainer]\nadvantage_scale = "group"',
+        '2:19: trainer.advantage_scale: must be "none" or "batch", got "group"',
+    ),
     ("[prompts]\nshuffle = 2", "2:11: prompts.shuffle: must be true or false, got 2"),
     (
         '[prompts]\nshuffle = 0\npass_rate_column = "rate"\ncurriculum = "easy_first"',

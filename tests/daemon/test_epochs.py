@@ -52,6 +52,7 @@ def test_a_run_of_two_passes_ends_at_the_same_step_through_kills_and_a_stop(tmp_
     sets = (*settings(folder, task, *more), "rollout.workers=2", "daemon.restart_limit=20")
     with Daemon(folder, *sets) as daemon:
         daemon.wait_ready()
+        assert daemon.status()["max_steps"] == 11, "what it takes where no row is dropped"
         for step, name in ((1, "rollout-0"), (2, "buffer-0"), (3, "trainer-0")):
             daemon.wait_step(step)
             daemon.signal(signal.SIGKILL, name)

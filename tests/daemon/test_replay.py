@@ -65,11 +65,13 @@ lora_rank = 4
 path = "{task / "prompts.jsonl"}"
 [rollout]
 num_generations = 4
+advantages = "dr_grpo"
 {timeout.removeprefix("rollout.").replace("=", " = ", 1)}
 [buffer]
 sample_batch_size = 32
 [trainer]
 policy_loss = "own_loss:loss"
+advantage_scale = "batch"
 mini_batches = 2
 epochs = 2
 gradient_accumulation_steps = 2
@@ -117,8 +119,16 @@ def test_recorded_rows_train_another_configuration(recorded: Path, run: Path, ca
     logged = (run / "metrics.jsonl").read_text().splitlines()
     assert [lasting(line) for line in answer.stdout.splitlines()] == [lasting(line) for line in logged]
     for sets, message in (
-        (["rollout.algorithm=ppo", "trainer.policy_loss=ppo"], "rollout.algorithm: ppo, the recorded rows are of grpo"),
-        (["rollout.advantages=rloo"], "rollout.advantages: rloo, the recorded rows are of grpo"),
+        (
+            [
+                "rollout.algorithm=ppo",
+                "trainer.policy_loss=ppo",
+                "rollout.advantages=gae",
+                "trainer.advantage_scale=none",
+            ],
+            "rollout.algorithm: ppo, the recorded rows are of grpo",
+        ),
+        (["rollout.advantages=rloo"], "rollout.advantages: rloo, the recorded rows are of dr_grpo"),
     ):
         given = [word for value in sets for word in ("--set", value)]
         refused = CliRunner().invoke(main, [*words, *given])

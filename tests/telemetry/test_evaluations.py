@@ -139,9 +139,15 @@ def plan_of(
     folder: Path, text: str = '{"prompt": "1>"}\n{"prompt": "2>"}\n\n{"prompt": "3>"}\n', **keys: object
 ) -> object:
     (folder / "held.jsonl").write_text(text)
-    rollout = keys.pop("rollout", {})
+    rollout, prompts = keys.pop("rollout", {}), keys.pop("prompts", {})
     return EvaluationPlan.of(
-        Config.model_validate({"evaluation": {"files": [str(folder / "held.jsonl")], **keys}, "rollout": rollout})
+        Config.model_validate(
+            {
+                "evaluation": {"files": [str(folder / "held.jsonl")], **keys},
+                "rollout": rollout,
+                "prompts": prompts,
+            }
+        )
     )
 
 
@@ -149,11 +155,13 @@ def test_the_digest_of_a_plan_follows_files_and_settings_but_not_when_or_what_is
     first = plan_of(tmp_path)
     assert isinstance(first, EvaluationPlan) and first.prompts == (3,) and first.names == ("held",)
 
-    for same in ({}, {"every": 3}, {"keep_best": False}):
+    for same in ({}, {"every": 3}, {"keep_best": False}, {"rollout": {"min_p": 0.0}}, {"prompts": {"shuffle": False}}):
         assert plan_of(tmp_path, **same).digest == first.digest  # type: ignore[attr-defined]
+    lengths = {"max_prompt_length": 12, "max_new_tokens": 12}
     others: list[dict[str, object]] = [
         {"num_generations": 2}, {"temperature": 0.5}, {"pass_reward": 0.5}, {"batch_size": 1},
-        {"rollout": {"temperature": 0.9}}, {"text": '{"prompt": "1>"}\n'},
+        {"rollout": {"temperature": 0.9}}, {"rollout": {"min_p": 0.1}}, {"min_p": 0.1},
+        {"rollout": lengths}, {"rollout": {"long_prompts": "cut_left", **lengths}}, {"text": '{"prompt": "1>"}\n'},
     ]  # fmt: skip
     digests = {plan_of(tmp_path, **other).digest for other in others}  # type: ignore[arg-type, attr-defined]
     assert len(digests | {first.digest}) == len(others) + 1

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import TrainerConfig
 from pipeline.errors import FieldError, ShapeError
+from pipeline.experience.advantage_estimators import ADVANTAGES, AdvantageInputs
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience, ExperienceVL
@@ -320,6 +322,42 @@ def test_with_all_rows_equal_groups_count_in_the_divisors() -> None:
 
     assert (trained.rows_trained, every.rows_trained) == (4, 8)
     assert every.gradient_norm == pytest.approx(trained.gradient_norm * share, rel=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize("micro_batch_size", [1, 3, None])
+def test_batch_scaled_advantages_are_rewards_less_their_group_by_the_deviation_of_the_step(
+    offset: float, micro_batch_size: int | None
+) -> None:
+    """As TRL's scale_rewards = batch, computed in float64; and with the same bits in any micro-batches."""
+    size = {"micro_batch_size": micro_batch_size}
+    scaled = new_learner("grpo", TRAINER.model_copy(update={"advantage_scale": "batch", **size}))
+    plain = new_learner("grpo", TRAINER.model_copy(update=size))
+    experience = experience_for(plain, "grpo")
+    rewards = (torch.randn(ROWS, generator=torch.Generator().manual_seed(4)) + offset).float()
+    experience.reward = rewards
+    centered = AdvantageInputs(rewards.double(), 2, experience.action_mask)  # type: ignore[arg-type]
+    experience.advantages = ADVANTAGES["dr_grpo"](centered).float()
+    exact = rewards.numpy().astype(np.float64)
+    groups = exact.reshape(-1, 2)
+    expected = (groups - groups.mean(axis=1, keepdims=True)).reshape(-1) / (exact.std(ddof=1) + 1e-4)
+    reference = changed(experience, advantages=torch.from_numpy(expected).float())
+
+    stats, wanted = scaled.update([experience]), plain.update([reference])
+
+    assert stats.loss == pytest.approx(wanted.loss, rel=1e-6)
+    assert_same(weights(scaled), weights(plain), 1e-7)
+    halves = new_learner("grpo", TRAINER.model_copy(update={"advantage_scale": "batch", **size}))
+    assert halves.update([rows_of(experience, slice(4)), rows_of(experience, slice(4, 8))]).loss == pytest.approx(
+        wanted.loss, rel=1e-5
+    )
+
+
+def test_equal_rewards_of_a_whole_step_scale_nothing_beyond_bounds() -> None:
+    learner = new_learner("grpo", TRAINER.model_copy(update={"advantage_scale": "batch"}))
+    experience = changed(experience_for(learner, "grpo"), reward=torch.full((ROWS,), 0.3), advantages=torch.zeros(ROWS))
+
+    assert not learner.update([experience]).nonfinite
 
 
 def test_where_no_group_teaches_anything_no_weight_moves_but_the_step_counts() -> None:

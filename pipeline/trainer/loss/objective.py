@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from pipeline.config.losses import ImportanceCorrection, LossAggregation, LossRows
+from pipeline.config.losses import AdvantageScale, ImportanceCorrection, LossAggregation, LossRows
 from pipeline.config.losses import KlEstimator as KlName
 from pipeline.experience.advantages import KL_ESTIMATORS, KlEstimator
 from pipeline.trainer.batch import TrainingBatch
@@ -32,6 +32,7 @@ class LossSettings(Protocol):
     entropy_coef: float
     mask_cut_responses: bool
     loss_rows: LossRows
+    advantage_scale: AdvantageScale
     importance_correction: ImportanceCorrection
     importance_cap: float
     whiten_advantages: bool

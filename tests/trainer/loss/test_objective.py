@@ -43,10 +43,12 @@ CASES: list[dict[str, Any]] = [
     {"policy_loss": "reinforce", "importance_correction": "sequence_mask", "entropy_coef": 0.02, "kl_estimator": "k1"},
     {"loss_aggregation": "sequence_mean", "importance_correction": "token_mask", "entropy_coef": 0.02, "whitens": True},
     {"loss_aggregation": "dr_grpo", "importance_correction": "none", "mask_cut_responses": True},
+    {"advantage_scale": "batch", "mask_cut_responses": True, "importance_correction": "none"},
 ]
 OF_SEVERAL_UPDATES: list[dict[str, Any]] = [
     {"epochs": 2, "mini_batches": 3, "loss_aggregation": "dr_grpo", "kl_coef_target": 0.004},
     {"epochs": 3, "target_kl": 0.1, "whitens": True, "importance_correction": "none"},
+    {"epochs": 2, "mini_batches": 3, "advantage_scale": "batch"},
 ]
 IDS = [f"{case.get('policy_loss', 'ppo')}-{case.get('loss_aggregation', 'token_mean')}" for case in CASES]
 
@@ -87,6 +89,10 @@ def expected_loss(learner: Learner, experience: Experience) -> Tensor:
         learner._actor, e.sequences, e.attention_mask, ACTION_COLUMNS, with_entropy=True
     )
     advantages = e.advantages.unsqueeze(1).expand(mask.shape)
+    if learner._trainer.advantage_scale == "batch":
+        assert experience.reward is not None
+        # Of all rows, those that are not trained included.
+        advantages = (advantages.double() / (experience.reward.double().std() + 1e-4)).float()
     if objective.whitens:
         taken = advantages[mask]
         advantages = (advantages - taken.mean()) / (taken.var(correction=0) + 1e-8).sqrt()
