@@ -74,6 +74,13 @@ class Telemetry:
             reason: "timeout", "exception" or "invalid".
         """
 
+    def number_left_out(self, reason: str) -> None:
+        """Count a further number of a reward function that is left out.
+
+        Args:
+            reason: "invalid" for one that is no finite number, "name" where there are too many names.
+        """
+
     def out_of_memory(self, during: str) -> None:
         """Count a call that ran out of the device's memory, and is run again in halves.
 

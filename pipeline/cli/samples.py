@@ -128,6 +128,9 @@ def _response(response: SampledResponse) -> Iterator[str]:
     if len(response.parts) > 1:
         parts = ", ".join(f"{name.rpartition(':')[2]} {value:.4g}" for name, value in response.parts.items())
         yield click.style(f"{'':20}{parts}", dim=True)
+    if response.numbers:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in response.numbers.items())
+        yield click.style(f"{'':20}{numbers}", dim=True)
 
 
 def _stretches(response: SampledResponse) -> Iterator[tuple[bool, int, int]]:

@@ -89,6 +89,7 @@ def _json_lines(found: list[tuple[Row, Trial]]) -> Iterable[str]:
             "place": row.location,
             "reward": None if result.problem else sum(result.parts.values()),
             "parts": result.parts,
+            "numbers": result.numbers,
             "prompt": row.prompt.prompt,
             "response": row.response,
             "answer": row.prompt.answer,
@@ -104,10 +105,12 @@ def _table(found: list[tuple[Row, Trial]], loaded: LoadedConfig) -> Iterable[str
 
     names = [reward.name for reward in loaded.config.rewards]
     names += ["model.reward"] if loaded.config.model.reward else []
-    columns = ("row", "reward", *names, "tokens", "prompt", "response", "answer")
+    numbers = list(dict.fromkeys(name for _, result in found for name in result.numbers))
+    columns = ("row", "reward", *names, *numbers, "tokens", "prompt", "response", "answer")
     rows = []
     for row, result in found:
         cells = [f"{result.parts[name]:g}" if name in result.parts else "–" for name in names]
+        cells += [f"{result.numbers[name]:g}" if name in result.numbers else "–" for name in numbers]
         reward = "none" if result.problem else f"{sum(result.parts.values()):.4f}"
         tokens = f"{result.tokens}{' cut' if result.is_cut else ''}"
         texts = [_short(text) for text in (row.prompt.prompt, row.response, row.prompt.answer)]

@@ -137,7 +137,7 @@ def _rewards_lines() -> Iterator[str]:
     yield f"{Config.model_fields['rewards'].description} [rewards.md](rewards.md) has examples.\n"
     yield f"Left out: `{DEFAULT_REWARD.name}`; with a model of its own {SHOWN['rewards']}.\n"
     own = _reward_schema("")["properties"]
-    yield from _rows({"name": {"type": "string", "description": own["name"]["description"]}, "weight": own["weight"]})
+    yield from _rows({**own, "name": {"type": "string", "description": own["name"]["description"]}})
     for name in REWARD_NAMES:
         described = _reward_schema(name)
         options = {key: found for key, found in described["properties"].items() if key not in own}

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.config.sections import Section
 from pipeline.config.types import FUNCTION, AnyPath, Url
-from pipeline.config.user_modules import install_command
+from pipeline.config.user_modules import RewardStyle, install_command
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -83,6 +83,12 @@ class RewardConfig(Section):
 
 class OwnReward(RewardConfig):
     """A function of your own, "module:function"."""
+
+    style: RewardStyle = Field(
+        default="auto",
+        description="Signature by which a function of your own is called: that of rlhfd, trl or verl "
+        "(docs/rewards.md), or with auto the one that it has.",
+    )
 
 
 class ExactReward(RewardConfig):
@@ -334,6 +340,11 @@ def part_labels(config: Config) -> list[str]:
     labels += ["model"] if config.model.reward is not None else []
     has_turns = config.rollout.environment is not None and bool(config.rewards)
     return labels if len(labels) > 1 or has_turns else []
+
+
+def may_have_numbers(config: Config) -> bool:
+    """Return whether a reward function may return further numbers: those of your own may."""
+    return any(isinstance(reward, OwnReward) and not reward.name.startswith("pipeline.") for reward in config.rewards)
 
 
 def conflict_of_rewards(config: Config) -> tuple[tuple[str, ...], str] | None:

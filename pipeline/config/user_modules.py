@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 from pipeline.errors import ConfigError
 
@@ -38,6 +38,18 @@ _SIGNATURES_ELSEWHERE: Final = (
 """Parameters by which a reward function of another trainer is known."""
 _CALLED_AS_THEY_ARE: Final = ("TRL", "verl")
 """Trainers whose reward functions are called with their own arguments (`pipeline.rollout.reward.foreign`)."""
+
+
+_GIVEN: Final = {
+    "TRL": ("completions", ("prompts", "completions", "completion_ids", "the columns of the row")),
+    "verl": ("solution_str", ("data_source", "solution_str", "ground_truth", "extra_info")),
+}
+"""The keyword of the response and all keywords that a function of another trainer gets."""
+_OWN: Final = ("input_ids", "attention_mask")
+AUTO: Final = "auto"
+_TRAINERS: Final = {"rlhfd": "", "trl": "TRL", "verl": "verl"}
+"""The trainer of each style of a reward function's table, "" for this project; "auto" goes by the signature."""
+RewardStyle = Literal["auto", "rlhfd", "trl", "verl"]
 
 
 def folders(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -137,8 +149,13 @@ def file_of(name: str) -> Path | None:
     return None if spec is None or spec.origin is None or not Path(spec.origin).is_file() else Path(spec.origin)
 
 
-def problem_of_call(function: Callable[..., Any]) -> str:
-    """Return the reason why a reward function cannot be called by its signature, else an empty text."""
+def problem_of_call(function: Callable[..., Any], style: str = AUTO) -> str:
+    """Return the reason why a reward function cannot be called by its signature, else an empty text.
+
+    Args:
+        function: The function.
+        style: `RewardStyle` of its table.
+    """
     if inspect.isbuiltin(function):
         # Functions written in C have no reliable signature.
         return ""
@@ -146,11 +163,10 @@ def problem_of_call(function: Callable[..., Any]) -> str:
         signature = inspect.signature(getattr(function, "forward", function))
     except (TypeError, ValueError):
         return ""
-    if (trainer := trainer_of(function)) in _CALLED_AS_THEY_ARE:
-        return ""
+    if (trainer := trainer_of(function, style)) in _CALLED_AS_THEY_ARE:
+        return _problem_of_style(function, signature, trainer, style)
+    location = _location(function)
     if trainer:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        location = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
         return (
             f"has the signature of {trainer}{location}, {', '.join(signature.parameters)}: here it is (input_ids, "
             "attention_mask, *, response, gt_answer, **_), a call a row, which returns a number"
@@ -161,8 +177,6 @@ def problem_of_call(function: Callable[..., Any]) -> str:
     try:
         signature.bind(None, None, **dict.fromkeys([*REWARD_KEYWORDS, *by_name]))
     except TypeError as error:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        location = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
         form = f"(input_ids, attention_mask, *, {', '.join(REWARD_KEYWORDS)})"
         return (
             f"cannot be called{location}, {error}: its parameters are {form}, and **_ takes those that it does not use"
@@ -170,8 +184,38 @@ def problem_of_call(function: Callable[..., Any]) -> str:
     return ""
 
 
-def trainer_of(function: Callable[..., Any]) -> str:
-    """Return the trainer whose signature a reward function has: TRL, verl, OpenRLHF; empty for this project's."""
+def _problem_of_style(function: Callable[..., Any], signature: inspect.Signature, trainer: str, style: str) -> str:
+    """Return why a function cannot be called as one of a style that its table names, else an empty text."""
+    kinds, parameters = inspect.Parameter, signature.parameters
+    takes_any = any(one.kind is kinds.VAR_KEYWORD for one in parameters.values())
+    response, given = _GIVEN[trainer]
+    needed = [name for name, one in parameters.items()
+              if one.default is kinds.empty and one.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]  # fmt: skip
+    # Any column of the prompt's row may be a further argument of TRL's; tokens and mask are of this project's alone.
+    unknown = [name for name in needed if name not in given and (trainer == "verl" or name in _OWN)]
+    if style == AUTO or not (unknown or not (takes_any or response in parameters)):
+        return ""
+    found = f"needs {', '.join(unknown)}" if unknown else f"does not take {response}"
+    return (
+        f'does not fit style = "{style}"{_location(function)}: {trainer} gives {", ".join(given)}, and it {found}; '
+        f'its parameters are ({", ".join(parameters)}), style = "{AUTO}" goes by them'
+    )
+
+
+def _location(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+
+
+def trainer_of(function: Callable[..., Any], style: str = AUTO) -> str:
+    """Return the trainer as whose a reward function is called: TRL, verl, OpenRLHF; empty for this project's.
+
+    Args:
+        function: The function.
+        style: `RewardStyle` of its table: "auto" goes by the signature.
+    """
+    if style != AUTO:
+        return _TRAINERS[style]
     try:
         names = set(inspect.signature(getattr(function, "forward", function)).parameters)
     except (TypeError, ValueError):
@@ -193,15 +237,18 @@ def problem_of_factory(factory: Callable[..., Any]) -> str:
     return ""
 
 
-def problems_of_import(names: Sequence[str], searched: Sequence[str], *, kind: str = "reward") -> list[str]:
+def problems_of_import(
+    names: Sequence[str], searched: Sequence[str], *, kind: str = "reward", styles: Sequence[str] = ()
+) -> list[str]:
     """Import each ``module:function`` in a process of its own, with its output discarded; return the problems.
 
     Args:
         names: The functions.
         searched: Folders that are searched after the installed modules.
         kind: "reward", or "environment" for factories, by which their parameters are checked.
+        styles: The style of each reward function; none: "auto".
     """
-    command = [sys.executable, "-P", "-m", __name__, json.dumps([list(names), list(searched), kind])]
+    command = [sys.executable, "-P", "-m", __name__, json.dumps([list(names), list(searched), kind, list(styles)])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -213,7 +260,7 @@ def problems_of_import(names: Sequence[str], searched: Sequence[str], *, kind: s
     return problems
 
 
-def _problem_of(name: str, kind: str) -> str:
+def _problem_of(name: str, kind: str, style: str) -> str:
     module_name, _, function = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -224,12 +271,14 @@ def _problem_of(name: str, kind: str) -> str:
     found = getattr(module, function, None)
     if not callable(found):
         return no_function(module, function)
-    problem = (problem_of_factory if kind == "environment" else problem_of_call)(found)
+    problem = problem_of_factory(found) if kind == "environment" else problem_of_call(found, style)
     return f"{name} {problem}" if problem else ""
 
 
 if __name__ == "__main__":
-    wanted, searched, checked_as = json.loads(sys.argv[1])
+    wanted, searched, checked_as, called_as = json.loads(sys.argv[1])
     extend_path(searched)
-    found = [problem for each in wanted if (problem := _problem_of(each, checked_as))]
+    each_style = called_as or [AUTO] * len(wanted)
+    found = [problem for each, style in zip(wanted, each_style, strict=True)
+             if (problem := _problem_of(each, checked_as, style))]  # fmt: skip
     sys.stdout.write("\n" + json.dumps(found) + "\n")

@@ -24,6 +24,7 @@ from torch import Tensor
 from pipeline.errors import FieldError
 from pipeline.experience.checks import check_finite, check_travels, sum_of
 from pipeline.experience.types import ACTION_FIELDS, SCORE_FIELDS, VISION_FIELDS, Experience
+from pipeline.rollout.reward.numbers import PREFIX
 from pipeline.runtime.messages import FaultReason
 
 
@@ -129,6 +130,9 @@ def _problem_of_numbers(experience: Experience) -> str:
     except FieldError as error:
         return str(error)
     for name, value in _other_numbers(experience):
+        # A row without a further number of a reward has NaN there.
+        if name.startswith(f"info['{PREFIX}"):
+            continue
         if value.is_floating_point() and not math.isfinite(sum_of(value)) and not bool(value.isfinite().all()):
             first = (~value.isfinite()).nonzero()[0].tolist()
             return f"{name} is {value[tuple(first)].item()} at {tuple(first)}; it must be finite"

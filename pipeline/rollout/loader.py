@@ -344,6 +344,7 @@ class SummedReward:
         reward_model: The reward model.
         model: The reward model's network, which bounds the rows of a call.
         labels: Names of the parts: those of the functions, and "model".
+        numbers: Further numbers of each row of the last call, those of the functions.
         parts: ``(B, parts)`` float32, of the last call, before weights.
         exact: ``(B,)`` float64, the sums of the last call.
     """
@@ -355,6 +356,7 @@ class SummedReward:
         # The model's score stands alone where no function applies.
         functions.may_be_absent = True
         self.labels = [*functions.labels, "model"]
+        self.numbers: list[dict[str, float]] = []
         self.parts = torch.empty(0, len(self.labels))
         self.exact = torch.empty(0, dtype=torch.float64)
 
@@ -364,6 +366,7 @@ class SummedReward:
         """Return the sums, ``(B,)``; arguments as for a `FunctionReward`."""
         scores = self.reward_model(**row)
         self._functions(**row, vision=vision, columns=columns)
+        self.numbers = self._functions.numbers
         self.parts = torch.cat([self._functions.parts, scores.float().cpu().unsqueeze(1)], dim=1)
         self.exact = scores.double().cpu() + self._functions.exact
         return self.exact.float().to(scores.device)

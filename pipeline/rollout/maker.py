@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -40,7 +40,7 @@ from pipeline.rollout.generation.interface import ResponseGenerator, Responses, 
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
 from pipeline.rollout.model_passes import ModelPasses, eval_mode
 from pipeline.rollout.prompt_batch import PromptBatch, read_sampling
-from pipeline.rollout.reward.parts import RewardParts, repeated
+from pipeline.rollout.reward.parts import OnParts, RewardParts, repeated
 from pipeline.rollout.rows import Rows, check_prompts, check_tokens, rows_with_reward
 from pipeline.rollout.shaping import Shaping
 
@@ -264,8 +264,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         Returns:
             An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO).
             `info` has "score", the raw reward ``(B,)`` float32, with several reward functions also "reward.NAME" of
-            each, before its weight, and with GRPO "group_mixed" ``(B,)`` bool. An `ExperienceVL` if pixels are given or
-            the actor is a vision-language model, whether or not a row has an image.
+            each, before its weight, "number.LABEL.NAME" of each further number of a function, NaN where a row has none,
+            and with GRPO "group_mixed" ``(B,)`` bool. An `ExperienceVL` if pixels are given or the actor is a
+            vision-language model, whether or not a row has an image.
 
         Raises:
             ShapeError: If shapes do not agree, a prompt has no tokens, or P is not below `max_length`.
@@ -328,7 +329,7 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     @torch.no_grad()
     def scores(
-        self, batch: PromptBatch, responses: Responses, *, on_parts: Callable[[Tensor], None] = lambda parts: None
+        self, batch: PromptBatch, responses: Responses, *, on_parts: OnParts = lambda parts, numbers: None
     ) -> Tensor:
         """Return the raw rewards alone, ``(B,)``, with `drop_errored` NaN where there is none; see `finish`."""
         rows = batch.rows(responses)

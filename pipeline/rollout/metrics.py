@@ -19,7 +19,8 @@ from pipeline.rollout.reward.parts import PREFIX
 from pipeline.rollout.sample_recorder import RolloutSamples
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.telemetry.activity import ActivityClock
-from pipeline.telemetry.metric import REWARD_LABELS
+from pipeline.telemetry.metric import NUMBER_LABELS, REWARD_LABELS
+from pipeline.telemetry.number_names import COLUMN, sums_of
 from pipeline.telemetry.slab import SlotWriter
 
 ACTIVITIES = (
@@ -60,6 +61,11 @@ class RolloutMetrics(Telemetry):
         self._functions = {
             f"{PREFIX}{label}": writer.gauge("rlhfd_reward_function_mean", function=function)
             for label, function in zip(reward_labels, REWARD_LABELS, strict=False)
+        }
+        self._numbers = [writer.gauge("rlhfd_reward_function_mean", function=label) for label in NUMBER_LABELS]
+        self._numbers_left_out = {
+            reason: writer.counter("rlhfd_reward_numbers_left_out_total", reason=reason)
+            for reason in ("invalid", "name")
         }
         self.clock = ActivityClock(writer, ACTIVITIES)
         self._waiting_for = "wait_data"
@@ -208,6 +214,10 @@ class RolloutMetrics(Telemetry):
         self._reward.observe_many(experience.info["score"].tolist())
         for name, gauge in self._functions.items():
             gauge.set(float(experience.info[name].mean()))
+        if COLUMN in experience.info:
+            for gauge, total, rows in zip(self._numbers, *sums_of(experience.info[COLUMN].numpy()), strict=True):
+                if rows:
+                    gauge.set(total / rows)
         if "reward_clipped" in experience.info:
             self._count_clipped(int(experience.info["reward_clipped"].sum()))
         if "turns" in experience.info:
@@ -254,6 +264,10 @@ class RolloutMetrics(Telemetry):
     def reward_errored(self, reason: str) -> None:
         """Count a row without a reward."""
         self._reward_errors[reason].inc()
+
+    def number_left_out(self, reason: str) -> None:
+        """Count a further number of a reward function that is left out."""
+        self._numbers_left_out[reason].inc()
 
     def environment(self, counts: EnvironmentCounts) -> None:
         """Count the work of the environments since the last call."""

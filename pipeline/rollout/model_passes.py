@@ -27,6 +27,7 @@ from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
 from pipeline.progress import Telemetry
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, takes_columns, vision_keywords
+from pipeline.rollout.reward.parts import OnParts
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.rows import Rows
 
@@ -137,7 +138,7 @@ class ModelPasses:
         *,
         keep_errored: bool,
         columns: Sequence[Mapping[str, Any]] | None = None,
-        on_parts: Callable[[Tensor], None] = lambda parts: None,
+        on_parts: OnParts = lambda parts, numbers: None,
     ) -> Tensor:
         """Return the raw rewards, and those of an environment's turns.
 
@@ -147,7 +148,8 @@ class ModelPasses:
             answers: Ground truth passed to the reward model, one element a row.
             keep_errored: Whether a NaN or infinite score is returned unchanged.
             columns: Further columns of each row's prompt, passed only to a reward model that names them.
-            on_parts: Called with the `parts` of a reward model that has them, ``(b, functions)``, in the order of rows.
+            on_parts: Called with the `parts` of a reward model that has them, ``(b, functions)``, in the order of rows,
+                and with its `numbers`, one element a row.
 
         Returns:
             ``(B,)``, float64 of a reward model that has `exact`, else float32.
@@ -181,7 +183,7 @@ class ModelPasses:
             part_scores = _exact(reward_model, part_scores)
             scores.append(checked_scores(part_scores, len(ids), name, keep_errored=keep_errored).cpu())
             if isinstance(parts := getattr(reward_model, "parts", None), Tensor):
-                on_parts(parts)
+                on_parts(parts, getattr(reward_model, "numbers", None) or [{}] * len(parts))
             self.telemetry.progress(rows_done=part.stop, rows=len(answers))
 
         self._size(reward_model, scores=True).run([0] * len(answers), _widths(rows, trim=trim), step)

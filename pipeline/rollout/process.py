@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from pipeline.config.rewards import part_labels
+from pipeline.config.identity import run_dir
+from pipeline.config.rewards import may_have_numbers, part_labels
 from pipeline.config.schema import Config
 from pipeline.errors import EngineKilledError, ExitCode, WeightsMismatchError
 from pipeline.models.device import device_name, process_device
@@ -31,6 +32,7 @@ from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_sourc
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.storage.arena import Arena
 from pipeline.storage.card_turns import TURN_S, EngineTurn
+from pipeline.telemetry.number_names import NumberNames
 
 _IDLE_S = 0.5
 _WAITS_S = 1.0
@@ -197,5 +199,6 @@ def worker_with(
         clock=monotonic_s,
         group_size=config.group_size,
         hooks=hooks,
+        numbers=NumberNames(run_dir(config)) if may_have_numbers(config) else None,
         initial_version=0 if config.trainer.kind == "external" else -1,
     )

@@ -242,6 +242,8 @@ class RemoteRoller:
         _log(result.records)
         for name, seconds in result.stages:
             self._metrics.staged(name, seconds)
+        for reason in result.numbers_left_out:
+            self._metrics.number_left_out(reason)
         for reason in result.reward_errors:
             self._metrics.reward_errored(reason)
         for during in result.out_of_memory:

@@ -74,6 +74,7 @@ class CallResult:
         error: The error raised; None if there is a value.
         stages: Activities that ended, each with its seconds.
         reward_errors: The reason of each row without a reward.
+        numbers_left_out: The reason of each further number of a reward function that is left out.
         out_of_memory: "pass" or "generate", for each call that ran out of the device's memory.
         scores: The parts of each row's reward, None for a row without one.
         judged: Verdict and differences of each probe of the engine.
@@ -90,6 +91,7 @@ class CallResult:
     judged: list[tuple[str, Sequence[float]]] = dataclasses.field(default_factory=list)
     records: list[logging.LogRecord] = dataclasses.field(default_factory=list)
     sampled: int = 0
+    numbers_left_out: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,7 @@ class NodeTelemetry(Telemetry):
         self._out_of_memory: list[str] = []
         self._stages: list[tuple[str, float]] = []
         self._reward_errors: list[str] = []
+        self._numbers_left_out: list[str] = []
         self._scores: list[Sequence[float] | None] = []
         self._judged: list[tuple[str, Sequence[float]]] = []
 
@@ -163,6 +166,10 @@ class NodeTelemetry(Telemetry):
         """Record a row without a reward."""
         self._reward_errors.append(reason)
 
+    def number_left_out(self, reason: str) -> None:
+        """Record a further number of a reward function that is left out."""
+        self._numbers_left_out.append(reason)
+
     def out_of_memory(self, during: str) -> None:
         """Record a call that ran out of the device's memory."""
         self._out_of_memory.append(during)
@@ -186,8 +193,10 @@ class NodeTelemetry(Telemetry):
             self._scores,
             self._judged,
             sampled=self.tokens,
+            numbers_left_out=self._numbers_left_out,
         )
         self._stages, self._reward_errors, self._out_of_memory, self._scores, self._judged = [], [], [], [], []
+        self._numbers_left_out = []
         return result
 
     def _count_sampled(self, tokens: int) -> None:

@@ -20,6 +20,7 @@ from pipeline.experience.types import Experience
 from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.roller import Rolled
 from pipeline.runtime.messages import Ticket
+from pipeline.telemetry.number_names import COLUMN, NumberNames, numbers_of
 from pipeline.telemetry.samples import MOST_BYTES, Sample, SampledResponse, SampleWriter, folder_of
 
 _MOST_SHARE: Final = 1 / 200
@@ -47,6 +48,7 @@ class RolloutSamples(WorkerHook):
         reward_names: Names of the parts of a reward, in order.
         clock: Monotonic seconds.
         stop_strings: Texts that end a response.
+        numbers: Names of the further numbers of reward functions.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RolloutSamples(WorkerHook):
         reward_names: Sequence[str],
         clock: Callable[[], float],
         stop_strings: Sequence[str] = (),
+        numbers: NumberNames | None = None,
     ) -> None:
         self._stop_strings = stop_strings
         self._writer = writer
@@ -68,6 +71,7 @@ class RolloutSamples(WorkerHook):
         self._group_size = group_size
         self._interval_s = 60.0 / per_minute
         self._reward_names = reward_names
+        self._numbers = numbers
         self._clock = clock
         self._due_s = clock()
         self._rng = random.Random()
@@ -94,6 +98,7 @@ class RolloutSamples(WorkerHook):
             group_size=config.group_size,
             per_minute=config.samples.per_minute / workers,
             reward_names=reward_names(config),
+            numbers=NumberNames(run_dir(config)),
             clock=clock,
             stop_strings=config.rollout.stop,
         )
@@ -223,9 +228,16 @@ class RolloutSamples(WorkerHook):
             stopped=stopped,
             reward=round(reward, 6),
             parts=self._named(parts, reward),
+            numbers=self._further(experience, row),
             observed=observed if any(observed) else [],
             stop=self._stop_string(whole) if stopped else "",
         )
+
+    def _further(self, experience: Experience, row: int) -> dict[str, float]:
+        column = (experience.info or {}).get(COLUMN)
+        if column is None or self._numbers is None:
+            return {}
+        return {name: round(value, 6) for name, value in numbers_of(column[row].numpy(), self._numbers).items()}
 
     def _stop_string(self, ids: list[int]) -> str:
         # It is of the last tokens: no token has less than a byte of it, except for those without a text.

@@ -22,6 +22,7 @@ from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.insert_gate import Fault
 from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.reward.numbers import pack
 from pipeline.rollout.roller import Rolled
 from pipeline.rollout.ticket_stream import TicketStream
 from pipeline.runtime.messages import (
@@ -44,6 +45,7 @@ from pipeline.runtime.peer import Peer
 from pipeline.runtime.transport import Sender, worker_name
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.number_names import NumberNames
 
 _DEADLINE_PASSED = "deadline passed: raise rollout.ticket_timeout_s, or lower rollout.batch_size or rollout.max_length"
 
@@ -95,6 +97,7 @@ class RolloutWorker:
         group_size: int = 1,
         initial_version: int = -1,
         hooks: Sequence[WorkerHook] = (),
+        numbers: NumberNames | None = None,
     ) -> None:
         """Introduce this worker to the buffer.
 
@@ -109,6 +112,7 @@ class RolloutWorker:
             group_size: Responses of a prompt (G).
             initial_version: The version of the weights as loaded; -1 if only published weights have a version.
             hooks: Optional behaviour.
+            numbers: Names of the further numbers of reward functions; None if no function may return them.
         """
         self.draining = False
         self.held = self._initial = WeightsVersion(initial_version, 0)
@@ -121,6 +125,7 @@ class RolloutWorker:
         self._clock = clock
         self._group_size = group_size
         self._hooks = hooks
+        self._numbers = numbers
         self._reader: WeightsReader | None = None
         self._peer = Peer()
         # Tickets without an outcome, in the order of their arrival; those that have begun come first.
@@ -362,6 +367,8 @@ class RolloutWorker:
         )  # fmt: skip
 
     def _encode(self, ticket: Ticket, experience: Experience) -> codec.Encoded:
+        if self._numbers is not None:
+            pack(experience, self._numbers)
         return codec.encode(experience, self._arena.extent(ticket.offset, ticket.nbytes))
 
     def _failed(self, ticket: Ticket, reason: str, *, retry: bool) -> Failed:

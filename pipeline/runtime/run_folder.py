@@ -8,6 +8,7 @@
                         samples/       recorded rollouts                     quarantine/   rows that are never delivered
                         inputs.json    digests of the files that it reads (`pipeline.runtime.run_inputs`)
                         metrics.jsonl      a line a step         evaluations.jsonl   a line an evaluation
+                        reward-numbers.jsonl   names of the further numbers of reward functions
                         recording/     recorded steps
                         tracking/      of the trackers               history.msgpack     of the page
 

@@ -18,7 +18,7 @@ from pipeline.config.evaluation import held_out
 from pipeline.config.load import FOLDER_KEYS, FUNCTION_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
 from pipeline.config.model_files import VLLM_IMAGE_MODELS, has_images, model_type, problem_of_model, problem_of_pointers
 from pipeline.config.positions import problem_of_positions
-from pipeline.config.rewards import missing_package
+from pipeline.config.rewards import OwnReward, missing_package
 from pipeline.config.sections import missing_tracker
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.config.vocabularies import NO_IMAGES, problem_of_vocabulary
@@ -202,12 +202,14 @@ def own_modules(loaded: LoadedConfig) -> list[str]:
 def problems_of_imports(loaded: LoadedConfig) -> list[str]:
     """Import the modules of reward functions and environment in processes of their own; return the problems."""
     environment, problems = loaded.config.rollout.environment, []
-    for key, names, kind in (
-        ("rewards", own_modules(loaded), "reward"),
-        ("rollout.environment", [environment] if environment else [], "environment"),
+    own = own_modules(loaded)
+    style_of = {reward.name: reward.style for reward in loaded.config.rewards if isinstance(reward, OwnReward)}
+    for key, names, kind, styles in (
+        ("rewards", own, "reward", [style_of[name] for name in own]),
+        ("rollout.environment", [environment] if environment else [], "environment", []),
     ):
         if names:
-            found = user_modules.problems_of_import(names, _module_folders(loaded), kind=kind)
+            found = user_modules.problems_of_import(names, _module_folders(loaded), kind=kind, styles=styles)
             problems += [f"{loaded.where(key)}: {problem}" for problem in found]
     return problems
 

@@ -26,8 +26,9 @@ from pipeline.supervisor.watchdog import Watchdog
 from pipeline.telemetry.evaluations import TOTAL
 from pipeline.telemetry.exposition import Exposition
 from pipeline.telemetry.history import learning_of
-from pipeline.telemetry.metric import EVALUATION_LABELS, REWARD_LABELS
+from pipeline.telemetry.metric import EVALUATION_LABELS, NUMBER_LABELS, REWARD_LABELS
 from pipeline.telemetry.metrics import Conservation
+from pipeline.telemetry.number_names import NumberNames
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
 from pipeline.telemetry.slab import MetricsSlab
 
@@ -87,6 +88,8 @@ class InstanceStatus:
         self._k = config.evaluation.pass_k or config.evaluation.num_generations
         names = zip(REWARD_LABELS, part_labels(config), strict=False), zip(EVALUATION_LABELS, self._files, strict=False)
         self._reader = MetricsReader(slab, info, dict(itertools.chain(*names)))
+        self._number_names = NumberNames(self._run_folder)
+        self._named: list[str] = []
         self._gpus = GpuWatch()
         self._gpus.start()
         self._exposition = Exposition(self._reader)
@@ -112,6 +115,9 @@ class InstanceStatus:
         self._reader.external["rlhfd_device_info"] = {
             (slot.role, str(slot.index), slot.device): 1.0 for slot in self._fleet.slots if slot.alive and slot.device
         }
+        if (names := self._number_names.names) != self._named:
+            self._named = list(names)
+            self._reader.name(dict(zip(NUMBER_LABELS, names, strict=False)))
         self._reading = self._reader.read()
         spent = self._reading.families["rlhfd_process_time_seconds_total"]
         self._watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})

@@ -12,6 +12,7 @@ log_lines          log lines parsed
 metric             the declaration of a metric
 metrics            every metric, declared once
 metrics_reference  docs/metrics.md
+number_names       the names of the further numbers of reward functions
 reader             all slots added up
 run_log            a run's log, in the journal or in a file
 samples            rollouts on disk for people to read

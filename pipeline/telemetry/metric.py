@@ -38,6 +38,9 @@ ACTIVITIES: Final = (
 PARTITION: Final = "0"
 # Reward functions by their number in the configuration; the reader puts their names there.
 REWARD_LABELS: Final = tuple(f"function-{number}" for number in range(1, 18))
+MOST_NUMBERS: Final = 16
+# Further numbers of reward functions by their place (`pipeline.telemetry.number_names`).
+NUMBER_LABELS: Final = tuple(f"number-{number}" for number in range(1, MOST_NUMBERS + 1))
 # Files of held-out prompts by their number in the configuration, and all of them; the reader puts their names there.
 EVALUATION_LABELS: Final = tuple(f"file-{number}" for number in range(1, 9))
 UNITS: Final = ("seconds", "bytes", "versions", "nats", "ratio", "tokens")

@@ -22,6 +22,7 @@ from pipeline.telemetry.metric import (
     GAP_NATS,
     INFO,
     KL_NATS,
+    NUMBER_LABELS,
     OWN,
     PARTITION,
     RATIO,
@@ -240,8 +241,12 @@ METRICS: Final[tuple[Metric, ...]] = (
           source="function model"),
     gauge("rlhfd_reward_function_mean", "trainer rollout",
           "Mean score of each of several reward functions, and of the reward model, in a worker's last ticket and in "
-          "the trainer's last batch, before its weight; with an environment also of one.",
-          role=OWN, worker=OWN, function=" ".join(REWARD_LABELS)),
+          "the trainer's last batch, before its weight; with an environment also of one. Mean of "
+          "each further number that a function returns, as FUNCTION.NUMBER.",
+          role=OWN, worker=OWN, function=" ".join([*REWARD_LABELS, *NUMBER_LABELS])),
+    counter("rlhfd_reward_numbers_left_out_total", ROLLOUT,
+            "Further numbers of reward functions that are left out: no finite number, or beyond the number of names.",
+            reason="invalid name"),
     counter("rlhfd_groups_total", ROLLOUT, "Prompt groups by whether their rewards differ (mixed, all_equal).",
             signal="mixed all_equal"),
     histogram("rlhfd_kl_nats", TRAINER, KL_NATS,

@@ -110,8 +110,14 @@ class MetricsReader:
         for index, slot in enumerate(slab.layout.slots):
             self._slots_of.setdefault(slot.role, []).append(index)
         # A series whose labels name the slot comes from that slot alone; all slots of a role add to any other series.
-        self._own = {role: self._own_series(indices) for role, indices in self._slots_of.items()}
         self._shared = {role: self._series(SlotName(role), own=False) for role in self._slots_of}
+        self._own: dict[str, list[_OwnSeries]] = {}
+        self.name({})
+
+    def name(self, names: Mapping[str, str]) -> None:
+        """Show further names in place of label values of the slab: those of series with a label of their slot."""
+        self._names = {**self._names, **names}
+        self._own = {role: self._own_series(indices) for role, indices in self._slots_of.items()}
 
     def read(self) -> Reading:
         """Return the totals of all slots, dead processes included."""

@@ -47,6 +47,7 @@ class SampledResponse(msgspec.Struct, frozen=True):
         parts: Scores by function or model, if they are known.
         observed: Whether each token of `pieces` is an environment's; empty if none is.
         stop: The stop string with which the response ended; empty if it ended otherwise.
+        numbers: Further numbers of the reward functions by name.
     """
 
     pieces: list[str]
@@ -59,6 +60,7 @@ class SampledResponse(msgspec.Struct, frozen=True):
     parts: dict[str, float] = {}
     observed: list[bool] = []
     stop: str = ""
+    numbers: dict[str, float] = {}
 
 
 class Sample(msgspec.Struct, frozen=True):

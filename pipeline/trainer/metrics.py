@@ -15,7 +15,8 @@ from pipeline.models.device import allocator_bytes
 from pipeline.progress import Telemetry
 from pipeline.storage.recording import Recorded
 from pipeline.telemetry.activity import ActivityClock
-from pipeline.telemetry.metric import REWARD_LABELS
+from pipeline.telemetry.metric import NUMBER_LABELS, REWARD_LABELS
+from pipeline.telemetry.number_names import NumberNames
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.trainer.dealing.ranks import Dealt
 from pipeline.trainer.row_means import REWARD
@@ -29,10 +30,19 @@ _ROW_MEANS = ("cut_ratio", "groups_without_signal_ratio")
 class TrainerMetrics(Telemetry):
     """Writes a rank's slot."""
 
-    def __init__(self, writer: SlotWriter, *, rank: int, reward_source: str, reward_labels: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        writer: SlotWriter,
+        *,
+        rank: int,
+        reward_source: str,
+        reward_labels: Sequence[str] = (),
+        numbers: NumberNames | None = None,
+    ) -> None:
         super().__init__()
         self._writer = writer
         self._leads = rank == 0
+        self._numbers = numbers
         self.clock = ActivityClock(writer, ["train", "publish", "wait_data", "wait_card", "fetch_weights"])
         self._waited_s = 0.0
         self._fetch_s = writer.histogram("rlhfd_train_phase_duration_seconds", phase="fetch")
@@ -61,6 +71,7 @@ class TrainerMetrics(Telemetry):
             f"{REWARD}{label}": writer.gauge("rlhfd_reward_function_mean", function=function)
             for label, function in zip(reward_labels, REWARD_LABELS, strict=False)
         }
+        self._number_means = [writer.gauge("rlhfd_reward_function_mean", function=label) for label in NUMBER_LABELS]
         self._updates = writer.gauge("rlhfd_step_updates")
         self._policy_kl = writer.gauge("rlhfd_policy_kl_nats")
         self._kl_coef = writer.gauge("rlhfd_kl_coef")
@@ -227,6 +238,9 @@ class TrainerMetrics(Telemetry):
         for name, gauge in self._row_means.items():
             if math.isfinite(row_means[name]):
                 gauge.set(row_means[name])
+        for name, gauge in zip([] if self._numbers is None else self._numbers.names, self._number_means, strict=False):
+            if (mean := row_means.get(f"{REWARD}{name}")) is not None:
+                gauge.set(mean)
         self._updates.set(stats.updates)
         if math.isfinite(stats.policy_kl_nats):
             self._policy_kl.set(stats.policy_kl_nats)

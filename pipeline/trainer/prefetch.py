@@ -21,11 +21,13 @@ from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.types import Experience
 from pipeline.runtime.messages import ExtentRows, Lease
 from pipeline.storage.arena import Arena
+from pipeline.telemetry.number_names import COLUMN
 
 _REFERENCE = "base_action_log_probs"
 _LOG_PROBS = "action_log_probs"
 _BEHAVIOUR = "behaviour_log_probs"
 _CUT = "info.cut"
+_NUMBERS = f"info.{COLUMN}"
 
 
 class Fetched(NamedTuple):
@@ -194,6 +196,8 @@ class Prefetcher:
                 gathering.needs_cut,
                 "its rows do not say whether responses were cut: trainer.mask_cut_responses was false",
             ),
+            # Rows of a time before a change of the reward functions, or of an older release, have no such column.
+            (_NUMBERS, False, ""),
         ):
             has_field = [name in reader.rows.named for reader in readers]
             if not all(has_field) and (any(has_field) if is_needed is None else is_needed):

@@ -12,7 +12,7 @@ import torch.distributed as distributed
 
 from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.losses import log_probs_by
-from pipeline.config.rewards import part_labels
+from pipeline.config.rewards import may_have_numbers, part_labels
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.critic import Critic
@@ -34,6 +34,7 @@ from pipeline.storage.recording import FOLDER as RECORDING
 from pipeline.storage.recording import MOST_BYTES, TrainerStart
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
+from pipeline.telemetry.number_names import NumberNames
 from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
@@ -169,6 +170,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         rank=context.index,
         reward_source=reward_source(config),
         reward_labels=part_labels(config),
+        numbers=NumberNames(run_dir(config)) if may_have_numbers(config) else None,
     )
 
     def agree(ready: bool) -> bool:

@@ -8,10 +8,13 @@ from typing import Final, Self
 
 import numpy as np
 
-from pipeline.config.rewards import labels_of, part_labels
+from pipeline.config.identity import run_dir
+from pipeline.config.rewards import labels_of, may_have_numbers, part_labels
 from pipeline.config.schema import Config
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
+from pipeline.telemetry.metric import MOST_NUMBERS
+from pipeline.telemetry.number_names import COLUMN, NumberNames, sums_of
 
 REWARD: Final = "reward/"
 """Begins the name of the mean of a reward function."""
@@ -31,24 +34,32 @@ class RowMeans:
 
     Args:
         rewards: Column of `info` by name of a reward function, and the function's weight in that column.
+        numbers: Names of the further numbers of reward functions, "reward/FUNCTION.NUMBER" of the rows that have one;
+            None if no function may return them.
     """
 
-    def __init__(self, rewards: Mapping[str, tuple[str, float]]) -> None:
+    def __init__(self, rewards: Mapping[str, tuple[str, float]], numbers: NumberNames | None = None) -> None:
         self._rewards = rewards
+        self._numbers = numbers
         self.names = (_CUT, _WITHOUT_SIGNAL, _STALENESS, *(f"{REWARD}{name}" for name in rewards))
 
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return the means of a run."""
+        numbers = NumberNames(run_dir(config)) if may_have_numbers(config) else None
+        return cls(cls._of_functions(config), numbers)
+
+    @staticmethod
+    def _of_functions(config: Config) -> dict[str, tuple[str, float]]:
         if parts := part_labels(config):
-            return cls({name: (f"{_PART}{name}", 1.0) for name in parts})
+            return {name: (f"{_PART}{name}", 1.0) for name in parts}
         if config.rollout.environment is not None:
-            return cls({})
+            return {}
         # The score of a row is that of its one function, times the weight, or that of the reward model.
         labels = labels_of([reward.name for reward in config.rewards])
         weights = zip(labels, [reward.weight for reward in config.rewards], strict=True)
         model = {} if config.model.reward is None else {"model": ("score", 1.0)}
-        return cls({name: ("score", weight) for name, weight in weights if weight} | model)
+        return {name: ("score", weight) for name, weight in weights if weight} | model
 
     def sums(self, batches: Sequence[RaggedRows], for_version: int) -> tuple[float, ...]:
         """Return the sum of each name over the rows of this rank, then the number of these rows, for each name.
@@ -57,21 +68,32 @@ class RowMeans:
             batches: The batches of a step.
             for_version: The policy version that is trained on them.
         """
-        sums, rows = [0.0] * len(self.names), [0.0] * len(self.names)
+        places = MOST_NUMBERS if self._numbers is not None else 0
+        sums, rows = [0.0] * (len(self.names) + places), [0.0] * (len(self.names) + places)
         for batch in batches:
             for at, values in enumerate(self._columns(batch.columns, for_version)):
                 if values is not None:
                     sums[at] += float(values.sum(dtype=np.float64))
                     rows[at] += len(values)
+            if places and (column := batch.columns.get(f"info.{COLUMN}")) is not None:
+                for at, (total, count) in enumerate(zip(*sums_of(column), strict=True), start=len(self.names)):
+                    sums[at] += total
+                    rows[at] += count
         return (*sums, *rows)
 
     def means(self, ranks: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return each mean by name from the sums of all ranks; NaN of a column that no row has."""
+        """Return each mean by name from the sums of all ranks; NaN of a column that no row has.
+
+        A further number of a reward function that no row has is left out.
+        """
         totals = [math.fsum(values) for values in zip(*ranks, strict=True)]
-        sums, rows = totals[: len(self.names)], totals[len(self.names) :]
+        sums, rows = totals[: len(totals) // 2], totals[len(totals) // 2 :]
+        means = [total / count if count else math.nan for total, count in zip(sums, rows, strict=True)]
+        further = [] if self._numbers is None else self._numbers.names
+        numbers = zip(further, means[len(self.names) :], strict=False)
         return {
-            name: total / count if count else math.nan
-            for name, total, count in zip(self.names, sums, rows, strict=True)
+            **dict(zip(self.names, means, strict=False)),
+            **{f"{REWARD}{name}": mean for name, mean in numbers if not math.isnan(mean)},
         }
 
     def _columns(self, columns: Mapping[str, Array], for_version: int) -> list[Array | None]:

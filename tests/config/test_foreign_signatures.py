@@ -48,3 +48,57 @@ def test_the_signature_of_openrlhf_is_named_with_that_of_here() -> None:
 @pytest.mark.parametrize("function", [trl, trl_short, verl, own])
 def test_a_function_of_here_of_trl_and_of_verl_has_no_problem(function: Callable[..., Any]) -> None:
     assert problem_of_call(function) == ""
+
+
+def both(prompts: Any, completions: Any = None, solution_str: Any = None, ground_truth: Any = None) -> float:
+    return 0.0
+
+
+def any_keyword(**columns: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "style", "trainer"),
+    [
+        (both, "auto", "TRL"),
+        (both, "trl", "TRL"),
+        (any_keyword, "auto", ""),
+        (any_keyword, "trl", "TRL"),
+        (any_keyword, "verl", "verl"),
+        (any_keyword, "rlhfd", ""),
+        (own, "rlhfd", ""),
+        (openrlhf, "rlhfd", ""),
+    ],
+)
+def test_the_style_of_a_table_stands_above_the_parameters(
+    function: Callable[..., Any], style: str, trainer: str
+) -> None:
+    assert trainer_of(function, style) == trainer
+
+
+@pytest.mark.parametrize(
+    ("function", "style", "problem"),
+    [
+        (own, "trl", 'does not fit style = "trl" ('),
+        (own, "trl", "and it needs input_ids, attention_mask; its parameters are (input_ids, attention_mask, "),
+        (verl, "trl", "TRL gives prompts, completions, completion_ids, the columns of the row, and it does not take "),
+        (own, "verl", "and it needs input_ids, attention_mask, response, gt_answer; its parameters are (input_ids, "),
+        (trl, "verl", 'style = "auto" goes by them'),
+        (both, "verl", "and it needs prompts; its parameters are (prompts, completions, "),
+    ],
+)
+def test_a_function_that_does_not_fit_its_style_is_named(
+    function: Callable[..., Any], style: str, problem: str
+) -> None:
+    found = problem_of_call(function, style)
+
+    assert problem in found and "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("function", "style"),
+    [(trl, "trl"), (verl, "verl"), (own, "rlhfd"), (any_keyword, "trl"), (any_keyword, "verl")],
+)
+def test_a_function_that_fits_its_style_has_no_problem(function: Callable[..., Any], style: str) -> None:
+    assert problem_of_call(function, style) == ""

@@ -212,7 +212,7 @@ MISTAKES = [
         "rewards = ['math', {name = 'regex', tags = ['a']}]",
         "1:44: rewards.regex: unknown key tags, the keys are name, weight, pattern",
     ),
-    ("[[rewards]]\nname = 'a:b'\nurl = 'x'", "3:7: rewards.b: unknown key url, the keys are name, weight"),
+    ("[[rewards]]\nname = 'a:b'\nurl = 'x'", "3:7: rewards.b: unknown key url, the keys are name, weight, style"),
     (
         "[metrics]\nport = 1\nrewards = ['math']",
         "3:1: unknown key metrics.rewards, did you mean rewards? a table [[rewards]] with a name for each function, or "

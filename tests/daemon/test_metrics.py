@@ -23,7 +23,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pipeline.config.schema import Config
-from pipeline.telemetry.metric import INFO, OWN, REWARD_LABELS, SlotName
+from pipeline.telemetry.metric import INFO, NUMBER_LABELS, OWN, REWARD_LABELS, SlotName
 from pipeline.telemetry.metric import Metric as Declared
 from pipeline.telemetry.metrics import METRICS
 from tests.support.daemon import (
@@ -336,7 +336,9 @@ NEVER_IN_SUCH_A_RUN: dict[str, set[tuple[str, ...]]] = {
     "it has no held-out prompts": series_of("rlhfd_evaluation"),
     "trainer.record is off": series_of("rlhfd_recording"),
     "it has no tracker": series_of("rlhfd_tracker"),
-    "it has one reward function": {("rlhfd_reward_function_mean", OWN, OWN, label) for label in REWARD_LABELS},
+    "it has one reward function": {
+        ("rlhfd_reward_function_mean", OWN, OWN, label) for label in [*REWARD_LABELS, *NUMBER_LABELS]
+    },
     "no reward model, functions only": {
         (name, "model") for name in ("rlhfd_reward", "rlhfd_reward_mean", "rlhfd_reward_stddev")
     },

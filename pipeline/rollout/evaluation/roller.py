@@ -19,6 +19,7 @@ from pipeline.prompts.source import PromptSource
 from pipeline.rollout.environment.turn_rows import actions_of
 from pipeline.rollout.generation.interface import Completed, Responses
 from pipeline.rollout.prompt_batch import PromptBatch
+from pipeline.rollout.reward.parts import OnParts
 from pipeline.rollout.roller import Begun, LocalRoller, Maker, Rolled
 from pipeline.rollout.sampling import held_out_sampling
 from pipeline.telemetry.evaluations import PromptResult
@@ -32,7 +33,7 @@ class ScoringMaker(Maker, Protocol):
     """A maker that can score responses alone."""
 
     def scores(
-        self, batch: PromptBatch, responses: Responses, *, on_parts: Callable[[Tensor], None] = lambda parts: None
+        self, batch: PromptBatch, responses: Responses, *, on_parts: OnParts = lambda parts, numbers: None
     ) -> Tensor:
         """Return the raw rewards, ``(rows,)``, NaN for a row without one; see `ModelPasses.scores`."""
 
@@ -124,7 +125,9 @@ class EvaluationRoller(LocalRoller):
         """
         self._announce(begun)
         parts: list[Tensor] = []
-        found = self._scoring.scores(batch, batch.joined(completed), on_parts=parts.append).double()
+        found = self._scoring.scores(
+            batch, batch.joined(completed), on_parts=lambda found, _: parts.append(found)
+        ).double()
         scores = found.reshape(-1, self._group_size)
         counted = scores if self._pass_part is None else torch.cat(parts)[:, self._pass_part].reshape(scores.shape)
         self._below.count(counted[scores.isfinite()])

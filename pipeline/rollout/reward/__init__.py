@@ -8,6 +8,7 @@ math_process  the process of `math`: math-verify with limits
 math_text     quantities as math-verify reads them
 mathematics   the reward `math`: results compared with answers
 named         reward functions by name: exact, math, regex and others
+numbers       the further numbers of a function, beside the reward
 own_tokenizer  a reward model with a tokenizer of its own
 parts         the column of each reward function in `info`
 pool          reward functions in processes that can be killed

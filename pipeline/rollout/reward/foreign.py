@@ -4,14 +4,13 @@ TRL   fn(prompts, completions, completion_ids=, **columns) -> a number or None a
 verl  fn(data_source=, solution_str=, ground_truth=, extra_info=) -> a number, or a dict with "score", a call a row
 
 Both get the text of a response without special tokens, as these trainers decode it, and neither gets tokens by column.
-A function that cannot take a keyword is called without it.
+A function that cannot take a keyword is called without it. Numbers beside the score: `pipeline.rollout.reward.numbers`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,20 +18,20 @@ import torch
 
 from pipeline.config.user_modules import ANSWER, PROMPT, trainer_of
 from pipeline.errors import RewardError
+from pipeline.rollout.reward.numbers import REWARD, Scored
 from pipeline.rollout.reward.signatures import batched
-
-log = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 
 
-def adapted(function: Function) -> Function:
+def adapted(function: Function, style: str = "auto") -> Function:
     """Return a reward function with the signature of this project; one that has it already is returned as it is.
 
     Args:
         function: A function with the signature of this project, TRL or verl.
+        style: `RewardStyle` of its table: "auto" goes by the signature.
     """
-    match trainer_of(function):
+    match trainer_of(function, style):
         case "TRL":
             return _named_as(_of_trl(function), function, (PROMPT, ANSWER), takes_any=True)
         case "verl":
@@ -73,7 +72,7 @@ def _of_trl(function: Function) -> Function:
 
 
 def _of_verl(function: Function) -> Function:
-    takes, said = _taken_by(function), set[str]()
+    takes = _taken_by(function)
 
     def keywords(ids: torch.Tensor, row: dict[str, Any]) -> dict[str, Any]:
         if row["gt_answer"] is None:
@@ -94,13 +93,11 @@ def _of_verl(function: Function) -> Function:
     def score(result: Any) -> Any:
         if not isinstance(result, Mapping):
             return result
-        if "score" not in result:
+        if "score" in result:
+            return Scored(result["score"], {key: value for key, value in result.items() if key != "score"})
+        if REWARD not in result:
             raise RewardError(f'the dict has no "score", its keys are {", ".join(map(str, result))}')
-        if further := {str(key) for key in result} - {"score"} - said:
-            said.update(further)
-            log.warning("of a dict the score alone is kept: function=%s left_out=%s",
-                        getattr(function, "__qualname__", function), ",".join(sorted(further)))  # fmt: skip
-        return result["score"]
+        return result
 
     if inspect.iscoroutinefunction(function):
 

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 
 from pipeline.config import user_modules
-from pipeline.config.rewards import REWARD_NAMES, RewardConfig, reward_of
+from pipeline.config.rewards import REWARD_NAMES, OwnReward, RewardConfig, reward_of
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.response_text import ResponseText
 from pipeline.rollout.reward.foreign import adapted
+from pipeline.rollout.reward.numbers import FurtherNumbers, of_rows, scored, split
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.signatures import Signature, awaited
-from pipeline.rollout.reward.wire import RowScore, applied, none_applies, row_score
+from pipeline.rollout.reward.wire import RowScore, applied, none_applies, numbers_of_parts, row_score
 
 RewardFunction = Callable[..., Any]
 """``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number.
@@ -33,7 +34,8 @@ RewardFunction = Callable[..., Any]
 A function with parameters named `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` or
 `raw_images` gets these of the row too, None where the row has none; one named `response`, the text of the response; one
 named `prompt`, the prompt as its file has it; any other one, the column of the prompt's row with this name. `answer` is
-`gt_answer` where the row has no such column (`pipeline.rollout.reward.signatures`). Functions of TRL and verl are
+`gt_answer` where the row has no such column (`pipeline.rollout.reward.signatures`). In place of the number it may
+return a dict with it as "reward" and further numbers (`pipeline.rollout.reward.numbers`). Functions of TRL and verl are
 called as they are (`pipeline.rollout.reward.foreign`)."""
 
 NAMED = "reward"
@@ -66,6 +68,7 @@ class FunctionReward:
         parts: ``(B, functions)`` float32, the results of the last call before their weights, NaN in a row without a
             score.
         exact: ``(B,)`` float64, the scores of the last call before they are rounded to float32: groups compare these.
+        numbers: Further numbers of each row of the last call by name (`pipeline.rollout.reward.numbers`).
         problem: The first row without a score of the last call; None if all had one.
         problems: As given.
         may_be_absent: Whether a row to which no function applies scores 0, as beside a reward model.
@@ -102,6 +105,8 @@ class FunctionReward:
         self.may_be_absent = False
         self.parts = torch.empty(0, len(functions))
         self.exact = torch.empty(0, dtype=torch.float64)
+        self.numbers: list[dict[str, float]] = []
+        self._further = FurtherNumbers(labels, telemetry)
 
     @property
     def sees_images(self) -> bool:
@@ -151,6 +156,7 @@ class FunctionReward:
             RewardError: If a function raises, or does not return one finite number, without `problems`.
         """
         scores, parts = [], []
+        self.numbers = []
         which = range(len(self._functions))
         missing: list[tuple[int, RowScore]] = []
         rows = self.results(which, input_ids, attention_mask, response_start, response_end, gt_answer, vision, columns)
@@ -165,7 +171,9 @@ class FunctionReward:
                 missing.append((row, row_score(found, is_joint=len(values) in self.together)))
                 self._telemetry.reward_errored(missing[-1][1].problem)
                 values = [math.nan] * len(which)
+                self.numbers.append({})
             else:
+                self.numbers.append(self._further.of_row(numbers_of_parts(values)))
                 values = applied(values)
                 weighted = [weight * part for weight, part in zip(self._weights, values, strict=True)]
                 if not is_reward(sum(weighted)):
@@ -259,6 +267,7 @@ class FunctionReward:
                 results = awaited([call], self._timeout_s)[0] if signature.is_async else call()
                 if isinstance(results, BaseException):
                     raise results
+                results = of_rows(results, len(rows))
                 if len(results) != len(rows):
                     raise RewardError(f"{_name_of(function)} returned {len(results)} scores for {len(rows)} rows")
             else:
@@ -339,9 +348,10 @@ def load_reward_function(reward: RewardConfig | str) -> RewardFunction:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{field}: {user_modules.no_function(module, function_name)}")
-    if problem := user_modules.problem_of_call(function):
+    style = reward.style if isinstance(reward, OwnReward) else user_modules.AUTO
+    if problem := user_modules.problem_of_call(function, style):
         raise ConfigError(f"{field}: {name} {problem}")
-    return adapted(function)
+    return adapted(function, style)
 
 
 def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: bool = False) -> Tensor:
@@ -418,8 +428,15 @@ def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> floa
         found = RewardError(message, bare=bare, raised=True, cause=f"{cause}{location}")
         found.__cause__ = error
         return found
+    try:
+        result, numbers = split(result)
+    except RewardError as error:
+        location = _location_of(function)
+        return RewardError(
+            f"{name} returned a dict for row {row}: {error}{location}", cause=f"{name}: {error}{location}"
+        )
     if result is None:
-        return math.nan
+        return scored(math.nan, numbers)
     try:
         # A text is none, though it may read as one: a function that returns it is not the one that its author means.
         if isinstance(result, str | bytes | bytearray):
@@ -441,7 +458,7 @@ def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> floa
         message = f"{name} returned {score} for row {row}; {kind}{location}"
         large = "a number beyond float32" if math.isfinite(score) else score
         return RewardError(message, cause=f"{name} returned {large}{location}")
-    return score
+    return scored(score, numbers)
 
 
 def is_reward(value: float) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import ShapeError
+from pipeline.rollout.reward.numbers import columns_of
 
+OnParts = Callable[[Tensor, Sequence[Mapping[str, float]]], None]
+"""Called with the parts of the next rows and with the further numbers of each."""
 PREFIX: Final = "reward."
 """Begins the names in `info`: ``reward.NAME``."""
 
@@ -19,22 +22,28 @@ class RewardParts:
 
     def __init__(self) -> None:
         self._found: list[Tensor] = []
+        self._numbers: list[Mapping[str, float]] = []
 
-    def append(self, parts: Tensor) -> None:
-        """Add the parts of the next rows, ``(b, functions)`` float32."""
+    def append(self, parts: Tensor, numbers: Sequence[Mapping[str, float]]) -> None:
+        """Add the parts of the next rows, ``(b, functions)`` float32, and the further numbers of each of them."""
         self._found.append(parts)
+        self._numbers += numbers
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows, ``(n,)`` int64, alone."""
         self._found = [torch.cat(self._found)[rows]] if self._found else []
+        self._numbers = [self._numbers[row] for row in rows.tolist()] if self._numbers else []
 
     def info(self, reward_model: Any, *, has_turns: bool = False) -> dict[str, Tensor]:
-        """Return a column of each part, ``(B,)`` float32; none of a single part, which is the score without turns."""
-        labels = getattr(reward_model, "labels", ())
+        """Return a column of each part, ``(B,)`` float32, and of each further number, NaN where a row has none.
+
+        A single part has no column without turns: it is the score.
+        """
+        labels, numbers = getattr(reward_model, "labels", ()), columns_of(self._numbers)
         if not self._found or len(labels) < (1 if has_turns else 2):
-            return {}
+            return numbers
         columns = torch.cat(self._found).unbind(dim=1)
-        return {f"{PREFIX}{label}": column.clone() for label, column in zip(labels, columns, strict=True)}
+        return numbers | {f"{PREFIX}{label}": column.clone() for label, column in zip(labels, columns, strict=True)}
 
 
 def repeated(name: str, given: Sequence[Any] | None, prompts: int, group_size: int) -> list[Any]:

@@ -27,6 +27,7 @@ from pipeline.config.user_modules import PROMPT
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.reward.functions import is_reward, too_large
+from pipeline.rollout.reward.numbers import FurtherNumbers
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.process import prepare
 from pipeline.rollout.reward.wire import (
@@ -74,6 +75,7 @@ class RewardPool:
         parts: ``(B, functions)`` float32, the results of the last call before their weights, NaN in a row without
             a score.
         exact: ``(B,)`` float64, the scores of the last call before they are rounded to float32.
+        numbers: Further numbers of each row of the last call by name.
         problem: The first row without a score of the last call; None if all had one.
         problems: Logs the rows without a score.
         may_be_absent: Whether a row to which no function applies scores 0, as beside a reward model.
@@ -99,6 +101,8 @@ class RewardPool:
         self._weights = list(weights or [1.0] * len(functions))
         self.parts = torch.empty(0, len(functions))
         self.exact = torch.empty(0, dtype=torch.float64)
+        self.numbers: list[dict[str, float]] = []
+        self._further = FurtherNumbers(labels, telemetry)
         self.problems = RewardProblems(telemetry)
         self.problem: RowScore | None = None
         self.may_be_absent = False
@@ -184,6 +188,7 @@ class RewardPool:
         ]
         for score, parts in zip(scores, weighted, strict=True):
             self._telemetry.scored(None if score.problem else parts)
+        self.numbers = [{} if score.problem else self._further.of_row(score.numbers) for score in scores]
         missing = [math.nan] * self._count
         raw = [missing if score.problem else score.parts for score in scores]
         self.parts = torch.tensor(raw, dtype=torch.float32).reshape(len(scores), self._count)
@@ -223,10 +228,16 @@ class RewardPool:
                 scores.append(problem)
                 continue
             parts = {**{at: score.parts[0] for at, score in found.items()}, **dict(zip(alone, own.parts, strict=True))}
+            numbers = {
+                **{at: score.numbers[:1] for at, score in found.items()},
+                **{at: own.numbers[place : place + 1] for place, at in enumerate(alone)},
+            }
             if all(map(math.isnan, parts.values())) and not self.may_be_absent:
                 scores.append(row_score([none_applies(self._functions, row)], is_joint=False))
             else:
-                scores.append(RowScore(parts=applied([parts[at] for at in range(self._count)])))
+                every = range(self._count)
+                of_functions = [next(iter(numbers[at]), {}) for at in every]
+                scores.append(RowScore(parts=applied([parts[at] for at in every]), numbers=of_functions))
         return scores
 
     def _work(self, work: list[RowsToScore]) -> list[list[RowScore]]:

@@ -6,13 +6,13 @@ stop token unless it was cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.config.rewards import rewards_in_force
+from pipeline.config.rewards import labels_of, rewards_in_force
 from pipeline.config.schema import Config
 from pipeline.config.user_modules import PROMPT
 from pipeline.errors import PromptError, RewardError
@@ -37,12 +37,14 @@ class Trial(NamedTuple):
         tokens: Tokens of the response that the reward was given.
         is_cut: Whether the response did not fit beside its prompt, or was given as cut.
         problem: The reason why there is no reward; empty if there is one.
+        numbers: Further numbers of the functions by name.
     """
 
     parts: dict[str, float]
     tokens: int
     is_cut: bool
     problem: str = ""
+    numbers: Mapping[str, float] = {}
 
 
 class RewardTrial:
@@ -63,6 +65,7 @@ class RewardTrial:
         self._device = process_device()
         rewards = rewards_in_force(config)
         self._functions = [(reward.name, load_reward_function(reward), reward.weight) for reward in rewards]
+        self._labels = labels_of([reward.name for reward in rewards])
         self._model: Callable[..., Tensor] | None = None
         if config.model.reward is not None:
             self._model = reward_model_of(config, self._tokenizer, self._device)
@@ -96,18 +99,21 @@ class RewardTrial:
         }
         functions_row = {**row, "columns": [{**prompt.columns, PROMPT: prompt.prompt}]}
         parts: dict[str, float] = {}
-        for name, function, weight in self._functions:
+        numbers: dict[str, float] = {}
+        for (name, function, weight), label in zip(self._functions, self._labels, strict=True):
             try:
                 reward = FunctionReward(
                     [function],
                     self._tokenizer,
                     weights=[weight],
+                    labels=[label],
                     text=self._text,
                     timeout_s=self._config.rollout.reward_timeout_s,
                 )
                 # A row without a reward raises.
                 reward(**functions_row)
                 parts[name] = float(reward.exact[0])
+                numbers |= reward.numbers[0]
             except RewardError as error:
                 if error.is_absent and (len(self._functions) > 1 or self._model is not None):
                     continue
@@ -124,7 +130,7 @@ class RewardTrial:
                 parts[MODEL] = float(checked_scores(self._model(**on_device), 1, MODEL))
             except RewardError as error:
                 return Trial(parts, len(response_ids), is_cut, str(error))
-        return Trial(parts, len(response_ids), is_cut)
+        return Trial(parts, len(response_ids), is_cut, numbers=numbers)
 
     def _response_ids(self, response: str, prompt_tokens: int, *, is_cut: bool) -> tuple[Sequence[int], bool]:
         """Return the tokens of a response, and whether it is cut: it gets the stop token only if it is not."""

@@ -12,6 +12,7 @@ import torch
 
 from pipeline.errors import RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
+from pipeline.rollout.reward.numbers import Score
 from pipeline.runtime.pool_process import Ready
 
 Problem = Literal["", "timeout", "exception", "invalid"]
@@ -49,7 +50,7 @@ class RowsToScore(msgspec.Struct, frozen=True, array_like=True):
 class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The parts of a row's reward by function; or a problem, its text, and text and cause without user data.
 
-    A part is NaN where its function does not apply to the row.
+    A part is NaN where its function does not apply to the row. `numbers` are the further numbers of each part, if any.
     """
 
     problem: Problem = ""
@@ -57,6 +58,7 @@ class RowScore(msgspec.Struct, frozen=True, array_like=True, tag=True):
     bare: str = ""
     parts: list[float] = []
     cause: str = ""
+    numbers: list[dict[str, float]] = []
 
 
 class RowsScored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -92,7 +94,14 @@ def row_score(found: Sequence[float | RewardError], *, is_joint: bool) -> RowSco
         if is_joint and isinstance(error.__cause__, TimeoutError):
             problem = "timeout"
         return RowScore(problem=problem, text=str(error), bare=error.bare, cause=error.cause)
-    return RowScore(parts=[part for part in found if not isinstance(part, RewardError)])
+    parts = [part for part in found if not isinstance(part, RewardError)]
+    numbers = numbers_of_parts(parts)
+    return RowScore(parts=[float(part) for part in parts], numbers=numbers if any(numbers) else [])
+
+
+def numbers_of_parts(parts: Sequence[float]) -> list[dict[str, float]]:
+    """Return the further numbers of each part of a row's reward."""
+    return [dict(part.numbers) if isinstance(part, Score) else {} for part in parts]
 
 
 def with_images(row: RowToScore, vision: VisionRows) -> RowToScore:

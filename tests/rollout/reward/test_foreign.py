@@ -43,7 +43,7 @@ def verl_short(solution_str, ground_truth):
     return solution_str == ground_truth
 
 def verl_odd(data_source, solution_str, ground_truth, extra_info=None):
-    return {"reward": 1.0}
+    return {"points": 1.0}
 
 def named(input_ids, attention_mask, *, prompt, answer, gt_answer, **columns):
     assert "prompt" not in columns
@@ -121,24 +121,12 @@ def test_a_further_column_named_answer_is_no_other_name_of_the_answer(folder: Pa
         ("trl_chat", {"prompt": [{"role": "user", "content": "skip"}]}, "trl_chat returned None for row 0"),
         ("trl_all", {}, "trl_all raised TypeError"),
         ("verl_short", {"answer": None}, r'verl_short raised .*"reward_model\.ground_truth"'),
-        ("verl_odd", {}, r'verl_odd raised .*the dict has no \\?"score\\?", its keys are reward'),
+        ("verl_odd", {}, r'verl_odd raised .*the dict has no \\?"score\\?", its keys are points'),
     ],
 )
 def test_a_row_that_it_cannot_score_has_no_reward(folder: Path, name: str, given: dict[str, Any], problem: str) -> None:
     with pytest.raises(RewardError, match=problem):
         scored(name, **given)
-
-
-def test_what_a_dict_has_beside_the_score_is_named_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    function = load_reward_function("foreign_rewards:verl_score")
-    reward = FunctionReward([function], Digits())
-
-    for _ in range(2):
-        reward(**row(data_source="digits", extra_info={"split": "train"}))
-
-    assert [line for line in caplog.messages if "verl_score" in line] == [
-        "of a dict the score alone is kept: function=verl_score left_out=acc"
-    ]
 
 
 def test_a_pool_calls_them_alike(folder: Path, task: Path) -> None:  # noqa: F811

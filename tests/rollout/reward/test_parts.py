@@ -216,7 +216,7 @@ def test_values_in_force_follow_from_other_keys() -> None:
 def test_a_single_function_beside_the_rewards_of_turns_has_a_column() -> None:
     config: dict[str, Any] = {"rewards": ["exact"], "rollout": {"environment": "m:Factory"}}
     parts = RewardParts()
-    parts.append(torch.tensor([[1.0], [0.5]]))
+    parts.append(torch.tensor([[1.0], [0.5]]), [{}, {}])
 
     assert part_labels(Config.model_validate(config)) == ["exact"]
     assert parts.info(FunctionReward([length], None, labels=["exact"]), has_turns=True)["reward.exact"].tolist() == [

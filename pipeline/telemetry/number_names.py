@@ -1,0 +1,116 @@
+"""The names of the further numbers of reward functions, in the order of their places: one file of a run.
+
+A function returns numbers by names that only its calls tell. The first process that meets a name appends it to the
+file; its place stays for the life of the run. A row has the numbers in one column of `MOST_NUMBERS` places and, last,
+the set of places that it has, as a float32 that holds whole numbers up to 2^24: all rows have the same fields so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.telemetry.metric import MOST_NUMBERS
+
+COLUMN: Final = "reward_numbers"
+"""Name of the column in `info`."""
+_FILE: Final = "reward-numbers.jsonl"
+
+Array = npt.NDArray[np.float32]
+log = logging.getLogger(__name__)
+
+
+class NumberNames:
+    """The names of a run: reads the file when it has grown, and appends to it.
+
+    Args:
+        folder: Folder of the run; None for names of this process alone.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / _FILE
+        self._size = 0
+        self._names: list[str] = []
+        self._refused: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """The names in the order of their places."""
+        try:
+            if self._path is not None and self._path.stat().st_size != self._size:
+                text = self._path.read_text()
+                # A process that was killed may have left a part of a line.
+                lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+                self._size = len(text.encode())
+                self._names = [str(json.loads(line)) for line in lines][:MOST_NUMBERS]
+        except FileNotFoundError:
+            pass
+        return self._names
+
+    def place(self, name: str) -> int | None:
+        """Return the place of a name, which is appended if it is new; None if all places are taken: said once."""
+        if name in self._names:
+            return self._names.index(name)
+        if name in self._refused:
+            return None
+        place = self._append(name)
+        if place is None:
+            self._refused.add(name)
+            log.warning("a further number of a reward is left out: name=%s: the run has %d names", name, MOST_NUMBERS)
+        return place
+
+    def _append(self, name: str) -> int | None:
+        if self._path is None:
+            if len(self._names) < MOST_NUMBERS:
+                self._names.append(name)
+            return self._names.index(name) if name in self._names else None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._size = -1
+            if name not in (names := self.names) and len(names) < MOST_NUMBERS:
+                file.seek(0)
+                os.ftruncate(file.fileno(), file.read().rfind(b"\n") + 1)
+                file.write(json.dumps(name).encode() + b"\n")
+                file.flush()
+                self._size = -1
+                names = self.names
+        return names.index(name) if name in names else None
+
+
+def packed(columns: Mapping[str, Any], names: NumberNames, rows: int) -> Array:
+    """Return the column of numbers, ``(rows, MOST_NUMBERS + 1)``.
+
+    Args:
+        columns: Numbers by name, ``(rows,)``, NaN in rows without one.
+        names: The names of the run.
+        rows: Number of rows.
+    """
+    found = np.zeros((rows, MOST_NUMBERS + 1), np.float32)
+    for name, values in columns.items():
+        if (place := names.place(name)) is not None:
+            given = np.isfinite(values)
+            found[:, place] = np.where(given, values, 0.0)
+            found[:, -1] += given * np.float32(1 << place)
+    return found
+
+
+def sums_of(column: Array) -> tuple[list[float], list[float]]:
+    """Return the sum of each place over rows, and the number of rows that have it."""
+    has = column[:, -1:].astype(np.int64) >> np.arange(MOST_NUMBERS) & 1
+    # A row without a number has 0 in its place.
+    return column[:, :-1].sum(axis=0, dtype=np.float64).tolist(), has.sum(axis=0).astype(float).tolist()
+
+
+def numbers_of(row: Array, names: NumberNames) -> dict[str, float]:
+    """Return the numbers of one row of the column by name."""
+    has = int(row[-1])
+    return {name: float(row[place]) for place, name in enumerate(names.names) if has >> place & 1}
