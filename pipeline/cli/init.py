@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import click
@@ -121,11 +124,12 @@ def init(folder: Path, model: Path | None, source: tuple[str, Path] | None) -> N
     _write(folder, contents(model))
     click.echo("Next:")
     if folder.resolve() != Path.cwd():
-        click.echo(f"  cd {folder}")
+        click.echo(f"  cd {shlex.quote(str(folder))}")
+    program = shlex.quote(_program())
     click.echo(
-        "  rlhfd config check --config grpo.toml\n"
-        "  rlhfd try-reward --config grpo.toml --response 0237\n"
-        "  rlhfd start --config grpo.toml"
+        f"  {program} config check --config grpo.toml\n"
+        f"  {program} try-reward --config grpo.toml --response 0237\n"
+        f"  {program} start --config grpo.toml"
     )
 
 
@@ -149,7 +153,8 @@ def _convert(word: str, path: Path, folder: Path, model: Path | None) -> None:
     except config_load.ConfigErrors as error:
         click.echo(f"to be mended: {error}", err=True)
     # Paths of the file are from the current folder, and so are its modules.
-    click.echo(f"Next:\n  rlhfd config check --config {folder / name}\n  rlhfd start --config {folder / name}")
+    program, file = shlex.quote(_program()), shlex.quote(str(folder / name))
+    click.echo(f"Next:\n  {program} config check --config {file}\n  {program} start --config {file}")
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
@@ -165,3 +170,13 @@ def _write(folder: Path, files: dict[str, str]) -> None:
             click.echo(f"wrote {folder / name}")
     except OSError as error:
         raise RlhfdError(f"{error.filename}: {error.strerror}") from error
+
+
+def _program() -> str:
+    """Return the word by which a shell in any folder finds this program: its name, if that is this one on the PATH."""
+    own = Path(sys.executable).parent / "rlhfd"
+    found = shutil.which("rlhfd")
+    if found is not None and own.exists() and Path(found).samefile(own):
+        return "rlhfd"
+    checkout = Path(__file__).resolve().parents[2] / "bin/rlhfd"
+    return str(checkout if checkout.exists() else own)

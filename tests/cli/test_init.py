@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from pipeline.errors import ExitCode
 from pipeline.supervisor import preflight
 from tests.support.folders import save_shell
 
+BIN = Path(__file__).parents[2] / "bin/rlhfd"
+VENV = sys.prefix
 FILES = {"grpo.toml", "my_rewards.py", "prompts.jsonl"}
 
 
@@ -36,10 +41,35 @@ def test_the_files_are_a_configuration_without_a_mistake(folder: Path) -> None:
 
     assert made.exit_code == 0 and {path.name for path in (folder / "deep/my-run").iterdir()} == FILES
     assert run("config", "check", "--config", "deep/my-run/grpo.toml").stdout == "deep/my-run/grpo.toml: ok\n"
-    assert "\n  cd deep/my-run\n" in made.stdout and "\n  rlhfd start --config grpo.toml\n" in made.stdout
+    assert "\n  cd deep/my-run\n" in made.stdout and made.stdout.endswith("rlhfd start --config grpo.toml\n")
     prompts = [json.loads(line) for line in (folder / "deep/my-run/prompts.jsonl").read_text().splitlines()]
     assert len(prompts) == 64
     assert all(sorted(prompt["prompt"].removesuffix(">")) == list(prompt["answer"]) for prompt in prompts)
+
+
+@pytest.mark.parametrize("is_on_path", [False, True])
+def test_the_commands_that_are_printed_work_from_another_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_on_path: bool
+) -> None:
+    # The program of the environment, which a checkout's may lack, runs this code.
+    environment = folder / "environment"
+    environment.mkdir()
+    (environment / "python").symlink_to(sys.executable)
+    (environment / "rlhfd").write_text(f'#!/bin/sh\nexec {BIN} "$@"\n')
+    (environment / "rlhfd").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(environment / "python"))
+    path = f"{environment}:{os.environ['PATH']}" if is_on_path else "/usr/bin:/bin"
+    monkeypatch.setenv("PATH", path)
+
+    made = run("init", "my run")
+
+    commands = [line.strip() for line in made.stdout.partition("Next:\n")[2].splitlines()]
+    assert commands[0] == "cd 'my run'" and len(commands) == 4
+    assert {shlex.split(line)[0] for line in commands[1:]} == {"rlhfd" if is_on_path else str(BIN)}
+    script = "\n".join(["set -e", *commands[:2]])
+    environ = {**os.environ, "RLHFD_VENV": VENV}
+    done = subprocess.run(["sh", "-c", script], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "grpo.toml: ok\n"), done.stderr
 
 
 def test_nothing_is_overwritten_and_nothing_is_written_beside(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import struct
 import tomllib
 from pathlib import Path
@@ -116,6 +118,20 @@ def test_the_rows_of_an_example_fit_its_arena(run: Path, tmp_path: Path) -> None
     from pipeline.buffer.sizing import refuse_sizes
 
     refuse_sizes(config_load.load(run, [f"model.actor={tmp_path}"], {}, on_cards=True).config)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda path: f"{path.parent.name} {path.stem}")
+def test_all_that_an_example_lacks_is_the_model(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("RLHFD_") and name != "RLHFD_TEST_SESSION"]:
+        monkeypatch.delenv(variable)
+
+    result = CliRunner().invoke(main, ["config", "check", "--config", str(run)])
+
+    problems = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
+    assert result.exit_code == 78 and problems
+    assert all(re.search(r"^\S+: model\.(actor|reward|critic): no such directory: ", line) for line in problems), (
+        problems
+    )
 
 
 class TestDefaults:
