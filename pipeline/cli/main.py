@@ -155,6 +155,10 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
 def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     """Show the state of the running instance.
 
+    Words: a ticket permits a worker to roll out some prompts, with an extent, memory for their rows. A row is sealed
+    once the buffer has recorded it, leased while a trainer holds it in a batch. A ticket is settled once its outcome is
+    recorded. The spool has the rows that a stop leaves.
+
     \b
     Examples:
       rlhfd status
@@ -188,6 +192,10 @@ def why(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between readings.")
 def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: float) -> None:
     """Show the run and the activity of each process on a full screen until Ctrl-C; in a pipe, one table.
+
+    Words: a ticket permits a worker to roll out some prompts, with an extent, memory for their rows. A row is sealed
+    once the buffer has recorded it, leased while a trainer holds it in a batch. A ticket is settled once its outcome is
+    recorded. The spool has the rows that a stop leaves.
 
     \b
     Examples:

@@ -43,6 +43,9 @@ rules, alerts and a dashboard; docs/runbook.md has a section for each alert.
   a worker that `buffer.limit`, `buffer.max_staleness` and `rlhfd pause` hold back. With `rollout.sleep` a worker
   without a ticket is `asleep` while its engine sleeps; `wait_card` is the wait of a trainer until all engines sleep,
   and that of a worker with a ticket until no rank steps.
+- A *ticket* permits a worker to roll out some prompts, with an *extent*: memory for their rows. A row is *sealed* once
+  the buffer has recorded it, *ready* until a trainer holds it, *leased* in a batch that a trainer holds. A ticket is
+  *settled* once its outcome is recorded. The *spool* has the rows that a stop leaves, for the next start.
 - Always: `rlhfd_items_sealed_total` = `rlhfd_items_trained_total` + `sum(rlhfd_items_dropped_total)` +
   `rlhfd_buffer_items{state="ready"}` + `rlhfd_buffer_items{state="leased"}`. All of these are of one instant in each
   scrape. `rlhfd_items_unaccounted` is the difference.

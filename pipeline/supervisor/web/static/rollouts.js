@@ -121,7 +121,7 @@ function cardOf(sample) {
     ...(sample.answer ? [`answer ${visible(sample.answer)}`] : []),
     ...(sample.responses.length > 1 ? [`mean reward ${number(mean)}`] : []),
     ...(sample.group_size > sample.responses.length ? [`${sample.responses.length} of ${sample.group_size} responses`] : []),
-  ]) make("span", "", fact, facts);
+  ]) make("span", "", fact, facts).title = fact.startsWith("ticket ") ? "A ticket permits a worker to roll out some prompts, with memory for their rows." : "";
   const prompt = make("div", "text prompt", visible(sample.prompt), card);
   prompt.dir = "auto";
   const mates = make("div", "mates", undefined, card);
