@@ -12,12 +12,14 @@ from pipeline.config.own_model import Default
 
 ALGORITHM: Final = "rollout.algorithm"
 BASE: Final = "grpo"
+_LOSS: Final = "trainer.policy_loss"
+_OVERLONG_SHARE: Final = 5
 _NO_KL: Final = {"trainer.kl_coef": 0.0, "rollout.kl_coef": 0.0}
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "dapo": {
         "rollout.advantages": "grpo",
-        "rollout.max_refill": 10,
+        "rollout.max_refill": 9,
         "trainer.policy_loss": "ppo",
         "trainer.clip_low": 0.2,
         "trainer.clip_high": 0.28,
@@ -33,7 +35,9 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "rloo": {
         "rollout.advantages": "rloo",
         "trainer.policy_loss": "ppo",
-        "trainer.loss_aggregation": "sequence_mean",
+        "trainer.loss_aggregation": "dr_grpo",
+        # A KL in the reward is a signal where the scores of a group are equal, too.
+        "trainer.loss_rows": "all",
         "trainer.kl_coef": 0.0,
         "rollout.kl_coef": 0.05,
     },
@@ -78,14 +82,30 @@ def preset_of(values: Mapping[str, Any]) -> str | None:
 def defaults(preset: str, values: Mapping[str, Any]) -> dict[str, Default]:
     """Return the defaults of a preset for keys that are not set, by ``section.key``.
 
-    DAPO's penalty of length needs the longest response: without `rollout.max_new_tokens` there is none.
+    DAPO's penalty of length needs the longest response: without one there is none. The bounds of one policy loss are
+    not those of another, nor of a `trainer.clip_range` that is set. Refill needs advantages that are 0 without a
+    signal.
 
     Args:
         preset: A name of `PRESETS`.
         values: The keys that are set, by ``section.key``; they may be wrong.
     """
     found = dict(PRESETS[preset])
-    longest = values.get("rollout.max_new_tokens")
-    if preset == "dapo" and isinstance(longest, int) and longest >= 5:
-        found["rollout.overlong_buffer_tokens"] = longest // 5
+    longest = _longest_response(values)
+    if preset == "dapo" and longest >= _OVERLONG_SHARE:
+        found["rollout.overlong_buffer_tokens"] = longest // _OVERLONG_SHARE
+    other_loss = values.get(_LOSS, found[_LOSS]) != found[_LOSS]
+    if other_loss or "trainer.clip_range" in values:
+        found = {key: value for key, value in found.items() if key not in ("trainer.clip_low", "trainer.clip_high")}
+    if "rollout.advantages" in values:
+        found.pop("rollout.max_refill", None)
     return {key: Default(value, f"preset {preset}") for key, value in found.items() if key not in values}
+
+
+def _longest_response(values: Mapping[str, Any]) -> int:
+    """Return the tokens of the longest response; 0 where responses have no common maximum."""
+    row, prompt, response = (
+        value if isinstance(value := values.get(f"rollout.{key}"), int) else 0
+        for key in ("max_length", "max_prompt_length", "max_new_tokens")
+    )
+    return response or (row - prompt if row and prompt else 0)

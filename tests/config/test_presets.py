@@ -21,7 +21,7 @@ from pipeline.experience.advantage_estimators import ADVANTAGES, AdvantageInputs
 SPEC: dict[str, tuple[Any, ...]] = {
     "dapo": ("grpo", "ppo", 0.2, 0.28, "token_mean", 0.0, 0.0),
     "dr_grpo": ("dr_grpo", "ppo", None, None, "dr_grpo", 0.0, 0.0),
-    "rloo": ("rloo", "ppo", None, None, "sequence_mean", 0.0, 0.05),
+    "rloo": ("rloo", "ppo", None, None, "dr_grpo", 0.0, 0.05),
     "gspo": ("grpo", "gspo", 3e-4, 4e-4, "sequence_mean", 0.0, 0.0),
     "cispo": ("grpo", "cispo", 1.0, 4.0, "token_mean", 0.0, 0.0),
     "reinforce++": ("reinforce_baseline", "ppo", None, None, "token_mean", 1e-5, 0.0),
@@ -59,8 +59,23 @@ def test_dapo_refills_and_has_its_penalty_of_length_where_the_longest_response_i
     bounded = loaded("rollout.algorithm=dapo", "rollout.max_prompt_length=100", "rollout.max_new_tokens=20480")
     unbounded = loaded("rollout.algorithm=dapo")
 
-    assert in_force(bounded.config, keys) == (10, 4096, 1.0)
-    assert in_force(unbounded.config, keys) == (10, 0, 1.0)
+    by_row = loaded("rollout.algorithm=dapo", "rollout.max_prompt_length=100", "rollout.max_length=150")
+
+    assert in_force(bounded.config, keys) == (9, 4096, 1.0)
+    assert in_force(by_row.config, keys) == (9, 10, 1.0)
+    assert in_force(unbounded.config, keys) == (9, 0, 1.0)
+
+
+def test_what_a_preset_says_of_another_loss_or_other_advantages_is_not_taken() -> None:
+    clips = ("trainer.clip_low", "trainer.clip_high", "rollout.max_refill")
+
+    by_range = loaded("rollout.algorithm=dapo", "trainer.clip_range=0.1").config
+    other_loss = loaded("rollout.algorithm=gspo", "trainer.policy_loss=ppo").config
+    advantages = loaded("rollout.algorithm=dapo", "rollout.advantages=reinforce_baseline").config
+
+    assert in_force(by_range, clips) == (None, None, 9)
+    assert in_force(other_loss, clips) == (None, None, 0)
+    assert in_force(advantages, clips) == (0.2, 0.28, 0)
 
 
 def test_a_key_that_is_set_anywhere_wins_over_the_preset(tmp_path: Path) -> None:

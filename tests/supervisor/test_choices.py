@@ -175,6 +175,24 @@ def test_the_files_that_a_killed_instance_left_count_as_room(folder: Path, tmp_p
     assert chosen_with == ["memory", "disk"]
 
 
+def test_a_state_that_a_killed_instance_has_left_is_used_though_others_have_filled_the_room(
+    folder: Path, tmp_path: Path
+) -> None:
+    daemon = configured(folder).daemon.model_copy(update={"runtime_dir": tmp_path / "run"})
+    config = configured(folder).model_copy(update={"daemon": daemon})
+    own = shm_directory(daemon.runtime_dir)
+    own.mkdir()
+    try:
+        before = _chosen_with(config, 0)
+        (own / "training").touch()
+        after = _chosen_with(config, 0)
+    finally:
+        (own / "training").unlink(missing_ok=True)
+        own.rmdir()
+
+    assert (before, after) == ("disk", "memory")
+
+
 def _chosen_with(config: Config, shm_bytes: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(gpus=0, gpu_bytes=0, ram_bytes=1000 * GB, shm_bytes=shm_bytes)

@@ -56,6 +56,9 @@ def decided(config: Config, environ: Mapping[str, str]) -> Choices:
     """Return the configuration with the plan's choices for this machine and its environment."""
     try:
         machine = of_processes(environ)
+        if config.trainer.keep_state == "auto" and _holds_state(config):
+            found = decided(_with(config, keep_state="memory"), environ)
+            return Choices(found.config, {**found.reasons, "trainer.keep_state": "a killed instance has left it there"})
         return choice(config, _models(config), machine._replace(shm_bytes=_shm_room(config, machine)))
     except ConfigError as error:
         return _without_plan(config, error)
@@ -172,6 +175,11 @@ def _state(config: Config, models: Models, machine: Machine) -> tuple[Config, st
     needed = sum(needs(kept, models, on_cards=machine.gpus > 0).shared.values())
     reason = f"/dev/shm has {size(machine.shm_bytes)} of the {size(needed)} that the run takes with it"
     return (kept if needed <= machine.shm_bytes else _with(config, keep_state="disk")), reason
+
+
+def _holds_state(config: Config) -> bool:
+    """Return whether a killed instance has left its training state in /dev/shm, however little room there is now."""
+    return (shm_directory(config.daemon.runtime_dir) / "training").exists()
 
 
 def _shm_room(config: Config, machine: Machine) -> int:
