@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,6 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         ranks = config.trainer
         why = reasons["trainer.sharding"]
         log.info("trainer ranks: count=%d sharding=%s reason=%s", ranks.world_size, ranks.sharding, why)
-    if why := reasons.get("trainer.micro_batch_tokens", ""):
-        most, kept = config.trainer.micro_batch_tokens or "-", config.trainer.activation_checkpointing is False
-        log.info("training passes by the plan: most_tokens=%s activations=%s reason=%s",
-                 most, "kept" if kept else "checkpointed", why)  # fmt: skip
-    if config.trainer.keep_state == "disk" and (why := reasons.get("trainer.keep_state", "")):
-        log.warning("a killed trainer goes back to its last checkpoint, its state is kept on disk alone: %s", why)
     children = 1 + config.rollout.workers + config.trainer.world_size
     allow_descriptors(children, config.rollout.reward_processes, MOST_CONNECTIONS if config.metrics.enabled else 0)
     hold_signals()
@@ -133,10 +127,21 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
             if http is not None:
                 http.close()
             raise
-        code = _serve(Supervisor(config, loaded, workspace, http, run_log, notifier), config, workspace)
+        supervisor = Supervisor(config, loaded, workspace, http, run_log, notifier, reasons)
+        code = _serve(supervisor, config, workspace)
         if code is ExitCode.BAD_CONFIG:
             forget()
         return code
+
+
+def _log_choices(config: Config, reasons: Mapping[str, str]) -> None:
+    """Log the values that the plan chose, of a start that goes on."""
+    if why := reasons.get("trainer.micro_batch_tokens", ""):
+        most, kept = config.trainer.micro_batch_tokens or "-", config.trainer.activation_checkpointing is False
+        log.info("training passes by the plan: most_tokens=%s activations=%s reason=%s",
+                 most, "kept" if kept else "checkpointed", why)  # fmt: skip
+    if config.trainer.keep_state == "disk" and (why := reasons.get("trainer.keep_state", "")):
+        log.warning("a killed trainer goes back to its last checkpoint, its state is kept on disk alone: %s", why)
 
 
 def _serve(supervisor: Supervisor, config: Config, workspace: Workspace) -> ExitCode:
@@ -179,8 +184,10 @@ class Supervisor:
         http: HttpServer | None,
         run_log: RunLog,
         notifier: Notifier,
+        reasons: Mapping[str, str],
     ) -> None:
         self._config = config
+        self._reasons = reasons
         self._loaded = loaded
         self._workspace = workspace
         self._http = http
@@ -264,6 +271,7 @@ class Supervisor:
         self._slab.begin("supervisor")
         writer = self._slab.writer("supervisor")
         count_warnings(writer)
+        _log_choices(config, self._reasons)
         if older := remove_older_caches(Path(config.daemon.state_dir)):
             log.info("compiled code of other versions is removed: folders=%s", ",".join(older))
         self._fleet = Fleet(

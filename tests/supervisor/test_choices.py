@@ -130,12 +130,17 @@ def test_without_a_card_nothing_of_a_pass_is_chosen(folder: Path) -> None:
     assert in_force == (None, None) and not found.reasons.keys() & set(KEYS)
 
 
+def needed_by(config: Config) -> int:
+    shared = needs(config, models_of(config), on_cards=False).shared
+    return shared["weights"] + shared["training state"]
+
+
 @pytest.mark.parametrize(("missing", "place"), [(0, "memory"), (1, "disk")])
 def test_the_training_state_is_in_memory_where_the_room_suffices_and_on_disk_elsewhere(
     folder: Path, missing: int, place: str
 ) -> None:
     config = configured(folder)
-    room = sum(needs(config, models_of(config), on_cards=True).shared.values())
+    room = needed_by(config)
 
     found = choice(config, models_of(config), cards(141)._replace(shm_bytes=room - missing))
 
@@ -166,7 +171,7 @@ def test_the_files_that_a_killed_instance_left_count_as_room(folder: Path, tmp_p
     own.mkdir()
     try:
         (own / "weights").write_bytes(bytes(left))
-        needed = sum(needs(config, models_of(config), on_cards=False).shared.values())
+        needed = needed_by(config)
         chosen_with = [_chosen_with(config, needed - left + more) for more in (0, -(1 << 16))]
     finally:
         (own / "weights").unlink()
@@ -238,4 +243,4 @@ def test_the_choices_are_shown_by_plan_and_by_the_configuration(folder: Path, mo
     assert f"# activation_checkpointing is left out  # false here: {reason}" in shown
     assert 'keep_state = "auto"  # memory here: /dev/shm has ' in shown
     assert f"\npasses       32,768 tokens, activations kept: {reason}" in planned
-    assert "\nstate        in memory: /dev/shm has 500.0 GB of the " in planned
+    assert "\nstate        in memory: /dev/shm has 500.0 GB, weights and training state take " in planned

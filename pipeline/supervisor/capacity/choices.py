@@ -172,8 +172,10 @@ def _state(config: Config, models: Models, machine: Machine) -> tuple[Config, st
     kept = _with(config, keep_state="memory")
     if config.trainer.keep_state_every > 1:
         return kept, "trainer.keep_state_every is set"
-    needed = sum(needs(kept, models, on_cards=machine.gpus > 0).shared.values())
-    reason = f"/dev/shm has {size(machine.shm_bytes)} of the {size(needed)} that the run takes with it"
+    # Without arena and ledger: where these alone leave no room, a publish finds out, and keeps no state in memory.
+    shared = needs(kept, models, on_cards=machine.gpus > 0).shared
+    needed = shared["weights"] + shared["training state"]
+    reason = f"/dev/shm has {size(machine.shm_bytes)}, weights and training state take {size(needed)}"
     return (kept if needed <= machine.shm_bytes else _with(config, keep_state="disk")), reason
 
 
