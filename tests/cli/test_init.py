@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main as cli
+from pipeline.cli.init import _program
 from pipeline.errors import ExitCode
 from pipeline.supervisor import preflight
 from tests.support.folders import save_shell
@@ -112,17 +113,17 @@ class TestFrom:
 
     def test_the_configuration_is_right_up_to_the_model_and_the_data(self, folder: Path) -> None:
         (folder / "c.yaml").write_text(
-            "max_steps: 3\ndataset_name: p.jsonl\nreward_funcs: [accuracy_reward]\nmin_p: 0.1\n"
+            "max_steps: 3\ndataset_name: p.jsonl\nreward_funcs: [accuracy_reward]\nadam_epsilon: 0.1\n"
         )
 
         made = run("init", "deep/er", "--from", "trl", "c.yaml")
 
         assert made.exit_code == 0, made.output
         assert made.stdout == (
-            "wrote deep/er/grpo.toml\nNext:\n  rlhfd config check --config deep/er/grpo.toml\n"
-            "  rlhfd start --config deep/er/grpo.toml\n"
+            f"wrote deep/er/grpo.toml\nNext:\n  {_program()} config check --config deep/er/grpo.toml\n"
+            f"  {_program()} start --config deep/er/grpo.toml\n"
         )
-        assert "not carried: min_p = 0.1: tokens are sampled from top_p and top_k\n" in made.stderr
+        assert "not carried: adam_epsilon = 0.1: AdamW's epsilon is 1e-8, TRL's default\n" in made.stderr
         assert made.stderr.endswith("docs/coming-from.md has all options of TRL\n")
         checked = run("config", "check", "--config", "deep/er/grpo.toml")
         assert checked.exit_code == ExitCode.BAD_CONFIG

@@ -88,12 +88,16 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("name", "said"),
         [
-            ("total_epochs", "verl's trainer.total_epochs is missing here: there are no epochs of the prompts"),
-            ("num_train_epochs", "TRL's num_train_epochs is missing here: "),
+            ("total_epochs", "verl's trainer.total_epochs is trainer.max_epochs here: passes over the prompts; "),
+            ("num_train_epochs", "TRL's num_train_epochs is trainer.max_epochs here: passes over the prompts; "),
+            ("adam_epsilon", "TRL's adam_epsilon is missing here: "),
             ("report_to", "TRL's report_to is metrics.tracker here: "),
             ("logging_steps", "TRL's logging_steps is needless here: each step is logged"),
             ("kl_loss_coef", f"verl's {A}.kl_loss_coef is trainer.kl_coef here: with use_kl_loss ({PAGE})"),
-            ("scale_rewards", "TRL's scale_rewards is rollout.advantages here: group: grpo, none: dr_grpo"),
+            (
+                "scale_rewards",
+                "TRL's scale_rewards is rollout.advantages and trainer.advantage_scale here: group: grpo, none: ",
+            ),
             ("deepspeed", "TRL's deepspeed is needless here: trainer.sharding shards the models"),
             ("eval_strategy", "TRL's eval_strategy is missing here: evaluation.files names files of held-out prompts"),
             ("filter_groups", "verl's algorithm.filter_groups.enable is rollout.max_refill here: "),
@@ -150,7 +154,17 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"per_device_train_batch_size": 4, "generation_batch_size": 64, "num_processes": 2, "max_steps": 16},
         {"buffer.sample_batch_size": 32, "trainer.mini_batches": 8, "trainer.world_size": 2, "trainer.max_steps": 2},
     ),
-    ({"warmup_ratio": 0.1, "max_steps": 50}, {"trainer.warmup_steps": 5}),
+    ({"warmup_ratio": 0.1, "max_steps": 50}, {"trainer.warmup_ratio": 0.1}),
+    ({"warmup_ratio": 0.1, "warmup_steps": 3, "max_steps": 50}, {"trainer.warmup_steps": 3}),
+    ({"min_p": 0.1, "scale_rewards": "batch", "shuffle_dataset": False, "max_prompt_length": 64},
+     {"rollout.min_p": 0.1, "rollout.advantages": "dr_grpo", "trainer.advantage_scale": "batch",
+      "prompts.shuffle": False, "rollout.max_prompt_length": 64, "rollout.long_prompts": "cut_left"}),
+    ({"lr_scheduler_type": "cosine", "max_steps": 50},
+     {"trainer.schedule": "cosine", "trainer.decay_steps": 50, "trainer.final_learning_rate_ratio": 0.0}),
+    ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.25}, "max_steps": 50},
+     {"trainer.schedule": "cosine", "trainer.final_learning_rate_ratio": 0.25}),
+    ({}, {"trainer.max_epochs": 3}),
+    ({"num_train_epochs": 2, "max_steps": -1}, {"trainer.max_epochs": 2}),
     ({}, {"trainer.kl_coef": 0.0, "trainer.loss_rows": "all", "buffer.max_staleness": 0}),
     ({}, {"rollout.max_new_tokens": 512, "rollout.max_prompt_length": 1024}),
     ({"loss_type": "grpo"}, {"trainer.loss_aggregation": "sequence_mean"}),
@@ -226,7 +240,11 @@ VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"rollout.overlong_buffer_tokens": 64}),
     ({f"{A}.clip_ratio": 0.3, f"{A}.clip_ratio_low": None, f"{A}.clip_ratio_high": None}, {"trainer.clip_range": 0.3}),
     ({f"{A}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
-     {"trainer.warmup_steps": 5, "trainer.max_steps": 50}),
+     {"trainer.warmup_ratio": 0.1, "trainer.max_steps": 50}),
+    ({f"{A}.optim.lr_scheduler_type": "cosine", f"{A}.optim.min_lr_ratio": 0.2, "trainer.total_training_steps": 50},
+     {"trainer.schedule": "cosine", "trainer.decay_steps": 50, "trainer.final_learning_rate_ratio": 0.2}),
+    ({"trainer.total_epochs": 4, "data.shuffle": False, "data.truncation": "left"},
+     {"trainer.max_epochs": 4, "prompts.shuffle": False, "rollout.long_prompts": "cut_left"}),
     ({f"{M}.lora_rank": 8}, {"model.lora_rank": 8, "model.lora_alpha": 16, "trainer.learning_rate": 1e-6}),
     ({f"{R}.top_k": -1, "trainer.logger": ["console", "wandb"]}, {"rollout.top_k": 0, "metrics.tracker": ["wandb"]}),
     ({"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.rollout_is_threshold": 3.0},
@@ -291,11 +309,19 @@ class TestConversions:
     @pytest.mark.parametrize(
         ("word", "options", "reason"),
         [
-            ("trl", {"scale_rewards": "batch"}, 'scale_rewards = "batch": advantages are scaled by the group'),
+            (
+                "trl",
+                {"scale_rewards": "row"},
+                'scale_rewards = "row": advantages are scaled by the deviation of the group',
+            ),
+            ("trl", {"num_train_epochs": 0.5}, "num_train_epochs = 0.5: trainer.max_epochs counts whole passes"),
+            ("openrlhf", {"train.num_episodes": 2, "data.prompt_dataset": "a,b"}, "train.num_episodes = 2: several"),
+            ("verl", {f"{A}.optim.lr_scheduler_type": "cosine"}, f'{A}.optim.lr_scheduler_type = "cosine": a cosine'),
             ("trl", {"loss_type": "sapo"}, 'loss_type = "sapo": the losses that are here too are grpo, dapo'),
-            ("trl", {"lr_scheduler_type": "cosine"}, 'lr_scheduler_type = "cosine": the learning rate is constant or'),
+            ("trl", {"lr_scheduler_type": "cosine"}, 'lr_scheduler_type = "cosine": a fall to 0 needs max_steps: '),
+            ("trl", {"lr_scheduler_type": "sqrt"}, 'lr_scheduler_type = "sqrt": the learning rate is constant, or'),
             ("trl", {"warmup_steps": 0.1}, "warmup_steps = 0.1: a share needs max_steps in the same file"),
-            ("trl", {"min_p": 0.1}, "min_p = 0.1: tokens are sampled from top_p and top_k"),
+            ("trl", {"adam_epsilon": 1e-5}, "adam_epsilon = 1e-05: AdamW's epsilon is 1e-8, TRL's default"),
             ("trl", {"beta": 0.1}, "use_bias_correction_kl = true (TRL's default): the KL of the loss is k3"),
             ("trl", {"eval_strategy": "steps"}, 'eval_strategy = "steps": evaluation.files names files of held-out'),
             ("trl", {"epsilon": -1}, "epsilon = -1: trainer.clip_range must be greater than 0, got -1"),
@@ -305,7 +331,7 @@ class TestConversions:
             ("verl", {f"{A}.ppo_mini_batch_size": 96}, f"{A}.ppo_mini_batch_size = 96: must divide data.train_batch"),
             ("verl", {f"{R}.n": 4}, f"{R}.n = 4: PPO has one response to a prompt here"),
             ("verl", {"algorithm.adv_estimator": "remax"}, 'algorithm.adv_estimator = "remax": the estimators that'),
-            ("verl", {"data.truncation": "left"}, 'data.truncation = "left": a prompt is never cut'),
+            ("verl", {"data.truncation": "right"}, 'data.truncation = "right": a prompt is cut from the left'),
             ("verl", {"data.train_files": ["$x/a"]}, 'data.train_files = ["$x/a"]: the value needs the shell'),
             ("verl", {"algorithm.use_pf_ppo": True}, "algorithm.use_pf_ppo = true: rows are trained once"),
             (
@@ -352,14 +378,17 @@ class TestConversions:
         lines = conversion.render(converted("verl", {}), "f", tmp_path).splitlines()
 
         assert f"weight_decay = 0.01  # {A}.optim.weight_decay, verl's default" in lines
-        assert any(line.startswith("# - trainer.total_epochs = 30 (verl's default): ") for line in lines)
+        assert any(line.startswith("max_epochs = 30  # trainer.total_epochs, verl's default") for line in lines)
         assert not any(line.startswith("temperature") for line in lines)
 
     def test_the_end_of_the_file_has_what_was_not_carried(self, tmp_path: Path) -> None:
-        text = conversion.render(converted("trl", {"min_p": 0.1, "max_steps": 3}), "f", tmp_path)
+        text = conversion.render(converted("trl", {"adam_epsilon": 1e-5, "max_steps": 3}), "f", tmp_path)
 
         assert "\n# Not carried:\n# - " in text
-        assert "\n# - min_p = 0.1: tokens are sampled from top_p and top_k\n" in text.partition("# Not carried:")[2]
+        assert (
+            "\n# - adam_epsilon = 1e-05: AdamW's epsilon is 1e-8, TRL's default\n"
+            in text.partition("# Not carried:")[2]
+        )
 
 
 class TestFiles:

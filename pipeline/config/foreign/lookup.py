@@ -43,7 +43,7 @@ WORDS: Final = {
     "dataset_split": "prompts.split",
     "dynamic_sampling": "rollout.max_refill is the number of further prompts for groups that are left out",
     "mini_batch_size": "trainer.mini_batches is the number of updates of a step, not the rows of one",
-    "num_epochs": "trainer.epochs is the passes over the rows of a step, trainer.max_steps the number of steps",
+    "num_epochs": "trainer.epochs is the passes over the rows of a step, trainer.max_epochs those over the prompts",
     "missing_eos_penalty": "trainer.mask_cut_responses leaves cut responses out; a reward of your own can punish them",
     "response_length": "rollout.max_new_tokens",
     "vf_coef": "the critic has an optimizer of its own, with trainer.critic_learning_rate",

@@ -16,6 +16,7 @@ from pipeline.config.foreign.option import (
     missing,
     needless,
     only_if,
+    passes,
     positive,
     unless_true,
 )
@@ -124,7 +125,9 @@ def _bounds(value: Any, given: Given) -> dict[str, Any]:
 
 def _schedule(value: Any, given: Given) -> dict[str, Any]:
     if value not in ("constant", "constant_with_warmup"):
-        raise NotCarriedError("the learning rate is constant or falls linearly, after a warm-up")
+        raise NotCarriedError(
+            "a fall needs its number of steps, which follows from the prompts there: trainer.schedule and trainer.decay_steps"
+        )
     return {"trainer.decay_steps": 0}
 
 
@@ -211,16 +214,16 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("train.dynamic_batch_enable", "trainer.micro_batch_tokens", "with train.max_tokens_per_gpu", default=False, to=lambda value, given: {}, aliases="use_dynamic_batch"),
     carried("train.max_tokens_per_gpu", "trainer.micro_batch_tokens", "with train.dynamic_batch_enable", default=16192, written=True, to=only_if(lambda given: bool(given["train.dynamic_batch_enable"]), "trainer.micro_batch_tokens"), aliases="train_max_tokens_per_gpu"),
     carried("train.max_epochs", "trainer.epochs", "passes over the rows of a step, in both", default=1, aliases="max_epochs"),
-    missing("train.num_episodes", "there are no epochs of the prompts, trainer.max_steps is the number of steps", key="trainer.max_steps", default=1, written=True, aliases="num_episodes"),
+    carried("train.num_episodes", "trainer.max_epochs", "passes over the prompts", default=1, written=True, to=lambda value, given: dict(passes("train.num_episodes", sources="data.prompt_dataset")(value, given)), aliases="num_episodes"),
     # The optimizer.
     carried("actor.adam.lr", "trainer.learning_rate", "of adapters too; here they have 1e-5", written=True, default=1e-6, aliases="actor_learning_rate"),
     carried("critic.adam.lr", "trainer.critic_learning_rate", default=9e-6, written=True, to=_of_ppo("trainer.critic_learning_rate"), aliases="critic_learning_rate"),
     carried("actor.adam.betas", "trainer.betas", default=[0.9, 0.95], written=True, aliases="adam_betas"),
     carried("actor.adam.weight_decay", "trainer.weight_decay", default=0.0, aliases="l2"),
     carried("actor.max_norm", "trainer.gradient_clip_norm", default=1.0, aliases="max_norm"),
-    carried("actor.lr_scheduler", "trainer.decay_steps", "OpenRLHF's default is cosine_with_min_lr, which is missing", default="cosine_with_min_lr", to=_schedule, written=True, aliases="lr_scheduler"),
-    missing("actor.lr_warmup_ratio", "trainer.warmup_steps is a number of steps, not a share of those that follow from the prompts", key="trainer.warmup_steps", default=0.03, written=True, unless=lambda value, given: not value, aliases="lr_warmup_ratio"),
-    missing("actor.min_lr_ratio", "of a schedule that is missing; trainer.final_learning_rate_ratio ends a linear fall", key="trainer.final_learning_rate_ratio", aliases="min_lr_ratio"),
+    carried("actor.lr_scheduler", "trainer.schedule trainer.decay_steps", "OpenRLHF's cosine falls over all steps, whose number follows from the prompts; here it is trainer.decay_steps", default="cosine_with_min_lr", to=_schedule, written=True, aliases="lr_scheduler"),
+    missing("actor.lr_warmup_ratio", "trainer.warmup_ratio is a share of trainer.decay_steps or trainer.max_steps, not of steps that follow from the prompts", key="trainer.warmup_ratio", default=0.03, written=True, unless=lambda value, given: not value, aliases="lr_warmup_ratio"),
+    missing("actor.min_lr_ratio", "trainer.final_learning_rate_ratio, with the fall that it ends", key="trainer.final_learning_rate_ratio", aliases="min_lr_ratio"),
     missing("actor.optim actor.muon.* critic.optim critic.muon.* actor.adam.eps critic.adam.eps ds.adam_offload ds.grad_accum_dtype", "the optimizer is AdamW with float32 state and an epsilon of 1e-8", off=("adam", 1e-8), aliases="adam_offload grad_accum_dtype"),
     missing("critic.adam.betas critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio critic.min_lr_ratio critic.max_norm", "the critic has the actor's optimizer, with a learning rate of its own", key="trainer.critic_learning_rate", unless=lambda value, given: not _is_ppo(given)),
     missing("train.enable_ema train.ema_beta ptx_coef", "the weights of a checkpoint are those of its step", aliases="enable_ema ema_beta"),

@@ -236,3 +236,28 @@ def trackers(value: Any, given: Given) -> dict[str, Any]:
     if others:
         raise NotCarriedError(f"no tracker {', '.join(map(str, others))}: there are {', '.join(TRACKERS)}")
     return {"metrics.tracker": [name for name in names if name in TRACKERS]}
+
+
+def passes(name: str, *, sources: str) -> Convert:
+    """Return a conversion of passes over the prompts, of an option of that name.
+
+    Args:
+        name: The option.
+        sources: The option that names the files: a mixture of several has no passes.
+    """
+
+    def convert(value: Any, given: Given) -> dict[str, Any]:
+        files = given[sources]
+        if len(files.split(",") if isinstance(files, str) else files or ()) > 1:
+            raise NotCarriedError("several sources, mixed by weight, have no passes: trainer.max_steps ends the run")
+        number = given.number(name)
+        if not number >= 1 or number % 1:
+            raise NotCarriedError("trainer.max_epochs counts whole passes")
+        return {"trainer.max_epochs": int(number)}
+
+    return convert
+
+
+def in_file_order(value: Any, given: Given) -> dict[str, Any]:
+    """Return the keys of a switch that mixes the rows: false alone is written."""
+    return {} if value else {"prompts.shuffle": False}

@@ -30,7 +30,8 @@ A configuration is one file of TOML ([configuration.md](configuration.md)); rewa
 - A step is one batch with all its updates (`trainer.epochs` x `trainer.mini_batches`); steps, versions, checkpoints and evaluations count it once.
 - Models and data are folders and files of this machine. Nothing is downloaded.
 - GPUs are given to roles, not shared by all of them in turns: `rlhfd plan` shows which fits where.
-- A run has no end unless `trainer.max_steps` is set. It can be stopped and started again at any time.
+- `rollout.algorithm = "dapo"`, `"dr_grpo"`, `"rloo"`, `"gspo"`, `"cispo"` or `"reinforce++"` sets the defaults of that algorithm ([losses.md](losses.md#presets-rolloutalgorithm)); a conversion writes the single keys.
+- A run has no end unless `trainer.max_steps` or `trainer.max_epochs` is set. It can be stopped and started again at any time.
 """
 
 _CONVERSIONS: Final = """\
@@ -56,7 +57,7 @@ rlhfd start --config openrlhf/ppo.toml --set trainer.max_steps=3 --set 'rewards=
   1,024 tokens in its place are more than the tiny model has positions for. CI gives the rows of a step to TRL's own `GRPOTrainer`, made of the same file: rewards and advantages of each row are equal within 1e-6.
 - **verl**, GRPO without the deviation and with the loss of Dr. GRPO. 8 prompts of 4 responses are 32 rows, and `ppo_mini_batch_size = 4`, in prompts, is `trainer.mini_batches = 2`. verl's dual clip at 3 and its weight decay
   are written, since they are its defaults.
-- **OpenRLHF**, PPO with a critic and the KL in the reward. An OpenRLHF run ends with its prompts, here a number of steps ends it. Its reward function has another signature:
+- **OpenRLHF**, PPO with a critic and the KL in the reward. An OpenRLHF run ends with its prompts (`trainer.max_epochs`), here a number of steps ends it before. Its reward function has another signature:
   `order.py` has the function of rlhfd beside it.
 """
 

@@ -12,9 +12,11 @@ from pipeline.config.foreign.option import (
     Trainer,
     carried,
     data_path,
+    in_file_order,
     missing,
     needless,
     only_if,
+    passes,
     trackers,
     unless_true,
 )
@@ -86,16 +88,43 @@ def _saves(value: Any, given: Given) -> dict[str, Any]:
 def _schedule(value: Any, given: Given) -> dict[str, Any]:
     if value in ("constant", "constant_with_warmup"):
         return {"trainer.decay_steps": 0}
-    if value != "linear":
-        raise NotCarriedError("the learning rate is constant or falls linearly, after a warm-up")
+    if value not in ("linear", "cosine", "cosine_with_min_lr"):
+        raise NotCarriedError("the learning rate is constant, or falls linearly or by a cosine, after a warm-up")
     if given.number("max_steps") <= 0:
         raise NotCarriedError(
             "a fall to 0 needs max_steps: trainer.decay_steps and trainer.final_learning_rate_ratio = 0"
         )
     return {
+        **({} if value == "linear" else {"trainer.schedule": "cosine"}),
         "trainer.decay_steps": math.ceil(given["max_steps"] / _updates(given)),
-        "trainer.final_learning_rate_ratio": 0.0,
+        "trainer.final_learning_rate_ratio": _least_share(given) if value == "cosine_with_min_lr" else 0.0,
     }
+
+
+def _least_share(given: Given) -> float:
+    keywords = given["lr_scheduler_kwargs"]
+    share = keywords.get("min_lr_rate") if isinstance(keywords, dict) else None
+    if isinstance(share, bool) or not isinstance(share, int | float):
+        raise NotCarriedError("cosine_with_min_lr needs the share min_lr_rate among lr_scheduler_kwargs")
+    return float(share)
+
+
+def _scheduler_keywords(value: Any, given: Given) -> dict[str, Any]:
+    if given["lr_scheduler_type"] != "cosine_with_min_lr" or list(value) != ["min_lr_rate"]:
+        raise NotCarriedError("of the keywords min_lr_rate of cosine_with_min_lr alone is here too")
+    return {}
+
+
+def _warmup(value: Any, given: Given) -> dict[str, Any]:
+    if given.number("warmup_steps") > 0 or not value:
+        return {}
+    if given.number("max_steps") <= 0:
+        raise NotCarriedError("a share needs max_steps in the same file")
+    return {"trainer.warmup_ratio": value}
+
+
+def _epochs(value: Any, given: Given) -> dict[str, Any]:
+    return {} if given.number("max_steps") > 0 else dict(passes("num_train_epochs", sources="datasets")(value, given))
 
 
 def _loss(value: Any, given: Given) -> dict[str, Any]:
@@ -124,10 +153,10 @@ def _ratio(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _scale(value: Any, given: Given) -> dict[str, Any]:
-    found = {True: "grpo", "group": "grpo", False: "dr_grpo", "none": "dr_grpo"}.get(value)
+    found = {True: "grpo", "group": "grpo", False: "dr_grpo", "none": "dr_grpo", "batch": "dr_grpo"}.get(value)
     if found is None:
-        raise NotCarriedError("advantages are scaled by the group's deviation, or not at all")
-    return {"rollout.advantages": found}
+        raise NotCarriedError("advantages are scaled by the deviation of the group or of the batch, or not at all")
+    return {"rollout.advantages": found, **({"trainer.advantage_scale": "batch"} if value == "batch" else {})}
 
 
 def _correction(value: Any, given: Given) -> dict[str, Any]:
@@ -181,12 +210,6 @@ def _sources(one: Any) -> list[dict[str, Any]]:
     if one["path"] not in ("json", "parquet", "arrow") or isinstance(files, dict):
         raise NotCarriedError("data_files are read where path is json, parquet or arrow, as one file or a list")
     return [{"path": str(file), **split} for file in ([files] if isinstance(files, str) else files)]
-
-
-def _shuffled(value: Any) -> dict[str, Any]:
-    if value is False:
-        raise NotCarriedError("prompts are always shuffled, by daemon.seed")
-    return {}
 
 
 def _adapters(key: str) -> Any:
@@ -243,17 +266,17 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("dataset_test_split test_split_size", "evaluation.files has files of their own", key="evaluation.files", unless=lambda value, given: not _evaluates(given)),
     needless("dataset_streaming streaming", "files are read by position, and mapped where they can be"),
     carried("chat_template_kwargs", "prompts.template_arguments"),
-    carried("shuffle_dataset", "prompts.curriculum", "each pass over the prompts is shuffled, by daemon.seed", default=True, to=lambda value, given: _shuffled(value)),
+    carried("shuffle_dataset", "prompts.shuffle", "each pass is shuffled anew, by daemon.seed", default=True, to=in_file_order),
     needless("remove_unused_columns", "each further column reaches the reward functions that name it"),
     # The rollouts.
     carried("num_generations", "rollout.num_generations", default=8),
     carried("max_completion_length", "rollout.max_new_tokens", "a response of this length without an end is cut", default=512, written=True),
-    carried("max_prompt_length", "rollout.max_prompt_length", "of earlier releases, which cut prompts from the left; here longer ones are set aside"),
+    carried("max_prompt_length", "rollout.max_prompt_length rollout.long_prompts", "of earlier releases, which cut prompts from the left", to=lambda value, given: {"rollout.max_prompt_length": value, "rollout.long_prompts": "cut_left"}),
     carried("vllm_max_model_length", "rollout.max_length", "tokens of prompt and response together"),
     carried("temperature", "rollout.temperature", default=1.0),
     carried("top_p", "rollout.top_p", default=1.0),
     carried("top_k", "rollout.top_k", default=0, to=lambda value, given: {"rollout.top_k": max(0, value or 0)}),
-    missing("min_p", "tokens are sampled from top_p and top_k"),
+    carried("min_p", "rollout.min_p", "log-probs are those before it, as for top_p"),
     missing("repetition_penalty", "log-probs of a penalized distribution are not those that are trained", off=(1.0,)),
     missing("generation_kwargs", "a sampling option has a key, or is missing"),
     carried("use_vllm", "rollout.engine", default=False, to=lambda value, given: {"rollout.engine": "vllm"} if value else {}),
@@ -278,19 +301,19 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("num_iterations", "trainer.epochs", "rows are dealt to updates anew in each epoch", default=1),
     carried("num_processes", "trainer.world_size", "of accelerate: TRL's processes sample and train in turns; here the workers have GPUs of their own (`rlhfd plan`)", default=1),
     carried("max_steps", "trainer.max_steps", "a step has num_iterations x mini_batches updates, TRL counts updates", default=-1, to=_steps("trainer.max_steps")),
-    missing("num_train_epochs", "there are no epochs of the prompts, trainer.max_steps is the number of steps", key="trainer.max_steps", default=3.0, written=True, unless=lambda value, given: given.number("max_steps") > 0),
+    carried("num_train_epochs", "trainer.max_epochs", "passes over the prompts; max_steps is above it", default=3.0, written=True, to=_epochs),
     # The optimizer.
     carried("learning_rate", "trainer.learning_rate", "of adapters too; here they have 1e-5", default=1e-6, written=True),
-    carried("lr_scheduler_type", "trainer.decay_steps trainer.final_learning_rate_ratio", "TRL's default falls to 0 at max_steps; here the rate is constant, or falls to a share of itself", default="linear", to=_schedule, written=True),
+    carried("lr_scheduler_type", "trainer.schedule trainer.decay_steps trainer.final_learning_rate_ratio", "TRL's default falls to 0 at max_steps; a fall needs its number of steps here", default="linear", to=_schedule, written=True),
     carried("warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, TRL's 0", default=0, to=_steps("trainer.warmup_steps")),
-    carried("warmup_ratio", "trainer.warmup_steps", "a share of max_steps, in steps", to=_steps("trainer.warmup_steps")),
+    carried("warmup_ratio", "trainer.warmup_ratio", "a share of max_steps; warmup_steps is above it", to=_warmup),
     carried("weight_decay", "trainer.weight_decay", "of all parameters; TRL leaves out biases and norms", default=0.0),
     carried("adam_beta1", "trainer.betas", default=0.9, to=lambda value, given: {"trainer.betas": [value, given["adam_beta2"]]}),
     carried("adam_beta2", "trainer.betas", default=0.999, to=lambda value, given: {"trainer.betas": [given["adam_beta1"], value]}),
     missing("adam_epsilon", "AdamW's epsilon is 1e-8, TRL's default", off=(1e-8,)),
     carried("max_grad_norm", "trainer.gradient_clip_norm", default=1.0),
     missing("optim optim_args optim_target_modules", "the optimizer is AdamW with float32 state", off=("adamw_torch", "adamw_torch_fused")),
-    missing("lr_scheduler_kwargs", "the learning rate is constant or falls linearly, after a warm-up", key="trainer.final_learning_rate_ratio"),
+    carried("lr_scheduler_kwargs", "trainer.final_learning_rate_ratio", "min_lr_rate of cosine_with_min_lr", to=_scheduler_keywords),
     missing("neftune_noise_alpha label_smoothing_factor", "the loss is that of the policy alone", off=(0.0,)),
     carried("gradient_checkpointing", "trainer.activation_checkpointing", "on a GPU where it is left out; false alone is written", default=True, to=unless_true("trainer.activation_checkpointing"), aliases="activation_checkpointing"),
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs average_tokens_across_devices", "divisors are counted over all ranks"),
@@ -302,7 +325,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("epsilon_high", "trainer.clip_high", "with cispo the largest ratio less 1", to=_clip_high),
     carried("delta", "trainer.dual_clip"),
     carried("importance_sampling_level", "trainer.policy_loss", "sequence: gspo", default="token", to=_ratio),
-    carried("scale_rewards", "rollout.advantages", "group: grpo, none: dr_grpo; batch is missing", default="group", to=_scale),
+    carried("scale_rewards", "rollout.advantages trainer.advantage_scale", "group: grpo, none: dr_grpo, batch: dr_grpo and advantage_scale = batch, by the rows of a step", default="group", to=_scale),
     carried("mask_truncated_completions", "trainer.mask_cut_responses", "a cut response is in no divisor here but dr_grpo's; TRL's grpo counts its row", default=False),
     carried("entropy_coef", "trainer.entropy_coef", "aggregated as the loss; TRL's is always the mean over tokens", default=0.0),
     missing("use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", "the weight of the entropy is constant", key="trainer.entropy_coef", unless=lambda value, given: not given["use_adaptive_entropy"]),

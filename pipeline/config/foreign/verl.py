@@ -13,9 +13,11 @@ from pipeline.config.foreign.option import (
     by_value,
     carried,
     data_path,
+    in_file_order,
     missing,
     needless,
     only_if,
+    passes,
     positive,
     trackers,
     unless_true,
@@ -138,13 +140,27 @@ def _warmup(value: Any, given: Given) -> dict[str, Any]:
         return {}
     if "trainer.total_training_steps" not in given:
         raise NotCarriedError("a share needs trainer.total_training_steps in the same file")
-    return {"trainer.warmup_steps": int(value * given.number("trainer.total_training_steps"))}
+    return {"trainer.warmup_ratio": value}
 
 
 def _schedule(value: Any, given: Given) -> dict[str, Any]:
-    if value != "constant":
-        raise NotCarriedError("the learning rate is constant or falls linearly, after a warm-up")
-    return {"trainer.decay_steps": 0}
+    if value == "constant":
+        return {"trainer.decay_steps": 0}
+    if value != "cosine":
+        raise NotCarriedError("the learning rate is constant or falls by a cosine, after a warm-up")
+    if "trainer.total_training_steps" not in given:
+        raise NotCarriedError("a cosine needs its number of steps, trainer.total_training_steps in the same file")
+    return {
+        "trainer.schedule": "cosine",
+        "trainer.decay_steps": given.count("trainer.total_training_steps"),
+        "trainer.final_learning_rate_ratio": float(given.number(f"{_A}optim.min_lr_ratio")),
+    }
+
+
+def _epochs(value: Any, given: Given) -> dict[str, Any]:
+    if "trainer.total_training_steps" in given:
+        return {}
+    return dict(passes("trainer.total_epochs", sources="data.train_files")(value, given))
 
 
 def _files(value: Any, given: Given) -> dict[str, Any]:
@@ -223,15 +239,9 @@ def _micro_batch(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _truncation(value: Any, given: Given) -> dict[str, Any]:
-    if value in ("left", "right", "middle"):
-        raise NotCarriedError("a prompt is never cut: a longer one is set aside, and counted")
-    return {}
-
-
-def _shuffled(value: Any, given: Given) -> dict[str, Any]:
-    if value is False:
-        raise NotCarriedError("prompts are always shuffled, by daemon.seed")
-    return {}
+    if value in ("right", "middle"):
+        raise NotCarriedError("a prompt is cut from the left, or set aside and counted")
+    return {"rollout.long_prompts": "cut_left"} if value == "left" else {}
 
 
 def _no_tools(value: Any) -> dict[str, Any]:
@@ -254,10 +264,10 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("data.train_batch_size", "buffer.sample_batch_size", "verl counts prompts, rlhfd rows: times rollout.n; of one rank of the trainer", default=1024, to=_rows, written=True),
     missing("data.gen_batch_size", "rollout.max_refill issues prompts one by one in the place of those that are left out", key="rollout.max_refill"),
     missing("data.val_batch_size data.train_max_samples data.val_max_samples data.validation_shuffle", "a file is read whole; head(1) makes a shorter one"),
-    carried("data.shuffle", "prompts.curriculum", "each pass over the prompts is shuffled, by daemon.seed", default=True, to=lambda value, given: _shuffled(value, given)),
+    carried("data.shuffle", "prompts.shuffle", "each pass is shuffled anew, by daemon.seed", default=True, to=in_file_order),
     carried("data.seed", "daemon.seed", "other random numbers than verl's"),
     needless("data.filter_overlong_prompts data.filter_overlong_prompts_workers", "a prompt beyond rollout.max_prompt_length is set aside when its turn comes"),
-    carried("data.truncation", "rollout.max_prompt_length", "a prompt is never cut", default="error", to=_truncation),
+    carried("data.truncation", "rollout.long_prompts", "left: cut_left; error: longer ones are set aside, and counted", default="error", to=_truncation),
     carried("data.apply_chat_template_kwargs", "prompts.template_arguments"),
     carried("data.tool_config_path", "prompts.tools_file", "a JSON list of functions, not verl's YAML", to=lambda value, given: _no_tools(value)),
     needless("data.image_key", "images are in the column images"),
@@ -300,11 +310,12 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_A}grad_clip", "trainer.gradient_clip_norm", default=1.0, aliases=f"{_A}optim.clip_grad"),
     carried(f"{_A}optim.lr", "trainer.learning_rate", "of adapters too; here they have 1e-5", written=True, default=1e-6),
     carried(f"{_A}optim.lr_warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, verl's 0", default=-1, to=positive("trainer.warmup_steps", 0)),
-    carried(f"{_A}optim.lr_warmup_steps_ratio", "trainer.warmup_steps", "a share of trainer.total_training_steps, in steps", default=0.0, to=_warmup),
-    carried(f"{_A}optim.lr_scheduler_type", "trainer.decay_steps", "constant; cosine is missing", default="constant", to=_schedule, aliases=f"{_A}optim.warmup_style"),
+    carried(f"{_A}optim.lr_warmup_steps_ratio", "trainer.warmup_ratio", "a share of trainer.total_training_steps", default=0.0, to=_warmup),
+    carried(f"{_A}optim.lr_scheduler_type", "trainer.schedule trainer.decay_steps", "a cosine needs trainer.total_training_steps", default="constant", to=_schedule, aliases=f"{_A}optim.warmup_style"),
     carried(f"{_A}optim.weight_decay", "trainer.weight_decay", default=0.01, written=True),
     carried(f"{_A}optim.betas", "trainer.betas", default=[0.9, 0.999]),
-    missing(f"{_A}optim.min_lr_ratio {_A}optim.num_cycles {_A}optim.total_training_steps {_A}optim.zero_indexed_step", "of schedules that are missing", key="trainer.final_learning_rate_ratio", unless=lambda value, given: given[f"{_A}optim.lr_scheduler_type"] == "constant"),
+    carried(f"{_A}optim.min_lr_ratio", "trainer.final_learning_rate_ratio", "with cosine", to=lambda value, given: {}),
+    missing(f"{_A}optim.num_cycles {_A}optim.total_training_steps {_A}optim.zero_indexed_step", "a cosine has half a cycle, over trainer.decay_steps", key="trainer.decay_steps", unless=lambda value, given: given[f"{_A}optim.lr_scheduler_type"] == "constant"),
     missing(f"{_A}optim.optimizer {_A}optim.optimizer_impl {_A}optim.override_optimizer_config {_A}optim.override_optimizer_config.*", "the optimizer is AdamW with float32 state", off=("AdamW", "torch.optim")),
     needless(" ".join(f"{_A}fsdp_config.{name}" for name in _FSDP) + f" {_A}strategy {_A}fsdp_config.* {_A}megatron.* {_A}veomni.* {_A}torchtitan.* {_A}ulysses_sequence_parallel_size {_A}router_replay.*", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit"),
     needless(f"{_A}use_torch_compile {_A}entropy_from_logits_with_chunking {_A}entropy_from_logits_chunk_size {_A}entropy_checkpointing {_A}calculate_entropy {_A}pad_to_length {_A}use_prefix_grouper {_A}use_fused_kernels {_A}use_remove_padding {_A}rollout_n {_A}load_weight",
@@ -381,7 +392,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("sandbox_fusion.* reward.sandbox_fusion.*", "the reward `code` runs tests in a process of its own", key="rewards"),
     # The trainer.
     carried("trainer.total_training_steps", "trainer.max_steps", "a step is a batch with all its updates in both"),
-    missing("trainer.total_epochs", "there are no epochs of the prompts, trainer.max_steps is the number of steps", key="trainer.max_steps", default=30, written=True, unless=lambda value, given: "trainer.total_training_steps" in given),
+    carried("trainer.total_epochs", "trainer.max_epochs", "passes over the prompts; trainer.total_training_steps is above it", default=30, written=True, to=_epochs),
     carried("trainer.project_name", "metrics.tracker_project", default="verl_examples"),
     carried("trainer.experiment_name", "daemon.run_name", default="gsm8k"),
     carried("trainer.logger", "metrics.tracker", "metrics.jsonl and the page have each step without any", default=["console", "wandb"], to=trackers),
