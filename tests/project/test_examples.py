@@ -149,6 +149,7 @@ def test_every_example_is_run_here_or_planned() -> None:
         "math",
         "own_reward",
         "own_trainer.py",
+        "prompts.jsonl",
         "replay_buffer.py",
         "reward-model",
     }
