@@ -107,6 +107,11 @@ def _remote(value: Any, given: Given) -> dict[str, Any]:
     return {"rewards": [{"name": "remote", "url": one} for one in place.split(",")]}
 
 
+def _episodes(value: Any, given: Given) -> dict[str, Any]:
+    files = given["data.prompt_dataset"]
+    return passes(value, "train.num_episodes", {} if files is None else _prompts(files, given))
+
+
 def _clip(value: Any, given: Given) -> dict[str, Any]:
     if not isinstance(value, list) or len(value) != 2 or value[0] != -value[1]:
         raise NotCarriedError("rollout.reward_clip is a range around 0: -10 10 is 10")
@@ -214,7 +219,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("train.dynamic_batch_enable", "trainer.micro_batch_tokens", "with train.max_tokens_per_gpu", default=False, to=lambda value, given: {}, aliases="use_dynamic_batch"),
     carried("train.max_tokens_per_gpu", "trainer.micro_batch_tokens", "with train.dynamic_batch_enable", default=16192, written=True, to=only_if(lambda given: bool(given["train.dynamic_batch_enable"]), "trainer.micro_batch_tokens"), aliases="train_max_tokens_per_gpu"),
     carried("train.max_epochs", "trainer.epochs", "passes over the rows of a step, in both", default=1, aliases="max_epochs"),
-    carried("train.num_episodes", "trainer.max_epochs", "passes over the prompts", default=1, written=True, to=lambda value, given: dict(passes("train.num_episodes", sources="data.prompt_dataset")(value, given)), aliases="num_episodes"),
+    carried("train.num_episodes", "trainer.max_epochs", "passes over the prompts", default=1, written=True, to=_episodes, aliases="num_episodes"),
     # The optimizer.
     carried("actor.adam.lr", "trainer.learning_rate", "of adapters too; here they have 1e-5", written=True, default=1e-6, aliases="actor_learning_rate"),
     carried("critic.adam.lr", "trainer.critic_learning_rate", default=9e-6, written=True, to=_of_ppo("trainer.critic_learning_rate"), aliases="critic_learning_rate"),

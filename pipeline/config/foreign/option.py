@@ -238,24 +238,24 @@ def trackers(value: Any, given: Given) -> dict[str, Any]:
     return {"metrics.tracker": [name for name in names if name in TRACKERS]}
 
 
-def passes(name: str, *, sources: str) -> Convert:
-    """Return a conversion of passes over the prompts, of an option of that name.
+def passes(value: Any, name: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a number of passes over the prompts.
 
     Args:
+        value: The number.
         name: The option.
-        sources: The option that names the files: a mixture of several has no passes.
+        data: The keys of the files: a mixture of several has no passes.
+
+    Raises:
+        NotCarriedError: If there are several, or it is no whole number from 1 on.
     """
-
-    def convert(value: Any, given: Given) -> dict[str, Any]:
-        files = given[sources]
-        if len(files.split(",") if isinstance(files, str) else files or ()) > 1:
-            raise NotCarriedError("several sources, mixed by weight, have no passes: trainer.max_steps ends the run")
-        number = given.number(name)
-        if not number >= 1 or number % 1:
-            raise NotCarriedError("trainer.max_epochs counts whole passes")
-        return {"trainer.max_epochs": int(number)}
-
-    return convert
+    if "prompts.sources" in data:
+        raise NotCarriedError("several sources, mixed by weight, have no passes: trainer.max_steps ends the run")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise NotCarriedError(f"{name} must be a number, got {value!r}")
+    if not value >= 1 or value % 1:
+        raise NotCarriedError("trainer.max_epochs counts whole passes")
+    return {"trainer.max_epochs": int(value)}
 
 
 def in_file_order(value: Any, given: Given) -> dict[str, Any]:

@@ -115,6 +115,13 @@ def _scheduler_keywords(value: Any, given: Given) -> dict[str, Any]:
     return {}
 
 
+def _warmup_steps(value: Any, given: Given) -> dict[str, Any]:
+    # Both keys together are refused: the share stands where there are no steps.
+    if given.number("warmup_steps") <= 0 and given["warmup_ratio"]:
+        return {}
+    return dict(_steps("trainer.warmup_steps")(value, given))
+
+
 def _warmup(value: Any, given: Given) -> dict[str, Any]:
     if given.number("warmup_steps") > 0 or not value:
         return {}
@@ -124,7 +131,9 @@ def _warmup(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _epochs(value: Any, given: Given) -> dict[str, Any]:
-    return {} if given.number("max_steps") > 0 else dict(passes("num_train_epochs", sources="datasets")(value, given))
+    if given.number("max_steps") > 0:
+        return {}
+    return passes(value, "num_train_epochs", _mixture(given["datasets"], given) if "datasets" in given else {})
 
 
 def _loss(value: Any, given: Given) -> dict[str, Any]:
@@ -305,7 +314,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     # The optimizer.
     carried("learning_rate", "trainer.learning_rate", "of adapters too; here they have 1e-5", default=1e-6, written=True),
     carried("lr_scheduler_type", "trainer.schedule trainer.decay_steps trainer.final_learning_rate_ratio", "TRL's default falls to 0 at max_steps; a fall needs its number of steps here", default="linear", to=_schedule, written=True),
-    carried("warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, TRL's 0", default=0, to=_steps("trainer.warmup_steps")),
+    carried("warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, TRL's 0", default=0, to=_warmup_steps),
     carried("warmup_ratio", "trainer.warmup_ratio", "a share of max_steps; warmup_steps is above it", to=_warmup),
     carried("weight_decay", "trainer.weight_decay", "of all parameters; TRL leaves out biases and norms", default=0.0),
     carried("adam_beta1", "trainer.betas", default=0.9, to=lambda value, given: {"trainer.betas": [value, given["adam_beta2"]]}),

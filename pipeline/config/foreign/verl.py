@@ -135,6 +135,13 @@ def _estimates(option: str, key: str) -> Any:
     return convert
 
 
+def _warmup_steps(value: Any, given: Given) -> dict[str, Any]:
+    # Both keys together are refused: the share stands where there are no steps.
+    if given.number(f"{_A}optim.lr_warmup_steps") <= 0 and given[f"{_A}optim.lr_warmup_steps_ratio"]:
+        return {}
+    return dict(positive("trainer.warmup_steps", 0)(value, given))
+
+
 def _warmup(value: Any, given: Given) -> dict[str, Any]:
     if given.number(f"{_A}optim.lr_warmup_steps") > 0 or not value:
         return {}
@@ -158,9 +165,11 @@ def _schedule(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _epochs(value: Any, given: Given) -> dict[str, Any]:
-    if "trainer.total_training_steps" in given:
+    # The first of both ends a run of verl, too; its default is no wish of the file.
+    if "trainer.total_training_steps" in given and "trainer.total_epochs" not in given:
         return {}
-    return dict(passes("trainer.total_epochs", sources="data.train_files")(value, given))
+    files = given["data.train_files"]
+    return passes(value, "trainer.total_epochs", {} if files is None else _files(files, given))
 
 
 def _files(value: Any, given: Given) -> dict[str, Any]:
@@ -241,7 +250,8 @@ def _micro_batch(value: Any, given: Given) -> dict[str, Any]:
 def _truncation(value: Any, given: Given) -> dict[str, Any]:
     if value in ("right", "middle"):
         raise NotCarriedError("a prompt is cut from the left, or set aside and counted")
-    return {"rollout.long_prompts": "cut_left"} if value == "left" else {}
+    # A filter leaves none of them to be cut.
+    return {"rollout.long_prompts": "cut_left"} if value == "left" and not given["data.filter_overlong_prompts"] else {}
 
 
 def _no_tools(value: Any) -> dict[str, Any]:
@@ -266,7 +276,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("data.val_batch_size data.train_max_samples data.val_max_samples data.validation_shuffle", "a file is read whole; head(1) makes a shorter one"),
     carried("data.shuffle", "prompts.shuffle", "each pass is shuffled anew, by daemon.seed", default=True, to=in_file_order),
     carried("data.seed", "daemon.seed", "other random numbers than verl's"),
-    needless("data.filter_overlong_prompts data.filter_overlong_prompts_workers", "a prompt beyond rollout.max_prompt_length is set aside when its turn comes"),
+    needless("data.filter_overlong_prompts data.filter_overlong_prompts_workers", "a prompt beyond rollout.max_prompt_length is set aside when its turn comes; with the filter none is cut"),
     carried("data.truncation", "rollout.long_prompts", "left: cut_left; error: longer ones are set aside, and counted", default="error", to=_truncation),
     carried("data.apply_chat_template_kwargs", "prompts.template_arguments"),
     carried("data.tool_config_path", "prompts.tools_file", "a JSON list of functions, not verl's YAML", to=lambda value, given: _no_tools(value)),
@@ -309,7 +319,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_A}entropy_coeff", "trainer.entropy_coef", default=0),
     carried(f"{_A}grad_clip", "trainer.gradient_clip_norm", default=1.0, aliases=f"{_A}optim.clip_grad"),
     carried(f"{_A}optim.lr", "trainer.learning_rate", "of adapters too; here they have 1e-5", written=True, default=1e-6),
-    carried(f"{_A}optim.lr_warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, verl's 0", default=-1, to=positive("trainer.warmup_steps", 0)),
+    carried(f"{_A}optim.lr_warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, verl's 0", default=-1, to=_warmup_steps),
     carried(f"{_A}optim.lr_warmup_steps_ratio", "trainer.warmup_ratio", "a share of trainer.total_training_steps", default=0.0, to=_warmup),
     carried(f"{_A}optim.lr_scheduler_type", "trainer.schedule trainer.decay_steps", "a cosine needs trainer.total_training_steps", default="constant", to=_schedule, aliases=f"{_A}optim.warmup_style"),
     carried(f"{_A}optim.weight_decay", "trainer.weight_decay", default=0.01, written=True),
@@ -392,7 +402,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("sandbox_fusion.* reward.sandbox_fusion.*", "the reward `code` runs tests in a process of its own", key="rewards"),
     # The trainer.
     carried("trainer.total_training_steps", "trainer.max_steps", "a step is a batch with all its updates in both"),
-    carried("trainer.total_epochs", "trainer.max_epochs", "passes over the prompts; trainer.total_training_steps is above it", default=30, written=True, to=_epochs),
+    carried("trainer.total_epochs", "trainer.max_epochs", "passes over the prompts; the first of it and trainer.total_training_steps ends the run", default=30, written=True, to=_epochs),
     carried("trainer.project_name", "metrics.tracker_project", default="verl_examples"),
     carried("trainer.experiment_name", "daemon.run_name", default="gsm8k"),
     carried("trainer.logger", "metrics.tracker", "metrics.jsonl and the page have each step without any", default=["console", "wandb"], to=trackers),
