@@ -39,7 +39,7 @@ def ended(daemon):
     return found.groups()
 
 
-@pytest.mark.parametrize("refill", [0, 8])
+@pytest.mark.parametrize("refill", [0, pytest.param(8, marks=pytest.mark.variant)])
 def test_a_run_of_two_passes_ends_at_the_same_step_through_kills_and_a_stop(tmp_path, task, refill):  # noqa: F811
     more = (f"rollout.max_refill={refill}",)
     with Daemon(tmp_path / "calm", *settings(tmp_path / "calm", task, *more), arguments=("--serial",)) as daemon:
