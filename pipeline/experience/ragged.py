@@ -7,7 +7,7 @@
 The actions of a row are its last columns, up to its last token. A mask that is 1 in all columns of its rows has no
 values: the lengths determine it. A mask with holes, such as an action mask over a tool's tokens, has them.
 
-Padding exists at two doors: `RaggedRows.of` takes a padded `Experience`, `padded` and `pad` make one.
+Padding exists at two doors: `RaggedRows.of` takes a padded `Experience`, `in_columns`, `padded` and `pad` make one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.errors import FieldError
+from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.extent_format import (
     Array,
+    Columns,
     FieldHeader,
     Fields,
     array_dtype,
+    as_array,
     as_tensor,
+    field_headers,
     lay_out,
 )
 from pipeline.experience.field_arrays import TEXT_FIELDS, field_arrays
@@ -86,6 +89,62 @@ class RaggedRows:
         return replace(rows, vision={name: getattr(experience, name) for name in _VISION_NAMES})
 
     @classmethod
+    def of_columns(
+        cls,
+        tokens: Tensor,
+        *,
+        lengths: list[int],
+        counts: list[int],
+        actions: Mapping[str, Tensor],
+        rows: Mapping[str, Tensor],
+        info: Mapping[str, Tensor],
+        vision: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return rows over the memory of their columns, which lie on the CPU.
+
+        Args:
+            tokens: ``(T,)``, the tokens of all rows.
+            lengths: Tokens of each row.
+            counts: Actions of each row, its last tokens.
+            actions: Fields with a value an action, ``(N,)``; `action_mask` only if it has holes.
+            rows: Fields with a value a row, ``(B, ...)``.
+            info: The entries of `info`, ``(B, ...)``.
+            vision: As the attribute.
+
+        Raises:
+            ShapeError: If a column has another length, naming the field.
+            FieldError: If a column cannot be stored.
+        """
+        given = {"sequences": tokens, **actions, **rows, **{f"info.{name}": values for name, values in info.items()}}
+        kinds: dict[str, Columns] = {
+            "sequences": "S",
+            "attention_mask": "S",
+            **dict.fromkeys((*actions, "action_mask"), "A"),
+        }
+        sizes = {"S": sum(lengths), "A": sum(counts), "": len(lengths)}
+        for name, values in given.items():
+            kind = kinds.get(name, "")
+            if not values.dim() or len(values) != sizes[kind] or (kind and values.dim() > 1):
+                raise ShapeError(f"{name} has shape {tuple(values.shape)}, expected {sizes[kind]} values")
+        full_masks = tuple(name for name in ("attention_mask", "action_mask") if name not in given)
+        dtypes = {"attention_mask": torch.int64, "action_mask": torch.bool}
+        dtypes |= {name: values.dtype for name, values in given.items()}
+        names = [
+            *(name for name in TEXT_FIELDS if name in dtypes),
+            *(name for name in given if name.startswith("info.")),
+        ]
+        fields = field_headers(
+            tuple(
+                (name, dtypes[name], kinds.get(name, ""), tuple(given[name].shape[1:]) if name in given else ())
+                for name in names
+            )
+        )
+        stacks: dict[Fields, Array] = {
+            (field,): as_array(given[field.name])[None] for field in fields if field.name in given
+        }
+        return cls(fields, lengths, counts, full_masks, stacks, vision)
+
+    @classmethod
     def empty(
         cls,
         fields: Fields,
@@ -124,6 +183,11 @@ class RaggedRows:
         values = self.columns.get(name)
         return None if values is None else as_tensor(values, self.named[name].dtype)
 
+    def columns_of(self, name: str, row: int) -> Array:
+        """Return the values of one row, of a field with a column a token or an action."""
+        starts = self.starts(self.named[name].columns)
+        return self.columns[name][starts[row] : starts[row + 1]]
+
     def starts(self, kind: str) -> list[int]:
         """Return the first column of each row, and their number, of fields with a column a token, an action, a row."""
         return self._starts[kind]
@@ -135,6 +199,13 @@ class RaggedRows:
             "A": list(itertools.accumulate(self.counts, initial=0)),
             "": list(range(len(self.lengths) + 1)),
         }
+
+    def actions_of_rows(self) -> list[int]:
+        """Return the number of actions of each row, holes left out."""
+        mask = self.columns.get("action_mask")
+        if mask is None:
+            return self.counts
+        return [int(np.count_nonzero(mask[start:end])) for start, end in itertools.pairwise(self.starts("A"))]
 
     def stack(self, fields: Fields) -> Array:
         """Return the values of neighbouring fields of one kind, ``(fields, ...)``; ones for a full mask."""
@@ -149,7 +220,12 @@ class RaggedRows:
 
     def write(self, fields: Fields, out: Array) -> None:
         """Write the values of neighbouring fields of one kind into ``(fields, ...)``."""
-        out[...] = self.stack(fields)
+        found = self.stacks.get(fields)
+        if found is not None:
+            out[...] = found
+            return
+        for field, values in zip(fields, out, strict=True):
+            values[...] = 1 if field.name in self.full_masks else self.columns[field.name]
 
     def without(self, name: str) -> Self:
         """Return the rows as if they had no field of this name; the memory is shared."""
@@ -163,9 +239,9 @@ class RaggedRows:
         return replace(self, fields=kept, full_masks=masks, stacks=stacks, moved=None)
 
     def with_info(self, name: str, values: Array) -> Self:
-        """Return the rows with one more number a row in `info`, or another one; the memory is shared."""
+        """Return the rows with an entry of `info`, ``(B, ...)``, in place of one of this name; the memory is shared."""
         rows = self.without(f"info.{name}")
-        field = FieldHeader(f"info.{name}", values.dtype.name, "", ())
+        field = FieldHeader(f"info.{name}", values.dtype.name, "", values.shape[1:])
         stacks = {**rows.stacks, (field,): values[None]}
         return replace(rows, fields=(*rows.fields, field), stacks=stacks, moved=None)
 
@@ -213,6 +289,34 @@ class RaggedRows:
         info = {name: count for name, count in counts.items() if count is not None}
         values = {**self.vision, **{name: value for name, value in (self.moved or {}).items() if name in self.vision}}
         return ExperienceVL(sequences=torch.empty((len(self), 0)), info=info or None, **values)
+
+    def in_columns(self, prompt_columns: int, num_actions: int, pad_token_id: int) -> Experience:
+        """Return the rows as a maker returns them: prompts end, and responses begin, at one column.
+
+        Args:
+            prompt_columns: Columns before the responses, P.
+            num_actions: Columns of responses, A.
+            pad_token_id: The token in padding.
+
+        Returns:
+            A batch of P + A columns; fields with a value a row share their memory with these rows.
+        """
+        counts = np.array(self.counts)[:, None]
+        columns = np.arange(num_actions) < counts
+        prompts = np.arange(prompt_columns) >= prompt_columns - (np.array(self.lengths)[:, None] - counts)
+        places = {"A": torch.from_numpy(columns), "S": torch.from_numpy(np.hstack([prompts, columns]))}
+        tensors: dict[str, Tensor] = {}
+        for field in self.fields:
+            values = self.tensor(field.name)
+            if values is None:
+                tensors[field.name] = places[field.columns].to(getattr(torch, field.dtype))
+            elif not field.columns:
+                tensors[field.name] = values
+            else:
+                padding = pad_token_id if field.name == "sequences" else 0
+                whole = torch.full(places[field.columns].shape, padding, dtype=values.dtype)
+                tensors[field.name] = whole.masked_scatter_(places[field.columns], values)
+        return experience_of(tensors, self.vision)
 
     def padded(self) -> Experience:
         """Return the rows as one batch, padded with zeros on the left; it shares no memory with them."""

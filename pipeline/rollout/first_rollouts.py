@@ -8,15 +8,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.config.evaluation import held_out
 from pipeline.config.lengths import extent_bytes_bound
 from pipeline.config.model_files import end_token_ids
 from pipeline.config.schema import Config
 from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError
 from pipeline.experience import codec
-from pipeline.experience.types import Experience
+from pipeline.experience.ragged import RaggedRows
 from pipeline.prompts.rendering import Rendering, remarks, render, rendering_of, special_texts
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.roller import LocalRoller
@@ -116,19 +114,19 @@ def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
             if len(refused) == _TRIED_ROLLOUTS:
                 break
             continue
-        experience = rolled.experience
-        if experience is None:
+        rows = rolled.rows
+        if rows is None:
             set_aside = rolled.refused
             continue
         try:
-            room = extent_bytes_bound(len(experience.sequences), row_bytes)
-            encoded = codec.encode(experience, memoryview(bytearray(room)), checksum=False)
+            room = extent_bytes_bound(len(rows), row_bytes)
+            encoded = codec.encode(rows, memoryview(bytearray(room)), checksum=False)
         except ArenaFullError as error:
             raise ConfigError(f"buffer.row_bytes: {error}") from error
-        if (whole := encoded.nbytes + _bytes_left_out(experience, roller.lengths.row)) > room:
+        if (whole := encoded.nbytes + _bytes_left_out(rows, roller.lengths.row)) > room:
             raise ConfigError(
                 f"buffer.row_bytes: extent of {whole:,} B does not fit: {room:,} B are reserved for the "
-                f"{len(experience.sequences)} rows of a prompt at rollout.max_length {roller.lengths.row:,}"
+                f"{len(rows)} rows of a prompt at rollout.max_length {roller.lengths.row:,}"
             )
         return
     if refused:
@@ -138,12 +136,8 @@ def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
     raise ConfigError(f"{message} {set_aside}", bare=f"{message} {set_aside.bare}")
 
 
-def _bytes_left_out(experience: Experience, max_length: int) -> int:
+def _bytes_left_out(rows: RaggedRows, max_length: int) -> int:
     """Return the bytes that the rows would take beyond their own if all responses reached `max_length`."""
-    rows, columns = experience.sequences.shape
-    a_token = sum(
-        value.element_size()
-        for value in vars(experience).values()
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
-    )
-    return rows * (max_length - columns) * a_token
+    columns = (rows.tensor(field.name) for field in rows.fields if field.columns)
+    a_token = sum(values.element_size() for values in columns if values is not None)
+    return sum(max_length - length for length in rows.lengths) * a_token

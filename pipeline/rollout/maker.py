@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.advantage_estimators import AdvantageInputs
@@ -28,7 +29,8 @@ from pipeline.experience.advantages import (
     k3_kl,
     placed_scores,
 )
-from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.experience.ragged import RaggedRows
+from pipeline.experience.types import Experience
 from pipeline.experience.vision_rows import VisionRows, take_vision
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.lora import without_adapters
@@ -36,7 +38,7 @@ from pipeline.models.pass_size import PassSize, RowBound
 from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.progress import Telemetry
 from pipeline.rollout.generation.hf_generate import ActorGenerator
-from pipeline.rollout.generation.interface import ResponseGenerator, Responses, Sampling
+from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
 from pipeline.rollout.model_passes import ModelPasses, eval_mode
 from pipeline.rollout.prompt_batch import PromptBatch, read_sampling
@@ -284,55 +286,62 @@ class NaiveExperienceMaker(ExperienceMaker):
             temperature=self.temperature,
             seeds=self._seeds,
         )
-        batch = self.begin(input_ids, attention_mask, sampling, gt_answer, columns=columns, vision=vision)
+        input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
+        prompts = [ids[mask != 0] for ids, mask in zip(input_ids, attention_mask, strict=True)]
+        batch = self.begin(prompts, input_ids.shape[1], sampling, gt_answer, columns=columns, vision=vision)
+        # Passed only if there are images: an engine for text alone need not take the argument.
+        images = {"vision": batch.vision} if batch.vision is not None and batch.vision.tensors_exist else {}
         with eval_mode(self.actor), self._telemetry.activity("generate"):
-            responses = batch.generate(self._engine(extra), self._row_bound, self.inference_batch_size)
-        return self.finish(batch, responses)
+            engine = self._engine(extra)
+            responses = self._row_bound.run(
+                len(batch.answers),
+                self.inference_batch_size,
+                lambda rows: engine.generate(
+                    input_ids, attention_mask, sampling, group_size=batch.group_size, batch_rows=rows, **images
+                ),
+            )
+        made = self.finish(batch, batch.rows(responses))
+        return made.in_columns(batch.prompt_columns, batch.num_actions, sampling.pad_token_id)
 
     def begin(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
+        prompts: Sequence[Tensor],
+        prompt_columns: int,
         sampling: Sampling,
         gt_answer: Any = None,
         *,
         columns: Sequence[Mapping[str, Any]] | None = None,
         vision: VisionRows | None = None,
     ) -> PromptBatch:
-        """Return prompts that are padded on the left with their sampling parameters.
+        """Return prompts with their sampling parameters.
 
         A caller with an engine of its own submits the batch's requests, and passes their responses to `finish`.
 
         Args:
-            input_ids: As for `make_experience`.
-            attention_mask: As for `make_experience`.
-            sampling: The sampling parameters.
+            prompts: The tokens of each prompt, ``(p,)`` int64 on the CPU.
+            prompt_columns: P, at least the tokens of the longest prompt.
+            sampling: The sampling parameters; a response has `max_length` - P tokens at most.
             gt_answer: As for `make_experience`.
             columns: As for `make_experience`.
             vision: Images and videos of each prompt; None if no prompt has any.
-
-        Returns:
-            The batch, on the CPU.
 
         Raises:
             ShapeError: If answers or columns are not one a prompt.
             FieldError: If pixels, grids and image tokens do not match.
         """
-        input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
         group_size = self.num_generation if self.use_grpo else 1
-        answers = repeated("gt_answer", gt_answer, len(input_ids), group_size)
-        row_columns = None if columns is None else repeated("columns", columns, len(input_ids), group_size)
+        answers = repeated("gt_answer", gt_answer, len(prompts), group_size)
+        row_columns = None if columns is None else repeated("columns", columns, len(prompts), group_size)
         if (backbone := vision_backbone(self.actor)) is not None:
-            vision = vision or VisionRows.none(len(input_ids))
-            check_prompt_images(backbone, input_ids, attention_mask, vision)
-        return PromptBatch(input_ids, attention_mask, group_size, answers, vision, sampling, row_columns)
+            vision = vision or VisionRows.none(len(prompts))
+            padded = pad_sequence(list(prompts), batch_first=True)
+            mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
+            check_prompt_images(backbone, padded, mask, vision)
+        return PromptBatch(prompts, prompt_columns, group_size, answers, vision, sampling, row_columns)
 
     @torch.no_grad()
-    def scores(
-        self, batch: PromptBatch, responses: Responses, *, on_parts: OnParts = lambda parts, numbers: None
-    ) -> Tensor:
+    def scores(self, batch: PromptBatch, rows: Rows, *, on_parts: OnParts = lambda parts, numbers: None) -> Tensor:
         """Return the raw rewards alone, ``(B,)``, with `drop_errored` NaN where there is none; see `finish`."""
-        rows = batch.rows(responses)
         with eval_mode(self.reward_model), self._telemetry.activity("reward"):
             return self._passes.scores(
                 self.reward_model,
@@ -344,15 +353,15 @@ class NaiveExperienceMaker(ExperienceMaker):
             )
 
     @torch.no_grad()
-    def finish(self, batch: PromptBatch, responses: Responses) -> Experience:
+    def finish(self, batch: PromptBatch, rows: Rows) -> RaggedRows:
         """Return the experience of a batch and its responses: scores, log-probs, and the fields of the algorithm.
 
         Args:
             batch: The result of `begin`.
-            responses: ``prompts * G`` rows on the CPU.
+            rows: Its prompts with their responses (`PromptBatch.joined`), ``prompts * G`` rows.
 
         Returns:
-            As `make_experience`.
+            The fields of `make_experience`, without padding; with `drop_errored` without the rows left out.
 
         Raises:
             ShapeError: As `make_experience`.
@@ -360,9 +369,8 @@ class NaiveExperienceMaker(ExperienceMaker):
             RewardError: As `make_experience`.
         """
         if is_transformers_model(self.actor):
-            check_tokens(responses.sequences, self.actor.config.get_text_config().vocab_size)
-        rows, sampled_log_probs, temperature = batch.rows(responses), responses.log_probs, batch.sampling.temperature
-        parts = RewardParts()
+            check_tokens(rows, self.actor.config.get_text_config().vocab_size)
+        temperature, parts = batch.sampling.temperature, RewardParts()
         with eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
             with self._telemetry.activity("reward"):
                 scores = self._passes.scores(
@@ -376,40 +384,45 @@ class NaiveExperienceMaker(ExperienceMaker):
             group_size = self.num_generation if self.use_grpo else 1
             if self.drop_errored and (kept := rows_with_reward(scores, group_size)) is not None:
                 rows, scores = rows.rows(kept), scores[kept]
-                parts.keep(kept)
-                sampled_log_probs = None if sampled_log_probs is None else sampled_log_probs[kept]
-            log_probs = self._log_probs(rows, sampled_log_probs, temperature)
+                parts.keep(torch.from_numpy(kept))
+            log_probs = self._log_probs(rows, temperature)
             base_log_probs = None
             if self.initial_model is not None:
                 with self._telemetry.activity("ref_logprob"), self._reference_weights():
                     base_log_probs = self._passes.log_probs("initial_model", self.initial_model, rows, temperature)
             log_ratios = torch.zeros(rows.action_mask.shape)
             if base_log_probs is not None and log_probs is not None:
-                log_ratios = log_probs - base_log_probs
+                log_ratios = rows.columns(log_probs - base_log_probs)
             learned = (self._group_fields if self.use_grpo else self._critic_fields)(rows, scores, log_ratios)
-        learned["info"] |= self.shaping.marks(rows, batch.sampling)
-        fields = {
-            "sequences": rows.sequences,
+        info = learned.pop("info") | self.shaping.marks(rows, batch.sampling)
+        info |= parts.info(self.reward_model, has_turns=rows.turns is not None)
+        if rows.vision is not None:
+            info |= rows.vision.counts()
+        by_columns = {name for name, values in learned.items() if values.dim() == 2}
+        actions = {
             "action_log_probs": log_probs,
-            "attention_mask": rows.attention_mask,
-            "action_mask": rows.action_mask,
             "base_action_log_probs": base_log_probs,
-            "behaviour_log_probs": sampled_log_probs if self.shaping.keeps_engine_log_probs else None,
-            **learned,
+            "behaviour_log_probs": rows.sampled_log_probs if self.shaping.keeps_engine_log_probs else None,
+            "action_mask": None if rows.turns is None else ~rows.turns.observed,
+            **{name: rows.flat(values) for name, values in learned.items() if name in by_columns},
         }
-        fields["info"] |= parts.info(self.reward_model, has_turns=rows.turns is not None)
-        if rows.vision is None:
-            return Experience(**fields)
-        fields["info"] |= rows.vision.counts()
-        return ExperienceVL(**fields, **rows.vision.fields())
+        return RaggedRows.of_columns(
+            rows.tokens,
+            lengths=rows.totals.tolist(),
+            counts=rows.lengths.tolist(),
+            actions={name: values for name, values in actions.items() if values is not None},
+            rows={name: values for name, values in learned.items() if name not in by_columns},
+            info=info,
+            vision=None if rows.vision is None else rows.vision.fields(),
+        )
 
-    def _log_probs(self, rows: Rows, sampled: Tensor | None, temperature: float) -> Tensor | None:
-        """Return the log-probs of the policy that sampled, ``(B, A)``; None if the trainer computes them."""
+    def _log_probs(self, rows: Rows, temperature: float) -> Tensor | None:
+        """Return the log-probs of the policy that sampled, ``(N,)``; None if the trainer computes them."""
         if self.shaping.log_probs_by == "trainer":
             return None
-        if self.reuse_sampling_log_probs and sampled is not None:
-            self._passes.check_finite("generator", "log-prob", sampled)
-            return sampled
+        if self.reuse_sampling_log_probs and rows.sampled_log_probs is not None:
+            self._passes.check_finite("generator", "log-prob", rows, rows.sampled_log_probs)
+            return rows.sampled_log_probs
         if self.shaping.log_probs_by == "engine":
             raise ConfigError('rollout.log_probs: "engine" needs an engine that returns log-probs, this one has none')
         with self._telemetry.activity("logprob"):
@@ -449,9 +462,10 @@ class NaiveExperienceMaker(ExperienceMaker):
     def _critic_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:
         coati = self.compat == "coati"
         with self._telemetry.activity("value"):
-            values = self._passes.values(self.critic, rows, coati=coati)
+            values = rows.columns(self._passes.values(self.critic, rows, coati=coati))
         scores, mask = scores.float(), rows.action_mask
-        kl, of_turns = self.shaping.kl(log_ratios, mask), None if rows.turns is None else rows.turns.rewards.float()
+        kl = self.shaping.kl(log_ratios, mask)
+        of_turns = None if rows.turns is None else rows.columns(rows.turns.rewards.float())
         # The whole score is clipped, or each turn's, where it is placed; the penalty of length is no part of it.
         clip = SCORE_CLIP if self.shaping.reward_clip == "coati" else self.shaping.reward_clip
         placed = placed_scores(scores, mask, of_turns)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pipeline.experience.types import Experience
+from pipeline.experience.ragged import RaggedRows
 from pipeline.models.device import allocator_bytes
 from pipeline.progress import Telemetry
 from pipeline.rollout.environment.pool import EnvironmentCounts
@@ -178,7 +178,7 @@ class RolloutMetrics(Telemetry):
 
     def rolled(
         self,
-        experience: Experience,
+        rows: RaggedRows,
         *,
         prompts: int,
         prompts_failed: int,
@@ -189,18 +189,16 @@ class RolloutMetrics(Telemetry):
         """Count a sealed rollout.
 
         Args:
-            experience: Rows of the rollout, the G responses of a prompt contiguous.
+            rows: Rows of the rollout, the G responses of a prompt contiguous.
             prompts: Prompts of the ticket.
             prompts_failed: Prompts of the ticket that were set aside.
             group_size: Responses of a prompt (G).
             stopped: ``(B,)`` bool, whether the response ended by itself.
             prompts_cut: Prompts of the ticket that lost their first tokens.
         """
-        assert experience.attention_mask is not None
-        assert experience.action_mask is not None
-        assert experience.info is not None
-        responses = experience.action_mask.sum(dim=1)
-        lengths = experience.attention_mask[:, : -experience.action_mask.shape[1]].sum(dim=1)
+        info = {name.removeprefix("info."): values for name, values in rows.columns.items() if name.startswith("info.")}
+        responses = rows.actions_of_rows()
+        prompt_tokens = [length - count for length, count in zip(rows.lengths, rows.counts, strict=True)][::group_size]
         self._prompts.inc(prompts)
         self._prompts_cut.inc(prompts_cut)
         self._failed.inc(prompts_failed * group_size)
@@ -208,22 +206,22 @@ class RolloutMetrics(Telemetry):
         self._errored.inc((prompts - prompts_failed) * group_size - len(responses))
         self._stopped.inc(int(stopped.sum()))
         self._truncated.inc(int((~stopped).sum()))
-        self._tokens_in.inc(int(lengths[::group_size].sum()))
-        self._prompt_length.observe_many(lengths[::group_size].tolist())
-        self._response_length.observe_many(responses.tolist())
-        self._reward.observe_many(experience.info["score"].tolist())
+        self._tokens_in.inc(sum(prompt_tokens))
+        self._prompt_length.observe_many(prompt_tokens)
+        self._response_length.observe_many(responses)
+        self._reward.observe_many(info["score"].tolist())
         for name, gauge in self._functions.items():
-            gauge.set(float(experience.info[name].mean()))
-        if COLUMN in experience.info:
-            for gauge, total, rows in zip(self._numbers, *sums_of(experience.info[COLUMN].numpy()), strict=True):
-                if rows:
-                    gauge.set(total / rows)
-        if "reward_clipped" in experience.info:
-            self._count_clipped(int(experience.info["reward_clipped"].sum()))
-        if "turns" in experience.info:
-            self._turns.observe_many(experience.info["turns"].tolist())
-        if "group_mixed" in experience.info:
-            mixed = int(experience.info["group_mixed"][::group_size].sum())
+            gauge.set(float(info[name].mean()))
+        if COLUMN in info:
+            for gauge, total, count in zip(self._numbers, *sums_of(info[COLUMN]), strict=True):
+                if count:
+                    gauge.set(total / count)
+        if "reward_clipped" in info:
+            self._count_clipped(int(info["reward_clipped"].sum()))
+        if "turns" in info:
+            self._turns.observe_many(info["turns"].tolist())
+        if "group_mixed" in info:
+            mixed = int(info["group_mixed"][::group_size].sum())
             self._groups["mixed"].inc(mixed)
             self._groups["all_equal"].inc(len(responses) // group_size - mixed)
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import FieldError
 from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.critic import Critic
-from pipeline.models.flat_rows import FlatRows
+from pipeline.models.flat_rows import Index, on_device, ranges
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.log_probs import action_log_probs, all_values
 from pipeline.models.packing import log_probs_of_rows
@@ -65,7 +66,7 @@ class ModelPasses:
             temperature: The sampling temperature.
 
         Returns:
-            ``(B, A)`` float32, zero outside the mask.
+            ``(N,)`` float32, zero at observations of an environment.
 
         Raises:
             FieldError: If a log-prob is NaN or infinite.
@@ -74,17 +75,16 @@ class ModelPasses:
         result = self._log_probs_of_groups(model, rows, temperature)
         if result is None:
             result = self._log_probs_of_rows(model, rows, temperature)
-        result.masked_fill_(~rows.action_mask, 0.0)
-        self.check_finite(name, "log-prob", result)
+        if rows.turns is not None:
+            result.masked_fill_(rows.turns.observed, 0.0)
+        self.check_finite(name, "log-prob", rows, result)
         return result
 
     def _log_probs_of_groups(self, model: Any, rows: Rows, temperature: float) -> Tensor | None:
         """Return the log-probs from passes that compute each prompt once; None if the passes of these rows do not."""
         if rows.vision is not None or not may_share_prompts(model):
             return None
-        if not bool(rows.action_mask.any(dim=1).all()):
-            return None
-        flat = FlatRows.of_padded(rows.sequences.to(_device_of(model)), rows.attention_mask, rows.action_mask)
+        flat = rows.for_packing(_device_of(model))
         groups = groups_to_share(model, flat)
         if groups is None:
             return None
@@ -97,33 +97,33 @@ class ModelPasses:
             self.telemetry.progress(rows_done=part.stop, rows=len(flat))
 
         self._size(model).run(groups.prompts, groups.responses, step, groups.groups)
-        return torch.zeros(rows.action_mask.shape).masked_scatter(rows.action_mask, found)
+        if rows.turns is None:
+            return found
+        return torch.zeros(len(rows.turns.observed)).masked_scatter_(~rows.turns.observed, found)
 
     def _log_probs_of_rows(self, model: Any, rows: Rows, temperature: float) -> Tensor:
-        """Return the log-probs from padded passes; they are undefined outside the mask."""
-        result = torch.zeros(rows.action_mask.shape)
+        """Return the log-probs from padded passes, ``(N,)``."""
+        result = torch.zeros(int(rows.lengths.sum()))
         device, trim = _device_of(model), is_transformers_model(model)
         multiple = width_multiple(device, self.width_multiple)
         # Rows of similar length together: columns that are padding in all rows of a mini-batch are not computed.
-        order = rows.lengths.argsort(stable=True) if trim else torch.arange(len(result))
-        prompts, responses = rows.prompt_lengths[order].tolist(), rows.lengths[order].tolist()
+        order = rows.lengths.argsort(kind="stable") if trim else np.arange(len(rows))
+        prompts, responses = rows.prompts[order].tolist(), rows.lengths[order].tolist()
         if not trim:
-            prompts, responses = (
-                [rows.sequences.shape[1] - rows.num_actions] * len(order),
-                [rows.num_actions] * len(order),
-            )
+            prompts, responses = [rows.prompt_columns] * len(rows), [rows.num_actions] * len(rows)
 
         def step(part: slice) -> None:
-            sequences, mask, columns = rows.padded(order[part], trim=trim, multiple=multiple)
+            index = order[part]
+            sequences, mask, columns = rows.padded(index, trim=trim, multiple=multiple)
             log_probs = action_log_probs(
                 model,
                 sequences.to(device),
                 mask.to(device),
                 columns,
                 temperature=temperature,
-                vision=rows.vision_of(order[part]),
+                vision=rows.vision_of(index),
             )
-            result[order[part], :columns] = log_probs.cpu()
+            _put(result, rows, index, log_probs, np.zeros_like(index))
             self.telemetry.progress(rows_done=part.stop, rows=len(order))
 
         self._size(model).run(prompts, responses, step)
@@ -158,7 +158,7 @@ class ModelPasses:
             RewardError: If a score is NaN or infinite, without `keep_errored`.
             DeviceMemoryError: If a single row does not fit into the device's memory.
         """
-        of_turns = None if rows.turns is None else rows.turns.rewards.sum(dim=1)
+        of_turns = None if rows.turns is None else rows.columns(rows.turns.rewards).sum(dim=1)
         if reward_model is None and of_turns is not None:
             return of_turns
         device = _device_of(reward_model)
@@ -169,15 +169,15 @@ class ModelPasses:
         scores: list[Tensor] = []
 
         def step(part: slice) -> None:
-            ids, mask = rows.right_padded(part, trim=trim, multiple=multiple)
-            starts = rows.prompt_lengths[part]
+            index = np.arange(len(rows))[part]
+            ids, mask = rows.right_padded(index, trim=trim, multiple=multiple)
             part_scores = reward_model(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
-                response_start=starts.to(device),
-                response_end=(starts + rows.lengths[part]).to(device),
+                response_start=torch.from_numpy(rows.prompts[index]).to(device),
+                response_end=torch.from_numpy(rows.totals[index]).to(device),
                 gt_answer=answers[part],
-                **vision_keywords(reward_model, rows.vision_of(part), device),
+                **vision_keywords(reward_model, rows.vision_of(index), device),
                 **({} if columns is None or not takes_columns(reward_model) else {"columns": columns[part]}),
             )
             part_scores = _exact(reward_model, part_scores)
@@ -198,7 +198,7 @@ class ModelPasses:
             coati: Whether to take the last A columns of the right-padded rows, as coati does.
 
         Returns:
-            ``(B, A)`` float32, zero outside the mask.
+            ``(N,)`` float32, zero at observations of an environment.
 
         Raises:
             FieldError: If a value is NaN or infinite.
@@ -207,41 +207,41 @@ class ModelPasses:
         device = _device_of(critic)
         trim = isinstance(critic, Critic) and not coati
         multiple = width_multiple(device, self.width_multiple)
-        parts: list[Tensor] = []
+        result = torch.zeros(int(rows.lengths.sum()))
 
         def step(part: slice) -> None:
-            ids, mask = rows.right_padded(part, trim=trim, multiple=multiple)
-            values = all_values(critic, ids.to(device), mask.to(device), vision=rows.vision_of(part)).cpu()
-            self.telemetry.progress(rows_done=part.stop, rows=len(rows.sequences))
-            if coati:
-                parts.append(values[:, -rows.num_actions :])
-            else:
-                before = rows.prompt_lengths[part].unsqueeze(1) - 1 + torch.arange(rows.num_actions)
-                parts.append(values.gather(1, before.clamp(max=ids.shape[1] - 1)))
+            index = np.arange(len(rows))[part]
+            ids, mask = rows.right_padded(index, trim=trim, multiple=multiple)
+            values = all_values(critic, ids.to(device), mask.to(device), vision=rows.vision_of(index))
+            # The state before an action is that after the token before it.
+            first = np.full_like(index, values.shape[1] - rows.num_actions) if coati else rows.prompts[index] - 1
+            _put(result, rows, index, values, first)
+            self.telemetry.progress(rows_done=part.stop, rows=len(rows))
 
-        self._size(critic).run([0] * len(rows.sequences), _widths(rows, trim=trim), step)
-        result = torch.cat(parts).masked_fill(~rows.action_mask, 0.0)
-        self.check_finite("critic", "value", result)
+        self._size(critic).run([0] * len(rows), _widths(rows, trim=trim), step)
+        if rows.turns is not None:
+            result.masked_fill_(rows.turns.observed, 0.0)
+        self.check_finite("critic", "value", rows, result)
         return result
 
-    def check_finite(self, name: str, quantity: str, values: Tensor) -> None:
+    def check_finite(self, name: str, quantity: str, rows: Rows, values: Tensor) -> None:
         """Refuse numbers of a model that are NaN or infinite, unless `refuse_not_finite` is False.
 
         Args:
             name: Name of the model, for errors.
             quantity: Name of the numbers, for errors, such as "value".
-            values: ``(B, A)``.
+            rows: The sampled rows.
+            values: ``(N,)``.
 
         Raises:
             FieldError: If a number is not finite.
         """
         if not self.refuse_not_finite:
             return
-        finite = torch.isfinite(values).all(dim=1)
+        finite = torch.isfinite(values)
         if not bool(finite.all()):
-            row = int((~finite).nonzero()[0])
-            value = values[row][~torch.isfinite(values[row])][0].item()
-            raise FieldError(f"row {row}: {name} gave a {quantity} of {value}")
+            place = int((~finite).nonzero()[0])
+            raise FieldError(f"row {rows.row_of(place)[0]}: {name} gave a {quantity} of {values[place].item()}")
 
     def _size(self, model: Any, *, scores: bool = False) -> PassSize:
         """Return the bound of a model's passes: the one from before if it was lowered, else as configured."""
@@ -267,11 +267,19 @@ def _exact(reward_model: Any, scores: Any) -> Any:
     return exact if bool(((own == scores) | (own.isnan() & scores.isnan())).all()) else scores
 
 
+def _put(result: Tensor, rows: Rows, index: Index, values: Tensor, first: Index) -> None:
+    """Write the values of some rows, ``(rows, columns)``, each from its column `first` on, into columns ``(N,)``."""
+    columns = ranges(np.arange(len(index)) * values.shape[1] + first, rows.lengths[index])
+    result[torch.from_numpy(rows.actions_of(index))] = (
+        values.reshape(-1)[on_device(columns, values.device)].cpu().to(result.dtype)
+    )
+
+
 def _widths(rows: Rows, *, trim: bool) -> list[int]:
     """Return the columns that each row needs when it is padded on the right."""
     if not trim:
-        return [rows.sequences.shape[1]] * len(rows.sequences)
-    widths: list[int] = (rows.prompt_lengths + rows.lengths).tolist()
+        return [rows.prompt_columns + rows.num_actions] * len(rows)
+    widths: list[int] = rows.totals.tolist()
     return widths
 
 

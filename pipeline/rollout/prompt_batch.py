@@ -7,26 +7,26 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.models.pass_size import RowBound
-from pipeline.rollout.environment.turn_rows import turn_columns
-from pipeline.rollout.generation.interface import Completed, Engine, Request, ResponseGenerator, Responses, Sampling
+from pipeline.rollout.environment.turn_rows import TurnColumns
+from pipeline.rollout.generation.interface import Completed, Engine, Request, Responses, Sampling
 from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.stops import parse_stop_token_ids
-from pipeline.rollout.rows import Rows
+from pipeline.rollout.rows import Rows, check_lengths, check_responses
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-    """Prompts with the sampling parameters of their responses; P columns of prompt, A = max_length - P of response.
+    """Prompts with the sampling parameters of their responses.
 
     Attributes:
-        input_ids: ``(prompts, P)`` int64 on the CPU, padded on the left.
-        attention_mask: ``(prompts, P)``, 1 where the token is real.
+        prompts: The tokens of each prompt, ``(p,)`` int64 on the CPU, without padding.
+        prompt_columns: Columns of prompt, P, at least the longest prompt's tokens.
         group_size: Responses of each prompt (G).
         answers: Ground truth of each row, ``prompts * G`` elements.
         vision: Images and videos of the prompts; None for a model of text alone.
@@ -34,13 +34,18 @@ class PromptBatch:
         columns: Further columns of each row's prompt; None if no prompt has any.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
+    prompts: Sequence[Tensor]
+    prompt_columns: int
     group_size: int
     answers: list[Any]
     vision: VisionRows | None
     sampling: Sampling
     columns: list[Any] | None = None
+
+    @property
+    def num_actions(self) -> int:
+        """The room of a response, A."""
+        return self.sampling.max_length - self.prompt_columns
 
     def with_group_size(self, group_size: int) -> PromptBatch:
         """Return these prompts with another number of responses each."""
@@ -52,86 +57,79 @@ class PromptBatch:
             columns=None if self.columns is None else [self.columns[row] for row in first for _ in count],
         )
 
-    def generate(self, engine: ResponseGenerator, bound: RowBound, most_rows: int | None) -> Responses:
-        """Return the responses of a blocking engine, ``prompts * G`` rows; `most_rows` run at a time, None for all."""
-        # Passed only if there are images: an engine for text alone need not take the argument.
-        images = {"vision": self.vision} if self.vision is not None and self.vision.tensors_exist else {}
-        return bound.run(
-            len(self.input_ids) * self.group_size,
-            most_rows,
-            lambda rows: engine.generate(
-                self.input_ids,
-                self.attention_mask,
-                self.sampling,
-                group_size=self.group_size,
-                batch_rows=rows,
-                **images,
-            ),
-        )
-
     def requests(self, new_key: Callable[[], int]) -> list[Request]:
         """Return one request a prompt, in order; `new_key` returns a key that was not used before."""
         has_images = self.vision is not None and self.vision.tensors_exist
         return [
             Request(
                 new_key(),
-                ids[mask != 0],
+                ids,
                 self.group_size,
-                self.sampling.max_length - self.input_ids.shape[1],
+                self.num_actions,
                 self.sampling,
                 first_row=index * self.group_size,
                 vision=self.vision.rows([index]) if self.vision is not None and has_images else None,
             )
-            for index, (ids, mask) in enumerate(zip(self.input_ids, self.attention_mask, strict=True))
+            for index, ids in enumerate(self.prompts)
         ]
 
-    def joined(self, completed: Sequence[Completed]) -> Responses:
-        """Return the responses of all requests as one batch.
+    def joined(self, completed: Sequence[Completed]) -> Rows:
+        """Return the prompts with the responses of all requests.
 
         Args:
             completed: One element a request, in the order of `requests`.
 
-        Returns:
-            ``prompts * G`` rows; log-probs only if every response has them.
-
         Raises:
             ShapeError: If a request has another number of responses than G, or a response more tokens than A.
+            FieldError: If token ids are not integers.
         """
         responses = [response for request in completed for response in request.responses]
-        if [len(request.responses) for request in completed] != [self.group_size] * len(self.input_ids):
+        if [len(request.responses) for request in completed] != [self.group_size] * len(self.prompts):
             raise ShapeError(
-                f"the engine returned {len(responses)} responses for {len(self.input_ids)} prompts, "
+                f"the engine returned {len(responses)} responses for {len(self.prompts)} prompts, "
                 f"{self.group_size} of each were requested"
             )
-        room = self.sampling.max_length - self.input_ids.shape[1]
-        lengths = torch.tensor([len(response.token_ids) for response in responses])
-        if bool((lengths > room).any()):
-            row = int((lengths > room).nonzero()[0])
-            raise ShapeError(f"row {row}: a response of {int(lengths[row])} tokens, not from 1 to {room}")
-        tokens = torch.full((len(responses), room), self.sampling.pad_token_id)
-        log_probs = torch.zeros((len(responses), room))
-        has_log_probs = True
-        for row, response in enumerate(responses):
-            tokens[row, : len(response.token_ids)] = response.token_ids
-            if response.log_probs is None:
-                has_log_probs = False
-            else:
-                log_probs[row, : len(response.token_ids)] = response.log_probs
-        prompts = self.input_ids.repeat_interleave(self.group_size, dim=0)
-        return Responses(
-            torch.cat([prompts, tokens], dim=1),
-            lengths,
-            log_probs if has_log_probs else None,
-            turn_columns(responses, room),
+        log_probs = [response.log_probs for response in responses if response.log_probs is not None]
+        return self._rows(
+            [response.token_ids for response in responses],
+            torch.cat(log_probs) if len(log_probs) == len(responses) else None,
+            TurnColumns.of(responses),
         )
 
     def rows(self, responses: Responses) -> Rows:
-        """Return the rows of these responses; see `Rows.of`."""
-        return Rows.of(
-            self.attention_mask.repeat_interleave(self.group_size, dim=0),
-            responses,
-            self.sampling,
+        """Return the prompts with the responses of a blocking engine.
+
+        Raises:
+            ShapeError: If there are other rows or columns than requested, or a response has an impossible length.
+            FieldError: If token ids are not integers.
+        """
+        check_responses(responses, len(self.answers), self.prompt_columns, self.sampling.max_length)
+        ends: list[int] = responses.lengths.tolist()
+        log_probs = responses.log_probs
+        return self._rows(
+            [ids[:end] for ids, end in zip(responses.sequences[:, self.prompt_columns :], ends, strict=True)],
+            None if log_probs is None else torch.cat([of[:end] for of, end in zip(log_probs, ends, strict=True)]),
+        )
+
+    def _rows(self, responses: list[Tensor], log_probs: Tensor | None, turns: TurnColumns | None = None) -> Rows:
+        lengths = np.array([len(ids) for ids in responses], np.int64)
+        check_lengths(lengths, self.num_actions)
+        for row, ids in enumerate(responses):
+            if ids.is_floating_point() or ids.dtype == torch.bool:
+                raise FieldError(f"row {row}: the tokens of its response are {ids.dtype}; token ids are integers")
+        if log_probs is not None and len(log_probs) != lengths.sum():
+            raise ShapeError(f"the engine returned {len(log_probs)} log-probs for {lengths.sum()} tokens of responses")
+        prompts = [prompt for prompt in self.prompts for _ in range(self.group_size)]
+        return Rows(
+            tokens=torch.cat([half for row in zip(prompts, responses, strict=True) for half in row]),
+            prompts=np.array([len(ids) for ids in prompts], np.int64),
+            lengths=lengths,
+            prompt_columns=self.prompt_columns,
+            num_actions=self.num_actions,
+            pad_token_id=self.sampling.pad_token_id,
+            sampled_log_probs=log_probs,
             vision=None if self.vision is None else self.vision.repeated(self.group_size),
+            turns=turns,
         )
 
 

@@ -18,7 +18,7 @@ import xxhash
 from pipeline.config.lengths import Lengths
 from pipeline.config.user_modules import PROMPT
 from pipeline.errors import ConfigError, PromptError
-from pipeline.experience.types import Experience
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.weights.store import WeightsReader
 from pipeline.progress import Telemetry
@@ -26,11 +26,11 @@ from pipeline.prompts.rendering import Rendering, Template, render
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.environment.turns import Turns, TurnSettings, sample_turns
-from pipeline.rollout.generation.interface import Completed, Engine, Responses, Sampling
-from pipeline.rollout.generation.stops import ends_with_stop
+from pipeline.rollout.generation.interface import Completed, Engine, Sampling
 from pipeline.rollout.generation.weights import WeightsSource, WorkerWeights
 from pipeline.rollout.insert_gate import Fault, find_fault
 from pipeline.rollout.prompt_batch import PromptBatch, sample_all, tokens_of
+from pipeline.rollout.rows import Rows
 from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts, vision_rows_of
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import PromptResult
@@ -47,17 +47,17 @@ class Maker(Protocol):
 
     def begin(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        prompts: Sequence[torch.Tensor],
+        prompt_columns: int,
         sampling: Sampling,
         gt_answer: Sequence[Any],
         *,
         columns: Sequence[Mapping[str, Any]] | None,
         vision: VisionRows | None,
     ) -> PromptBatch:
-        """Return a left-padded batch of prompts with their sampling parameters."""
+        """Return prompts with their sampling parameters."""
 
-    def finish(self, batch: PromptBatch, responses: Responses) -> Experience:
+    def finish(self, batch: PromptBatch, rows: Rows) -> RaggedRows:
         """Return the experience of prompts and their responses."""
 
 
@@ -66,11 +66,10 @@ class Rolled:
     """The result of a rollout.
 
     Attributes:
-        experience: Rows of the prompts that could be rolled out; None if none could.
+        rows: Experience of the prompts that could be rolled out; None if none could.
         prompts_failed: Prompts set aside.
         refused: Why the last prompt set aside could not be rolled out.
         fault: Why the experience must not be sealed.
-        stopped: ``(B,)`` bool, whether the response ended by itself; None without experience or with a fault.
         answers: The right answer of each prompt rolled out.
         versions: Weights that the responses were sampled with, oldest first; empty if all are those held by the
             caller.
@@ -78,15 +77,21 @@ class Rolled:
         prompts_cut: Prompts rolled out that lost their first tokens.
     """
 
-    experience: Experience | None
+    rows: RaggedRows | None
     prompts_failed: int
     refused: PromptError | None = None
     fault: Fault | None = None
-    stopped: torch.Tensor | None = None
     answers: Sequence[Any] = ()
     versions: tuple[int, ...] = ()
     results: tuple[PromptResult, ...] = ()
     prompts_cut: int = 0
+
+    @property
+    def stopped(self) -> torch.Tensor:
+        """``(B,)`` bool, whether each response ended by itself, or by its environment."""
+        cut = None if self.rows is None else self.rows.tensor("info.cut")
+        assert cut is not None
+        return ~cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +127,7 @@ class Roller(Protocol):
 
 
 class LocalRoller:
-    """Renders and pads prompts, calls engine and maker, checks the experience; samples depend on the position alone.
+    """Renders prompts, calls engine and maker, checks the experience; samples depend on the position alone.
 
     `roll` does all of it. `pipeline.rollout.ticket_stream` has several rollouts in hand: it calls `begin`, has the
     prompts sampled by the engine, and calls `finish`.
@@ -259,18 +264,20 @@ class LocalRoller:
         return rendered(prompt, self.tokenizer, self._template, self.lengths, self.vision, cuts_prompts=cuts)
 
     def batch_of(self, begun: Begun) -> PromptBatch:
-        """Pad prompts, and return them with their sampling parameters, for the engine.
+        """Return prompts with their sampling parameters, for the engine.
 
         Raises:
             FieldError: If the maker refuses them; also ShapeError.
         """
-        input_ids, mask = self._pad([rendered.ids for _, rendered in begun.kept])
-        room = self._columns(input_ids.shape[1]) - input_ids.shape[1]
-        max_length = input_ids.shape[1] + min(room, begun.response_tokens or room)
+        # On the CPU: the maker copies each mini-batch to the device of its model.
+        prompts = [torch.tensor(rendered.ids, dtype=torch.int64) for _, rendered in begun.kept]
+        prompt_columns = max(map(len, prompts))
+        room = self._columns(prompt_columns) - prompt_columns
+        max_length = prompt_columns + min(room, begun.response_tokens or room)
         columns = [{**prompt.columns, PROMPT: prompt.prompt} for prompt, _ in begun.kept]
         return self._maker.begin(
-            input_ids,
-            mask,
+            prompts,
+            prompt_columns,
             dataclasses.replace(self.sampling, max_length=max_length, seed=seed_of(self._seed, begun.position)),
             [prompt.answer for prompt, _ in begun.kept],
             columns=columns,
@@ -311,19 +318,14 @@ class LocalRoller:
         for read in self.readers:
             read([prompt for prompt, _ in begun.kept], self._group_size)
 
-    def _checked(self, begun: Begun, experience: Experience) -> Rolled:
+    def _checked(self, begun: Begun, rows: RaggedRows) -> Rolled:
         failed = begun.prompts - len(begun.kept)
-        fault = find_fault(
-            experience,
-            vocabulary=self.vocabulary,
-            pad_token_id=self.tokenizer.pad_token_id,
-            has_observations=self.turns is not None,
-        )
+        fault = find_fault(rows, vocabulary=self.vocabulary, has_observations=self.turns is not None)
         if fault is not None:
-            return Rolled(experience, failed, begun.refused, fault)
+            return Rolled(rows, failed, begun.refused, fault)
         answers = [prompt.answer for prompt, _ in begun.kept]
         cut = sum(found.cut > 0 for _, found in begun.kept)
-        return Rolled(experience, failed, begun.refused, None, self._stopped(experience), answers, prompts_cut=cut)
+        return Rolled(rows, failed, begun.refused, None, answers, prompts_cut=cut)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version; see `WorkerWeights.fetch`."""
@@ -342,27 +344,6 @@ class LocalRoller:
         """Return the columns of prompt and response: a response never gets the room that shorter prompts leave."""
         response = self.lengths.response
         return self.lengths.row if response is None else prompt_columns + response
-
-    def _stopped(self, experience: Experience) -> torch.Tensor:
-        """Return ``(B,)`` bool: the response is shorter than its room or ends by itself, or by its environment."""
-        assert experience.action_mask is not None
-        if self.turns is not None and experience.info is not None:
-            return torch.logical_not(experience.info["cut"])
-        lengths, columns, sampling = experience.action_mask.sum(dim=1), experience.action_mask.shape[1], self.sampling
-        ended = ends_with_stop(
-            experience.sequences[:, -columns:], sampling.stop_sequences, sampling.eos_token_ids, sampling.stop_strings
-        )
-        return torch.logical_or(lengths < columns, ended)
-
-    def _pad(self, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(len(ids) for ids in rows)
-        input_ids = torch.full((len(rows), width), self.tokenizer.pad_token_id, dtype=torch.int64)
-        mask = torch.zeros((len(rows), width), dtype=torch.int64)
-        for row, ids in enumerate(rows):
-            input_ids[row, width - len(ids) :] = torch.tensor(ids)
-            mask[row, width - len(ids) :] = 1
-        # On the CPU: the maker copies each mini-batch to the device of its model.
-        return input_ids, mask
 
 
 def rendered(

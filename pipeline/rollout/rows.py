@@ -1,144 +1,169 @@
-"""Sampled rows in two layouts: the maker's (prompts on the left, responses on the right), and right-padded, no gap."""
+"""Sampled rows laid end to end, as the maker computes with them; a pass pads those of its mini-batch on the spot."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.rollout.generation.interface import Responses, Sampling, TurnColumns
+from pipeline.models.flat_rows import FlatRows, Index, ranges, starts_of
+from pipeline.rollout.environment.turn_rows import TurnColumns
+from pipeline.rollout.generation.interface import Responses
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Sampled rows; B rows, P columns of prompt, A = max_length - P columns of response.
+    """Sampled rows; B rows of T tokens, of which N are of responses.
+
+    Formulas over the actions of a row take values by columns, ``(B, A)``; `columns` and `flat` change between both.
 
     Attributes:
-        sequences: ``(B, max_length)`` int64, prompts padded on the left, responses on the right.
-        attention_mask: ``(B, max_length)`` int64.
-        action_mask: ``(B, A)`` bool; observations of an environment, which the actor did not sample, are left out.
-        prompt_lengths: ``(B,)`` int64, real tokens of each prompt.
+        tokens: ``(T,)`` int64, the prompt and the response of each row, row after row.
+        prompts: ``(B,)`` int64, tokens of each prompt.
         lengths: ``(B,)`` int64, tokens of each response, observations included, from 1 to A.
+        prompt_columns: Columns of prompt, P, in a batch for a model that is given whole rows.
+        num_actions: The room of a response, A.
         pad_token_id: The token in padding.
+        sampled_log_probs: ``(N,)`` float32, those of the engine; None if it computes none.
         vision: Images and videos of the rows; None where rows are text alone.
         turns: Columns of rows of several turns; None for one response a row.
     """
 
-    sequences: Tensor
-    attention_mask: Tensor
-    action_mask: Tensor
-    prompt_lengths: Tensor
-    lengths: Tensor
+    tokens: Tensor
+    prompts: Index
+    lengths: Index
+    prompt_columns: int
+    num_actions: int
     pad_token_id: int
+    sampled_log_probs: Tensor | None = None
     vision: VisionRows | None = None
     turns: TurnColumns | None = None
 
-    @classmethod
-    def of(
-        cls, prompt_mask: Tensor, responses: Responses, sampling: Sampling, *, vision: VisionRows | None = None
-    ) -> Rows:
-        """Combine the masks of prompts with the responses of an engine.
+    def __len__(self) -> int:
+        """Return the number of rows, B."""
+        return len(self.lengths)
 
-        Args:
-            prompt_mask: ``(B, P)``, 1 where the token of the prompt is real.
-            responses: The engine's result for these B rows.
-            sampling: The engine's argument.
-            vision: Images and videos of these B rows.
+    @functools.cached_property
+    def totals(self) -> Index:
+        """``(B,)``, tokens of each row."""
+        return self.prompts + self.lengths
 
-        Returns:
-            The rows.
-
-        Raises:
-            ShapeError: If the engine returned another number of rows or columns, or an impossible length.
-        """
-        num_actions = check_responses(responses, len(prompt_mask), prompt_mask.shape[1], sampling.max_length)
-        lengths = responses.lengths
-        prompt_mask = (prompt_mask != 0).long()
-        real, turns = torch.arange(num_actions) < lengths.unsqueeze(1), responses.turns
-        return cls(
-            sequences=responses.sequences,
-            attention_mask=torch.cat([prompt_mask, real.long()], dim=1),
-            action_mask=real if turns is None else real & ~turns.observed,
-            prompt_lengths=prompt_mask.sum(dim=1),
-            lengths=lengths,
-            pad_token_id=sampling.pad_token_id,
-            vision=vision,
-            turns=turns,
-        )
+    @functools.cached_property
+    def starts(self) -> Index:
+        """``(B,)``, the index of each row's first token."""
+        return starts_of(self.totals)
 
     @property
-    def num_actions(self) -> int:
-        """Action columns, A."""
-        return self.action_mask.shape[1]
+    def response_tokens(self) -> Tensor:
+        """``(N,)`` int64, the tokens of responses."""
+        return self.tokens[torch.from_numpy(ranges(self.starts + self.prompts, self.lengths))]
 
-    def rows(self, index: Tensor) -> Rows:
-        """Return the rows at an index ``(rows,)`` int64, at the same widths."""
+    @functools.cached_property
+    def is_response(self) -> Tensor:
+        """``(B, A)`` bool, True in the columns that a response has, the environment's tokens included."""
+        return torch.from_numpy(np.arange(self.num_actions) < self.lengths[:, None])
+
+    @functools.cached_property
+    def action_mask(self) -> Tensor:
+        """``(B, A)`` bool; observations of an environment, which the actor did not sample, are left out."""
+        return self.is_response if self.turns is None else self.columns(~self.turns.observed)
+
+    def columns(self, values: Tensor) -> Tensor:
+        """Return the values ``(N,)`` of responses by columns, ``(B, A)``, 0 behind the end of a response."""
+        return values.new_zeros(self.is_response.shape).masked_scatter_(self.is_response, values)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """Return the values of responses, ``(N,)``, from those by columns, ``(B, A)``."""
+        return values[self.is_response]
+
+    def rows(self, index: Index) -> Self:
+        """Return the rows at an index."""
+        tokens = torch.from_numpy(ranges(self.starts[index], self.totals[index]))
+        actions = torch.from_numpy(self.actions_of(index))
         return dataclasses.replace(
             self,
-            sequences=self.sequences[index],
-            attention_mask=self.attention_mask[index],
-            action_mask=self.action_mask[index],
-            prompt_lengths=self.prompt_lengths[index],
+            tokens=self.tokens[tokens],
+            prompts=self.prompts[index],
             lengths=self.lengths[index],
+            sampled_log_probs=None if self.sampled_log_probs is None else self.sampled_log_probs[actions],
             vision=self.vision_of(index),
-            turns=None if self.turns is None else self.turns.rows(index),
+            turns=None if self.turns is None else self.turns.rows(torch.from_numpy(index), actions),
         )
 
-    def vision_of(self, index: Tensor | slice) -> VisionRows | None:
-        """Return images and videos of some rows; None where rows are text alone."""
-        return None if self.vision is None else self.vision.rows(index)
+    def actions_of(self, index: Index) -> Index:
+        """Return the places of some rows' responses in columns ``(N,)``."""
+        return ranges(starts_of(self.lengths)[index], self.lengths[index])
 
-    def padded(self, index: Tensor, *, trim: bool, multiple: int = 1) -> tuple[Tensor, Tensor, int]:
-        """Return ids and mask of some rows in the maker's layout, and the number of action columns.
+    def vision_of(self, index: Index) -> VisionRows | None:
+        """Return images and videos of some rows; None where rows are text alone."""
+        return None if self.vision is None else self.vision.rows(index.tolist())
+
+    def for_packing(self, device: torch.device) -> FlatRows:
+        """Return the rows for packed passes, with their tokens on a device; the actor did not sample observations."""
+        places = ranges(self.starts + self.prompts, self.lengths)
+        row = np.repeat(np.arange(len(self)), self.lengths)
+        if self.turns is not None:
+            sampled = ~self.turns.observed.numpy()
+            places, row = places[sampled], row[sampled]
+        return FlatRows.of(self.tokens.to(device), self.totals, places, row)
+
+    def padded(self, index: Index, *, trim: bool, multiple: int = 1) -> tuple[Tensor, Tensor, int]:
+        """Return ids and mask of some rows: prompts padded on the left, responses on the right.
 
         Args:
-            index: The rows, ``(rows,)`` int64.
-            trim: Leave out the columns that are padding in all rows.
+            index: The rows.
+            trim: Leave out the columns that are padding in all rows; else there are P + A.
             multiple: With `trim`, the width is rounded up to a multiple of it, by padding on the left.
 
         Returns:
             ``(rows, width)`` int64 both, and the number of action columns at their right end.
         """
-        if not trim:
-            return self.sequences[index], self.attention_mask[index], self.num_actions
-        prompt_width = self.sequences.shape[1] - self.num_actions
-        longest = int(self.lengths[index].max())
-        columns = slice(prompt_width - int(self.prompt_lengths[index].max()), prompt_width + longest)
-        padding = -(columns.stop - columns.start) % multiple
-        sequences, mask = self.sequences[index, columns], self.attention_mask[index, columns]
-        return (
-            functional.pad(sequences, (padding, 0), value=self.pad_token_id),
-            functional.pad(mask, (padding, 0)),
-            longest,
-        )
+        prompt_columns, columns = self.prompt_columns, self.num_actions
+        if trim:
+            columns = int(self.lengths[index].max())
+            prompt_columns = int(self.prompts[index].max())
+            prompt_columns += -(prompt_columns + columns) % multiple
+        return *self._block(index, prompt_columns - self.prompts[index], prompt_columns + columns), columns
 
-    def right_padded(self, part: slice, *, trim: bool, multiple: int = 1) -> tuple[Tensor, Tensor]:
-        """Return ids and mask of some rows, the first real token in column 0.
+    def right_padded(self, index: Index, *, trim: bool, multiple: int = 1) -> tuple[Tensor, Tensor]:
+        """Return ids and mask of some rows, the first token in column 0.
 
         Args:
-            part: The rows.
-            trim: Make the result as wide as the longest row, in place of `max_length`.
+            index: The rows.
+            trim: Make the result as wide as the longest row, in place of P + A.
             multiple: With `trim`, the width is rounded up to a multiple of it.
 
         Returns:
             ``(rows, width)`` int64 both.
         """
-        sequences, prompts = self.sequences[part], self.prompt_lengths[part]
-        max_length = sequences.shape[1]
-        real = prompts + self.lengths[part]
-        columns = torch.arange(-(-int(real.max()) // multiple) * multiple if trim else max_length)
-        mask = columns < real.unsqueeze(1)
-        starts = max_length - self.num_actions - prompts
-        source = (columns + starts.unsqueeze(1)).clamp(max=max_length - 1)
-        return sequences.gather(1, source).masked_fill(~mask, self.pad_token_id), mask.long()
+        longest = int(self.totals[index].max())
+        width = longest + -longest % multiple if trim else self.prompt_columns + self.num_actions
+        return self._block(index, np.zeros_like(index), width)
+
+    def _block(self, index: Index, first: Index, width: int) -> tuple[Tensor, Tensor]:
+        """Return ids and mask of rows whose tokens begin at the columns `first`."""
+        places = torch.from_numpy(ranges(np.arange(len(index)) * width + first, self.totals[index]))
+        ids = torch.full((len(index), width), self.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros((len(index), width), dtype=torch.int64)
+        ids.view(-1)[places] = self.tokens[torch.from_numpy(ranges(self.starts[index], self.totals[index]))]
+        mask.view(-1)[places] = 1
+        return ids, mask
+
+    def row_of(self, place: int, *, of_tokens: bool = False) -> tuple[int, int]:
+        """Return the row of a place in columns ``(N,)`` or, `of_tokens`, ``(T,)``, and the number within the row."""
+        starts = self.starts if of_tokens else starts_of(self.lengths)
+        row = int(np.searchsorted(starts, place, side="right")) - 1
+        return row, place - int(starts[row])
 
 
-def rows_with_reward(scores: Tensor, group_size: int) -> Tensor | None:
-    """Return the rows of the groups whose rewards are all finite, ``(rows,)`` int64; None for all of them.
+def rows_with_reward(scores: Tensor, group_size: int) -> Index | None:
+    """Return the rows of the groups whose rewards are all finite; None for all of them.
 
     Args:
         scores: ``(B,)``.
@@ -154,7 +179,7 @@ def rows_with_reward(scores: Tensor, group_size: int) -> Tensor | None:
     if not bool(good.any()):
         errored = int((~torch.isfinite(scores)).sum())
         raise RewardError(f"{errored} of {len(scores)} rows have no reward, and no row is left")
-    return good.nonzero().squeeze(1)
+    return np.flatnonzero(good.numpy())
 
 
 def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
@@ -187,8 +212,8 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
         raise FieldError(f"row {int(gaps.nonzero()[0])}: the prompt has padding after a real token; pad on the left")
 
 
-def check_responses(responses: Responses, rows: int, prompt_width: int, max_length: int) -> int:
-    """Refuse an engine's result of another shape than requested, or with an impossible length.
+def check_responses(responses: Responses, rows: int, prompt_width: int, max_length: int) -> None:
+    """Refuse the result of a blocking engine in another shape than requested, or with an impossible length.
 
     Args:
         responses: The result.
@@ -196,30 +221,37 @@ def check_responses(responses: Responses, rows: int, prompt_width: int, max_leng
         prompt_width: P, columns of the prompts.
         max_length: As requested.
 
-    Returns:
-        Columns of response, A = `max_length` - P.
-
     Raises:
-        ShapeError: If there is another number of rows or columns, or a response does not have from 1 to A tokens.
+        ShapeError: If there is another number of rows or columns, or a response does not have from 1 to
+            `max_length` - P tokens.
     """
-    num_actions = max_length - prompt_width
     shape, lengths = tuple(responses.sequences.shape), responses.lengths
     if shape != (rows, max_length) or lengths.shape != (rows,):
         raise ShapeError(
             f"generator returned sequences {shape} and lengths {tuple(lengths.shape)}, "
             f"not ({rows}, {max_length}) and ({rows},)"
         )
-    wrong = (lengths < 1) | (lengths > num_actions)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise ShapeError(f"row {row}: a response of {int(lengths[row])} tokens, not from 1 to {num_actions}")
-    return num_actions
+    check_lengths(lengths.numpy(), max_length - prompt_width)
 
 
-def check_tokens(sequences: Tensor, vocabulary: int) -> None:
+def check_lengths(lengths: Index, num_actions: int) -> None:
+    """Refuse a response that does not have from 1 to A tokens.
+
+    Raises:
+        ShapeError: If there is one; the message names the row.
+    """
+    wrong = np.flatnonzero((lengths < 1) | (lengths > num_actions))
+    if len(wrong):
+        raise ShapeError(f"row {wrong[0]}: a response of {lengths[wrong[0]]} tokens, not from 1 to {num_actions}")
+
+
+def check_tokens(rows: Rows, vocabulary: int) -> None:
     """Refuse tokens outside the vocabulary: a forward pass over them fails, and on a GPU ends the whole process."""
-    wrong = (sequences < 0) | (sequences >= vocabulary)
+    tokens = rows.tokens
+    wrong = (tokens < 0) | (tokens >= vocabulary)
     if bool(wrong.any()):
-        row, column = wrong.nonzero()[0].tolist()
-        token = int(sequences[row, column])
-        raise TokenError(f"row {row}: token {token} in column {column}; the vocabulary has {vocabulary:,}")
+        place = int(wrong.nonzero()[0])
+        row, number = rows.row_of(place, of_tokens=True)
+        raise TokenError(
+            f"row {row}: token {int(tokens[place])} at position {number}; the vocabulary has {vocabulary:,}"
+        )

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
-from pipeline.experience.types import Experience
+from pipeline.experience.extent_format import Array
+from pipeline.experience.ragged import RaggedRows
 from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.roller import Rolled
 from pipeline.runtime.messages import Ticket
@@ -118,16 +119,16 @@ class RolloutSamples(WorkerHook):
 
         Args:
             ticket: The ticket.
-            rolled: The rollout, with rows in the maker's layout, the G responses of a prompt contiguous.
+            rolled: The rollout, with its rows, the G responses of a prompt contiguous.
             version: Policy version of the weights.
         """
         if not self._is_wanted:
             return
-        experience, stopped = rolled.experience, rolled.stopped
-        assert experience is not None and stopped is not None
+        made, stopped = rolled.rows, rolled.stopped
+        assert made is not None
         self._is_wanted = False
         began_s = self._clock()
-        rows = len(experience.sequences)
+        rows = len(made)
         first = self._rng.randrange(rows // self._group_size) * self._group_size
         known = self._sources(rows, rolled.answers)
         index, answer = known[first // self._group_size] if known else (None, None)
@@ -140,8 +141,8 @@ class RolloutSamples(WorkerHook):
             policy_version=version,
             group_size=self._group_size,
             answer="" if answer is None else json.dumps(answer, ensure_ascii=False)[:_MOST_ANSWER_CHARACTERS],
-            responses=[self._response(experience, row, bool(stopped[row]), self._parts(rows, row)) for row in shown],
-            **self._prompt(experience, first),
+            responses=[self._response(made, row, bool(stopped[row]), self._parts(rows, row)) for row in shown],
+            **self._prompt(made, first),
         )
         try:
             if not self._writer.write(sample):
@@ -176,10 +177,8 @@ class RolloutSamples(WorkerHook):
         kept = self._kept_scores(rows)
         return () if kept is None else kept[row]
 
-    def _prompt(self, experience: Experience, row: int) -> dict[str, Any]:
-        assert experience.action_mask is not None and experience.attention_mask is not None
-        width = experience.sequences.shape[1] - experience.action_mask.shape[1]
-        ids = experience.sequences[row, :width][experience.attention_mask[row, :width] != 0].tolist()
+    def _prompt(self, rows: RaggedRows, row: int) -> dict[str, Any]:
+        ids = rows.columns_of("sequences", row)[: -rows.counts[row]].tolist()
         text = "".join(
             token if count < _REPEATS else f"{token} \N{MULTIPLICATION SIGN}{count} "
             for token, count in self._runs(ids[-_MOST_PROMPT_TOKENS:])
@@ -199,45 +198,41 @@ class RolloutSamples(WorkerHook):
             between = []
         return [*runs, (self._text(between), 1)]
 
-    def _response(self, experience: Experience, row: int, stopped: bool, parts: Parts) -> SampledResponse:
-        assert experience.action_mask is not None and experience.info is not None
-        assert experience.attention_mask is not None
-        width = experience.sequences.shape[1] - experience.action_mask.shape[1]
-        mask = experience.attention_mask[row, width:] != 0
-        whole = experience.sequences[row, width:][mask].tolist()
+    def _response(self, rows: RaggedRows, row: int, stopped: bool, parts: Parts) -> SampledResponse:
+        whole = rows.columns_of("sequences", row)[-rows.counts[row] :].tolist()
         ids = whole[:_MOST_TOKENS]
-        observed = (~experience.action_mask[row])[mask][:_MOST_TOKENS].tolist()
 
-        def of_tokens(values: Any) -> list[float]:
-            return [round(value, 4) for value in values[row][mask][:_MOST_TOKENS].tolist()]
+        def of(name: str) -> Array | None:
+            return rows.columns_of(name, row)[:_MOST_TOKENS] if name in rows.columns else None
 
-        log_probs, base, advantages = (
-            experience.action_log_probs, experience.base_action_log_probs, experience.advantages,
-        )  # fmt: skip
-        assert advantages is not None
-        if log_probs is None:
-            # The trainer computes them.
-            log_probs = experience.behaviour_log_probs
-        reward = float(experience.info["score"][row])
+        def rounded(values: Array | None) -> list[float]:
+            return [] if values is None else [round(value, 4) for value in values.tolist()]
+
+        # Where the trainer computes them, the rows have the engine's alone.
+        log_probs = of("action_log_probs" if "action_log_probs" in rows.columns else "behaviour_log_probs")
+        base, mask = of("base_action_log_probs"), of("action_mask")
+        observed = [] if mask is None else (mask == 0).tolist()
+        advantages = rows.columns["advantages"]
+        reward = float(rows.columns["info.score"][row])
         return SampledResponse(
             pieces=pieces(self._text, ids),
-            log_probs=[] if log_probs is None else of_tokens(log_probs),
-            log_ratios=[] if base is None or log_probs is None else of_tokens(log_probs - base),
-            advantages=[round(float(advantages[row]), 4)] if advantages.dim() == 1 else of_tokens(advantages),
-            tokens=int(mask.sum()),
+            log_probs=rounded(log_probs),
+            log_ratios=[] if base is None or log_probs is None else rounded(log_probs - base),
+            advantages=rounded(of("advantages") if rows.named["advantages"].columns else advantages[row : row + 1]),
+            tokens=len(whole),
             stopped=stopped,
             reward=round(reward, 6),
             parts=self._named(parts, reward),
-            numbers=self._further(experience, row),
+            numbers=self._further(rows, row),
             observed=observed if any(observed) else [],
             stop=self._stop_string(whole) if stopped else "",
         )
 
-    def _further(self, experience: Experience, row: int) -> dict[str, float]:
-        column = (experience.info or {}).get(COLUMN)
+    def _further(self, rows: RaggedRows, row: int) -> dict[str, float]:
+        column = rows.columns.get(f"info.{COLUMN}")
         if column is None or self._numbers is None:
             return {}
-        return {name: round(value, 6) for name, value in numbers_of(column[row].numpy(), self._numbers).items()}
+        return {name: round(value, 6) for name, value in numbers_of(column[row], self._numbers).items()}
 
     def _stop_string(self, ids: list[int]) -> str:
         # It is of the last tokens: no token has less than a byte of it, except for those without a text.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,9 +129,13 @@ class Shaping:
 
 def is_cut(rows: Rows, sampling: Sampling) -> Tensor:
     """Return which responses have the maximum length and do not end with a stop, ``(B,)`` bool."""
-    responses = rows.sequences[:, -rows.num_actions :]
-    stopped = ends_with_stop(responses, sampling.stop_sequences, sampling.eos_token_ids, sampling.stop_strings)
-    return (rows.lengths == rows.num_actions) & ~stopped
+    whole = np.flatnonzero(rows.lengths == rows.num_actions)
+    responses = rows.columns(rows.response_tokens)[torch.from_numpy(whole)]
+    cut = torch.zeros(len(rows), dtype=torch.bool)
+    cut[torch.from_numpy(whole)] = ~ends_with_stop(
+        responses, sampling.stop_sequences, sampling.eos_token_ids, sampling.stop_strings
+    )
+    return cut
 
 
 def shaping_of(config: Config) -> Shaping:

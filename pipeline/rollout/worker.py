@@ -17,7 +17,7 @@ from pipeline.errors import (
     WeightsMismatchError,
 )
 from pipeline.experience import codec
-from pipeline.experience.types import Experience
+from pipeline.experience.ragged import RaggedRows
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.insert_gate import Fault
@@ -279,13 +279,13 @@ class RolloutWorker:
             rolled = self._stream.finish(ticket.ticket)
             if ticket.evaluation >= 0:
                 return self._late(in_hand) if self._is_late(in_hand) else self._evaluated(in_hand, rolled)
-            if rolled.experience is None:
+            if rolled.rows is None:
                 return self._failed(ticket, "all its prompts were set aside", retry=False)
             if self._is_late(in_hand):
                 return self._late(in_hand)
             weights = self._weights_of(in_hand, rolled)
             if rolled.fault is not None:
-                return self._faulty(ticket, weights, rolled.fault, rolled.experience)
+                return self._faulty(ticket, weights, rolled.fault, rolled.rows)
             return self._seal(ticket, weights, rolled)
         except (FieldError, ShapeError) as error:
             if ticket.evaluation >= 0:
@@ -328,13 +328,15 @@ class RolloutWorker:
         return held[rolled.versions[0]] if rolled.versions else in_hand.weights[-1]
 
     def _seal(self, ticket: Ticket, weights: WeightsVersion, rolled: Rolled) -> Sealed:
-        experience = rolled.experience
-        assert experience is not None
+        assert rolled.rows is not None
         with self._metrics.activity("seal"):
-            encoded = self._encode(ticket, experience)
-        assert rolled.stopped is not None
+            if self._numbers is not None:
+                rolled = dataclasses.replace(rolled, rows=pack(rolled.rows, self._numbers))
+            rows = rolled.rows
+            assert rows is not None
+            encoded = self._encode(ticket, rows)
         self._metrics.rolled(
-            experience,
+            rows,
             prompts=ticket.prompts,
             prompts_failed=rolled.prompts_failed,
             group_size=self._group_size,
@@ -344,32 +346,29 @@ class RolloutWorker:
         for hook in self._hooks:
             hook.sealed(ticket, rolled, weights.version)
         return Sealed(
-            self._name, ticket.ticket, len(experience.sequences), encoded.nbytes, encoded.checksum,
+            self._name, ticket.ticket, len(rows), encoded.nbytes, encoded.checksum,
             weights.version, weights.fingerprint, rolled.prompts_failed, ticket.attempt,
-            flat_groups(experience, self._group_size),
+            flat_groups(rows, self._group_size),
         )  # fmt: skip
 
-    def _faulty(self, ticket: Ticket, weights: WeightsVersion, fault: Fault, experience: Experience | None) -> Faulty:
+    def _faulty(self, ticket: Ticket, weights: WeightsVersion, fault: Fault, rows: RaggedRows | None) -> Faulty:
         """Return the message of a refused rollout; its rows, if any, are written to the extent, for the quarantine."""
         log.error("rollout refused: ticket=%d position=%d reason=%s detail=%s",
                   ticket.ticket, ticket.position, fault.reason, fault.detail)  # fmt: skip
         self._metrics.failed(prompts=ticket.prompts, group_size=self._group_size, retried=False)
-        rows, encoded = 0, codec.Encoded(0, 0)
-        # Fields whose lengths disagree cannot be encoded.
-        if experience is not None and fault.reason != "lengths":
+        count, encoded = 0, codec.Encoded(0, 0)
+        if rows is not None:
             try:
-                encoded, rows = self._encode(ticket, experience), len(experience.sequences)
-            except (FieldError, ShapeError, ArenaFullError) as error:
+                encoded, count = self._encode(ticket, rows), len(rows)
+            except ArenaFullError as error:
                 log.warning("rollout refused without a copy: ticket=%d reason=%s", ticket.ticket, str(error))
         return Faulty(
-            self._name, ticket.ticket, fault.reason, fault.detail, rows, encoded.nbytes, encoded.checksum,
+            self._name, ticket.ticket, fault.reason, fault.detail, count, encoded.nbytes, encoded.checksum,
             weights.version, weights.fingerprint, ticket.attempt,
         )  # fmt: skip
 
-    def _encode(self, ticket: Ticket, experience: Experience) -> codec.Encoded:
-        if self._numbers is not None:
-            pack(experience, self._numbers)
-        return codec.encode(experience, self._arena.extent(ticket.offset, ticket.nbytes))
+    def _encode(self, ticket: Ticket, rows: RaggedRows) -> codec.Encoded:
+        return codec.encode(rows, self._arena.extent(ticket.offset, ticket.nbytes))
 
     def _failed(self, ticket: Ticket, reason: str, *, retry: bool) -> Failed:
         if ticket.evaluation < 0:
@@ -408,9 +407,9 @@ class RolloutWorker:
             self._metrics.fetched(self.held.version, self._reader.nbytes, self._clock() - started_s)
 
 
-def flat_groups(experience: Experience, group_size: int) -> list[int]:
+def flat_groups(rows: RaggedRows, group_size: int) -> list[int]:
     """Return the numbers of the groups that carry no training signal, in order; none if the maker does not tell."""
-    mixed = (experience.info or {}).get("group_mixed")
+    mixed = rows.tensor("info.group_mixed")
     if mixed is None or group_size < 2 or len(mixed) % group_size:
         return []
     return [group for group, signal in enumerate(mixed[::group_size].tolist()) if not signal]

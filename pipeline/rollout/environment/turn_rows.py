@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from pipeline.rollout.generation.interface import Response, TurnColumns
+from pipeline.rollout.generation.interface import Response
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +29,38 @@ class TurnsResponse(Response):
     turns: int = dataclasses.field(kw_only=True)
 
 
-def turn_columns(responses: Sequence[Response], room: int) -> TurnColumns | None:
-    """Return the columns of rows of several turns, padded to the room; None for those of one response."""
-    rows = [response for response in responses if isinstance(response, TurnsResponse)]
-    if not rows:
-        return None
-    observed = torch.zeros((len(rows), room), dtype=torch.bool)
-    rewards = torch.zeros((len(rows), room), dtype=torch.float64)
-    for place, row in enumerate(rows):
-        observed[place, : len(row.observed)] = row.observed
-        rewards[place, : len(row.rewards)] = row.rewards
-    cut = torch.tensor([row.finish_reason == "length" for row in rows])
-    return TurnColumns(observed, rewards, cut, torch.tensor([row.turns for row in rows]))
+@dataclasses.dataclass(frozen=True)
+class TurnColumns:
+    """The columns that rows of several turns have beside their tokens; N tokens of responses in B rows.
+
+    Attributes:
+        observed: ``(N,)`` bool, True for the tokens of the environment, which the actor did not sample.
+        rewards: ``(N,)`` float64, the reward of each turn at its last token, else 0; NaN in a row without an answer.
+        cut: ``(B,)`` bool, the row ended at a limit of turns or tokens.
+        counts: ``(B,)`` int64, turns of each row.
+    """
+
+    observed: Tensor
+    rewards: Tensor
+    cut: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, responses: Sequence[Response]) -> Self | None:
+        """Return the columns of rows of several turns; None for those of one response."""
+        rows = [response for response in responses if isinstance(response, TurnsResponse)]
+        if not rows:
+            return None
+        return cls(
+            torch.cat([row.observed for row in rows]),
+            torch.cat([row.rewards for row in rows]),
+            torch.tensor([row.finish_reason == "length" for row in rows]),
+            torch.tensor([row.turns for row in rows]),
+        )
+
+    def rows(self, index: Tensor, actions: Tensor) -> Self:
+        """Return those of the rows at an index, whose tokens are `actions` among all."""
+        return type(self)(self.observed[actions], self.rewards[actions], self.cut[index], self.counts[index])
 
 
 def actions_of(response: Response) -> int:

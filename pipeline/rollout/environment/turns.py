@@ -133,7 +133,7 @@ class Turns:
         self._unanswered = 0
         self._since_s = 0.0
         requests = batch.requests(new_key)
-        room, size = batch.sampling.max_length - batch.input_ids.shape[1], batch.group_size
+        room, size = batch.num_actions, batch.group_size
         self._rows = [
             _Row(
                 place * size + member,

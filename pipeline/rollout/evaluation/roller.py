@@ -17,10 +17,11 @@ from pipeline.config.schema import Config
 from pipeline.prompts.rendering import rendering_of
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.environment.turn_rows import actions_of
-from pipeline.rollout.generation.interface import Completed, Responses
+from pipeline.rollout.generation.interface import Completed
 from pipeline.rollout.prompt_batch import PromptBatch
 from pipeline.rollout.reward.parts import OnParts
 from pipeline.rollout.roller import Begun, LocalRoller, Maker, Rolled
+from pipeline.rollout.rows import Rows
 from pipeline.rollout.sampling import held_out_sampling
 from pipeline.telemetry.evaluations import PromptResult
 
@@ -32,9 +33,7 @@ log = logging.getLogger(__name__)
 class ScoringMaker(Maker, Protocol):
     """A maker that can score responses alone."""
 
-    def scores(
-        self, batch: PromptBatch, responses: Responses, *, on_parts: OnParts = lambda parts, numbers: None
-    ) -> Tensor:
+    def scores(self, batch: PromptBatch, rows: Rows, *, on_parts: OnParts = lambda parts, numbers: None) -> Tensor:
         """Return the raw rewards, ``(rows,)``, NaN for a row without one; see `ModelPasses.scores`."""
 
 
@@ -110,7 +109,7 @@ class EvaluationRoller(LocalRoller):
         self._response_tokens = evaluation.max_new_tokens
 
     def begin(self, position: int, prompts: int, *, response_tokens: int | None = None) -> Begun:
-        """Render and pad prompts; as `LocalRoller.begin`."""
+        """Render prompts; as `LocalRoller.begin`."""
         return super().begin(position, prompts, response_tokens=response_tokens or self._response_tokens)
 
     def batch_of(self, begun: Begun) -> PromptBatch:

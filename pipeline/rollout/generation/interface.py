@@ -74,27 +74,6 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnColumns:
-    """The columns that rows of several turns have beside their tokens.
-
-    Attributes:
-        observed: ``(B, A)`` bool, True for the tokens of the environment, which the actor did not sample.
-        rewards: ``(B, A)`` float32, the reward of each turn at its last token, else 0; NaN in a row without an answer.
-        cut: ``(B,)`` bool, the row ended at a limit of turns or tokens.
-        counts: ``(B,)`` int64, turns of each row.
-    """
-
-    observed: Tensor
-    rewards: Tensor
-    cut: Tensor
-    counts: Tensor
-
-    def rows(self, index: Tensor) -> TurnColumns:
-        """Return those of the rows at an index ``(rows,)`` int64."""
-        return TurnColumns(self.observed[index], self.rewards[index], self.cut[index], self.counts[index])
-
-
-@dataclasses.dataclass(frozen=True)
 class Responses:
     """The responses of an engine; row i * group_size + g is response g of prompt i.
 
@@ -103,13 +82,11 @@ class Responses:
         lengths: ``(B,)`` int64, tokens of each response, its stop included.
         log_probs: ``(B, max_length - P)`` float32, of the sampled tokens at the temperature, before top_k, top_p and
             min_p; zero after the end. None if the engine does not compute them.
-        turns: Columns of rows of several turns, whose lengths count the observations; no engine sets them.
     """
 
     sequences: Tensor
     lengths: Tensor
     log_probs: Tensor | None = None
-    turns: TurnColumns | None = None
 
 
 class ResponseGenerator(Protocol):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import RewardError
-from pipeline.experience.types import Experience
+from pipeline.experience.ragged import RaggedRows
 from pipeline.progress import Telemetry
 from pipeline.telemetry.metric import MOST_NUMBERS
 from pipeline.telemetry.number_names import COLUMN, NumberNames, packed
@@ -180,13 +180,14 @@ def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
     return {f"{PREFIX}{name}": torch.tensor([row.get(name, math.nan) for row in rows]) for name in names}
 
 
-def pack(experience: Experience, names: NumberNames) -> None:
-    """Replace the columns of numbers in an experience's `info` by one of fixed shape, in place.
+def pack(rows: RaggedRows, names: NumberNames) -> RaggedRows:
+    """Return rows with one column of fixed shape in `info` in place of those of numbers.
 
     All rows of a batch have the same fields, and a function may return other numbers at any time: the extents of a run
     whose functions may return numbers have the one column always (`pipeline.telemetry.number_names`).
     """
-    info = dict(experience.info or {})
-    columns = {name.removeprefix(PREFIX): info.pop(name).numpy() for name in list(info) if name.startswith(PREFIX)}
-    info[COLUMN] = torch.from_numpy(packed(columns, names, len(experience.sequences)))
-    experience.info = info
+    prefix = f"info.{PREFIX}"
+    columns = {name.removeprefix(prefix): values for name, values in rows.columns.items() if name.startswith(prefix)}
+    for name in columns:
+        rows = rows.without(f"{prefix}{name}")
+    return rows.with_info(COLUMN, packed(columns, names, len(rows)))
