@@ -13,6 +13,7 @@ from benches.report import Section, Table
 from benches.ways.daemon import experience_of
 from benches.workload import APPEND_ROWS, SHAPES, appends
 from pipeline.experience import codec
+from pipeline.experience.ragged import RaggedRows
 
 _POOL = 8
 # Larger than any cache, so that rows are gathered from memory, as in a run.
@@ -32,7 +33,7 @@ def run(*, quick: bool) -> Sequence[Section]:
 
 def _table(name: str, quick: bool) -> Table:
     made = appends(SHAPES[name], _POOL)
-    experiences = [experience_of(append.arrays) for append in made]
+    experiences = [RaggedRows.of(experience_of(append.arrays)) for append in made]
     room = max(append.nbytes for append in made) + (1 << 16)
     places = min(max(_POOL, _COLD_BYTES // room), 2048)
     arena = np.zeros(places * room, np.uint8)

@@ -18,12 +18,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benches.report import ROOT, Section, Table
 from pipeline.models import chunked_log_probs
-from pipeline.rollout.generation.interface import Responses, Sampling
 from pipeline.rollout.model_passes import ModelPasses
 from pipeline.rollout.rows import Rows
 
@@ -49,10 +49,10 @@ def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
 
 def made_up_rows(options: argparse.Namespace) -> Rows:
     """Return rows of full length, as after a generator."""
-    sequences = torch.randint(3, options.vocabulary, (_ROWS, options.columns))
-    lengths = torch.full((_ROWS,), options.columns - PROMPT_COLUMNS)
-    sampling = Sampling(max_length=options.columns, pad_token_id=0)
-    return Rows.of(torch.ones(_ROWS, PROMPT_COLUMNS), Responses(sequences, lengths), sampling)
+    tokens = torch.randint(3, options.vocabulary, (_ROWS * options.columns,))
+    num_actions = options.columns - PROMPT_COLUMNS
+    prompts, lengths = np.full(_ROWS, PROMPT_COLUMNS), np.full(_ROWS, num_actions)
+    return Rows(tokens, prompts, lengths, PROMPT_COLUMNS, num_actions, pad_token_id=0)
 
 
 @torch.no_grad()
@@ -67,9 +67,10 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     if options.variant:
         log_probs = passes.log_probs("actor", model, rows, TEMPERATURE)
     else:
-        logits = model(input_ids=rows.sequences, attention_mask=rows.attention_mask).logits
+        sequences, mask, _ = rows.padded(np.arange(_ROWS), trim=False)
+        logits = model(input_ids=sequences, attention_mask=mask).logits
         whole = (logits[:, PROMPT_COLUMNS - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)
-        log_probs = whole.gather(-1, rows.sequences[:, PROMPT_COLUMNS:, None]).squeeze(-1)
+        log_probs = whole.gather(-1, sequences[:, PROMPT_COLUMNS:, None]).squeeze(-1)
     elapsed_s = time.perf_counter() - started_s
     peak = _peak_bytes()
     return {"peak_mib": (peak - before) / MIB, "seconds": elapsed_s, "sum": log_probs.double().sum().item()}

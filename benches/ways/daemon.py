@@ -94,7 +94,7 @@ class Worker:
         self._mailbox, self._outbox = Mailbox(folder, self._name), Outbox(folder, BUFFER)
         self._incarnation = os.getpid()
         self._tickets: list[Ticket] = []
-        self._made: dict[int, tuple[Arrays, Experience]] = {}
+        self._made: dict[int, tuple[Arrays, RaggedRows]] = {}
         self._welcome: Welcome | None = None
         self._outbox.send(Hello(self._name, self._incarnation, []))
         while self._welcome is None:
@@ -105,13 +105,13 @@ class Worker:
     def send(self, arrays: Arrays) -> None:
         """Write an append into the room of the next ticket, and send `Sealed`."""
         if id(arrays) not in self._made:
-            self._made[id(arrays)] = (arrays, experience_of(arrays))
-        experience = self._made[id(arrays)][1]
+            self._made[id(arrays)] = (arrays, RaggedRows.of(experience_of(arrays)))
+        rows = self._made[id(arrays)][1]
         deadline_s = time.monotonic() + _DEADLINE_S
         while not self._tickets:
             self._receive(deadline_s)
         ticket = self._tickets.pop(0)
-        encoded = codec.encode(experience, self._arena.extent(ticket.offset, ticket.nbytes))
+        encoded = codec.encode(rows, self._arena.extent(ticket.offset, ticket.nbytes))
         self._outbox.send(
             Sealed(self._name, ticket.ticket, APPEND_ROWS, encoded.nbytes, encoded.checksum, ticket.policy_version, 0)
         )

@@ -101,8 +101,8 @@ def test_a_response_ends_with_each_token_that_a_file_of_the_model_lists(
 def rolled(roller: LocalRoller, prompts: int = 8) -> tuple[list[list[int]], list[bool]]:
     """Return the responses of the first prompts, and which of them ended by themselves."""
     found = roller.roll(0, prompts)
-    experience = found.experience
-    assert experience is not None and experience.action_mask is not None and found.stopped is not None
+    experience = found.rows.padded()
+    assert experience.action_mask is not None
     responses = experience.sequences[:, -experience.action_mask.shape[1] :]
     pairs = zip(responses, experience.action_mask, strict=True)
     return [response[mask].tolist() for response, mask in pairs], found.stopped.tolist()
@@ -178,7 +178,7 @@ def test_a_stop_string_ends_rollouts_and_evaluations_and_samples_name_it(
     assert recorder is not None
     for position in range(6):
         found = roller.roll(position, 1)
-        assert found.experience is not None
+        assert found.rows is not None
         recorder.scoring()
         recorder.sealed(Ticket(1, 0, position, 1, 0, 0, 0, 0, 0.0), found, 0)
         recorder._due_s = 0.0

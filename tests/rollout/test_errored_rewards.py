@@ -127,7 +127,7 @@ def test_a_function_in_the_worker_that_raises_costs_its_group_and_is_named_once_
         rolled = [roller.roll(0, 4), roller.roll(4, 4)]
     errors = telemetry.take(None, None).reward_errors
 
-    assert [len(each.experience.sequences) for each in rolled] == [8, 8], "2 of 4 prompts, 4 responses each"
+    assert [len(each.rows) for each in rolled] == [8, 8], "2 of 4 prompts, 4 responses each"
     assert sorted(errors) == ["exception"] * 8 + ["invalid"] * 8
     logged = [message for message in caplog.messages if message.startswith("reward errored:")]
     assert len(logged) == 2, "each cause once in 32 rows, and in the trial before them"

@@ -98,13 +98,13 @@ def test_the_results_of_held_out_prompts_are_those_of_a_rollout_of_them(load: Lo
         seed=evaluator._seed, lengths=evaluator.lengths, vocabulary=evaluator.vocabulary, template="auto",
         sampling=evaluator.sampling,
     )  # fmt: skip
-    experience = reference.roll(0, 3).experience
+    experience = reference.roll(0, 3).rows.padded()
     assert experience is not None and experience.reward is not None and experience.action_mask is not None
 
     rolled = roller.roll(0, 3, evaluation=0)
 
     rewards, lengths = experience.reward.double().reshape(3, 4), experience.action_mask.sum(1).reshape(3, 4)
-    assert rolled.experience is None and rolled.prompts_failed == 0
+    assert rolled.rows is None and rolled.prompts_failed == 0
     assert [result.position for result in rolled.results] == [0, 1, 2]
     for at, result in enumerate(rolled.results):
         assert result.responses == 4 and result.right == int((rewards[at] >= 2.0).sum())

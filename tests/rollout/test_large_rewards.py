@@ -13,6 +13,7 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import RewardError
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.progress import Telemetry
@@ -148,7 +149,9 @@ def test_clipped_rows_are_counted_and_logged_at_one_and_ten(tmp_path: Path, capl
 
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
-            metrics.rolled(experience, prompts=2, prompts_failed=0, group_size=2, stopped=torch.ones(4).bool())
+            metrics.rolled(
+                RaggedRows.of(experience), prompts=2, prompts_failed=0, group_size=2, stopped=torch.ones(4).bool()
+            )
 
     assert [record.getMessage() for record in caplog.records] == [
         "rewards clipped: rows=3, by rollout.reward_clip", "rewards clipped: rows=12, by rollout.reward_clip",

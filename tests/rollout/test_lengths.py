@@ -57,25 +57,25 @@ def test_each_response_gets_the_same_room_whatever_the_length_of_its_prompt(tmp_
     with new_roller(tmp_path, Lengths(13, 8, 5)) as roller:
         rolled = roller.roll(place, 1)
 
-    assert rolled.experience is not None and rolled.experience.action_mask is not None
-    assert rolled.experience.action_mask.sum(dim=1).tolist() == [5, 5]
+    assert rolled.rows is not None
+    assert rolled.rows.counts == [5, 5]
 
 
 def test_prompts_of_one_ticket_share_the_room_of_responses(tmp_path: Path) -> None:
     with new_roller(tmp_path, Lengths(13, 8, 5)) as roller:
         rolled = roller.roll(0, 2)
 
-    assert rolled.experience is not None and rolled.experience.action_mask is not None
-    assert rolled.experience.action_mask.sum(dim=1).tolist() == [5, 5, 5, 5]
-    assert rolled.experience.sequences.shape[1] <= 13
+    assert rolled.rows is not None
+    assert rolled.rows.counts == [5, 5, 5, 5]
+    assert max(rolled.rows.lengths) <= 13
 
 
 def test_with_one_length_the_longest_prompt_leaves_the_room_as_before(tmp_path: Path) -> None:
     with new_roller(tmp_path, Lengths(13, 12, None)) as roller:
         rolled = roller.roll(0, 2)
 
-    assert rolled.experience is not None and rolled.experience.action_mask is not None
-    assert rolled.experience.action_mask.sum(dim=1).tolist() == [13 - WIDTH] * 4
+    assert rolled.rows is not None
+    assert rolled.rows.counts == [13 - WIDTH] * 4
 
 
 def test_a_prompt_above_its_length_is_set_aside_with_the_key(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_prompt_above_its_length_is_set_aside_with_the_key(tmp_path: Path) -> 
 
     assert rolled.prompts_failed == 1
     assert str(rolled.refused) == "8 tokens are too many: prompts have at most 7 (rollout.max_prompt_length)"
-    assert rolled.experience is not None and len(rolled.experience.sequences) == 2
+    assert rolled.rows is not None and len(rolled.rows) == 2
 
 
 def test_a_prompt_above_its_length_loses_its_first_tokens_is_counted_and_told_once(
@@ -97,11 +97,11 @@ def test_a_prompt_above_its_length_loses_its_first_tokens_is_counted_and_told_on
 
     assert rolled.prompts_failed == 0
     assert rolled.prompts_cut == sum(len(ids) > 5 for ids in expected) > 0
-    assert rolled.experience is not None
-    prompts = rolled.experience.sequences[::2, :-6]
+    assert rolled.rows is not None
+    prompts = rolled.rows.padded().sequences[::2, :-6]
     for prompt, ids in zip(prompts, expected, strict=True):
         kept = ids[-5:]
         assert prompt[len(prompt) - len(kept) :].tolist() == kept
-    assert torch.equal(rolled.experience.sequences, again.experience.sequences)  # type: ignore[union-attr]
+    assert torch.equal(rolled.rows.padded().sequences, again.rows.padded().sequences)  # type: ignore[union-attr]
     told = [record.getMessage() for record in caplog.records if "cut from the left" in record.getMessage()]
     assert len(told) == 1 and "tokens=5 of 8" in told[0]

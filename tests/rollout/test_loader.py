@@ -80,7 +80,7 @@ def test_with_no_kl_weight_above_0_the_reference_is_neither_loaded_nor_run(rolle
     plain, one, quiet = rollers(trainer={"kl_coef": 0.0})
     compared, two, loud = rollers(trainer={"kl_coef": 0.01})
 
-    without, with_reference = plain.roll(0, 2).experience, compared.roll(0, 2).experience
+    without, with_reference = plain.roll(0, 2).rows.padded(), compared.roll(0, 2).rows.padded()
 
     assert (len(one), len(two)) == (1, 2)
     assert "ref_logprob" not in stages(quiet)
@@ -104,7 +104,7 @@ def test_a_reference_that_is_the_trainers_is_neither_loaded_nor_run(rollers, lor
     theirs, one, quiet = rollers(model={"reference_device": "trainer", "lora_rank": lora_rank})
     own, two, loud = rollers(model={"lora_rank": lora_rank})
 
-    without, with_reference = theirs.roll(0, 2).experience, own.roll(0, 2).experience
+    without, with_reference = theirs.roll(0, 2).rows.padded(), own.roll(0, 2).rows.padded()
 
     assert (len(one), len(two)) == (1, 1 if lora_rank else 2)
     assert theirs._maker.initial_model is None
@@ -123,7 +123,7 @@ def test_a_reference_in_host_memory_gives_the_experience_of_one_in_the_worker_bi
     host, one, loud = rollers(model={"reference_device": "host"}, **settings)
     worker, two, _ = rollers(**settings)
 
-    streamed, whole = host.roll(0, 2).experience, worker.roll(0, 2).experience
+    streamed, whole = host.roll(0, 2).rows.padded(), worker.roll(0, 2).rows.padded()
 
     assert len(one) == len(two) == 2
     assert "ref_logprob" in stages(loud)
@@ -209,7 +209,7 @@ def test_with_lora_the_reference_is_the_actor_without_its_adapters(rollers):
         for tensor in adapter_of(maker.actor).values():
             tensor.copy_(torch.randn(tensor.shape) * 0.3)
 
-    experience = roller.roll(0, 2).experience
+    experience = roller.roll(0, 2).rows.padded()
 
     assert len(paths) == 1
     base = load_actor(paths[0], dtype="float32", device=CPU)

@@ -23,7 +23,7 @@ SILENT = f"{whole_rows.__name__}:new_engine"
 
 def experience_of(rollers: Any, **rollout: Any) -> tuple[Any, Any, list[str]]:  # noqa: F811
     roller, _, telemetry = rollers(rollout=rollout)
-    return roller, roller.roll(0, 2).experience, stages(telemetry)
+    return roller, roller.roll(0, 2).rows.padded(), stages(telemetry)
 
 
 @pytest.mark.parametrize("engine", ["transformers", STREAM])

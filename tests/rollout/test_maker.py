@@ -549,7 +549,7 @@ def test_a_token_that_the_actor_does_not_have_is_refused_before_a_model_dies_of_
             sequences[1, 5] = token
             return Responses(sequences, torch.full((len(input_ids),), 7 - input_ids.shape[1]))
 
-    with pytest.raises(TokenError, match=f"row 1: token {token} in column 5; the vocabulary has 23"):
+    with pytest.raises(TokenError, match=f"row 1: token {token} at position 5; the vocabulary has 23"):
         maker(actor=tiny.llama(), generator=Engine()).make_experience(PROMPTS, MASK, max_length=7)
 
 
@@ -779,7 +779,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos() -> None:
 
     experience = maker_.make_experience(PROMPTS, MASK, max_length=7)
 
-    assert experience.sequences[0].tolist() == [PAD, 5, 6, 2, EOS, EOS, EOS]
+    assert experience.sequences[0].tolist() == [EOS, 5, 6, 2, EOS, EOS, EOS]
     assert real(experience.action_mask).sum(1).tolist() == [2, 3]
 
 

@@ -86,7 +86,7 @@ def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(ta
     here.take(None, None)
     answer, mine = sent(node.roll(8, 3)), local.roll(8, 3)
 
-    equal(vars(mine.experience), vars(answer.value.experience))
+    equal(vars(mine.rows.padded()), vars(answer.value.rows.padded()))
     assert torch.equal(mine.stopped, answer.value.stopped) and list(mine.answers) == list(answer.value.answers)
     counted = here.take(None, None)
     assert answer.scores == counted.scores and len(answer.scores) == 12
@@ -103,7 +103,7 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     config = config_of(task)
     node = node_of(config)
     assert node.load().error is None
-    before = node.roll(0, 2).value.experience
+    before = node.roll(0, 2).value.rows.padded()
     other = load_actor(config.model.actor, dtype="float32", device=CPU)
     with torch.no_grad():
         for weight in other.parameters():
@@ -118,7 +118,7 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     assert fetched.value == published
     ((verdict, gaps),) = fetched.judged
     assert verdict == "ok" and len(gaps) == 8 and max(gaps) < 1e-4
-    after = node.roll(0, 2).value.experience
+    after = node.roll(0, 2).value.rows.padded()
 
     assert not torch.equal(before.action_log_probs, after.action_log_probs)
     data = copy.data.copy()
@@ -260,7 +260,7 @@ def test_a_node_tells_of_tokens_while_it_samples_and_of_all_with_the_result(task
 
     node._telemetry.progress = beat
     rolled = sent(node.roll(8, 3))
-    tokens = int(rolled.value.experience.action_mask.sum())
+    tokens = sum(rolled.value.rows.counts)
 
     assert rolled.sampled == trial + tokens
     assert seen == sorted(seen) and len(set(seen)) > 3

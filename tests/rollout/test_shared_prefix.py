@@ -6,6 +6,7 @@ import math
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ GROUP = 4
 
 def rows(groups: list[int], *, seed: int = 1) -> Rows:
     sequences, mask, actions = rows_of(groups, seed=seed)
-    return Rows(sequences, mask, actions, mask[:, :PROMPT].sum(dim=1), actions.sum(dim=1), tiny.PAD)
+    prompts, lengths = mask[:, :PROMPT].sum(dim=1).numpy(), actions.sum(dim=1).numpy()
+    return Rows(sequences[mask != 0], prompts, lengths, PROMPT, ACTIONS, tiny.PAD)
 
 
 def passes(most_rows: int | None = None) -> ModelPasses:
@@ -60,8 +62,9 @@ def test_log_probs_are_those_of_padded_passes_and_prompts_are_computed_once(buil
 
     found = passes(most_rows).log_probs("m", model, given, 0.7)
 
-    expected = action_log_probs(build(), given.sequences, given.attention_mask, ACTIONS, temperature=0.7)
-    torch.testing.assert_close(found, expected.masked_fill(~given.action_mask, 0), atol=2e-5, rtol=0)
+    sequences, mask, actions = rows_of([4, 3, 4, 1], seed=1)
+    expected = action_log_probs(build(), sequences, mask, ACTIONS, temperature=0.7)
+    torch.testing.assert_close(found, expected[actions], atol=2e-5, rtol=0)
     # 79 tokens of whole rows.
     assert seen == [52] if most_rows is None else sum(seen) > 52 and len(seen) == 4
 
@@ -70,16 +73,17 @@ def test_log_probs_are_those_of_padded_passes_and_prompts_are_computed_once(buil
 def test_a_group_has_the_log_probs_that_it_has_alone() -> None:
     """A ticket has whole groups, so its other prompts change a log-prob by rounding alone, in any order of rows."""
     model, given = shared(tiny.llama()), rows([4, 4, 4])
-    together = passes().log_probs("m", model, given, 1.0)
-    lengths, last = given.prompt_lengths.tolist(), given.sequences[:, PROMPT - 1].tolist()
+    together = given.columns(passes().log_probs("m", model, given, 1.0))
+    lengths, last = given.prompts.tolist(), given.tokens[given.starts + given.prompts - 1].tolist()
     prompts = list(zip(lengths, last, strict=True))
     assert len(set(prompts)) == 3
     for prompt in set(prompts):
-        index = torch.tensor([row for row, other in enumerate(prompts) if other == prompt])
+        index = np.array([row for row, other in enumerate(prompts) if other == prompt])
         assert len(index) == 4
-        alone = passes().log_probs("m", model, given.rows(index.flip(0)), 1.0).flip(0)
+        some = given.rows(index[::-1].copy())
+        alone = some.columns(passes().log_probs("m", model, some, 1.0)).flip(0)
         torch.testing.assert_close(together[index], alone, atol=1e-5, rtol=0)
-    again = passes().log_probs("m", model, given, 1.0)
+    again = given.columns(passes().log_probs("m", model, given, 1.0))
     assert torch.equal(again, together), "the same rows have the same bits"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.config.lengths import Lengths
 from pipeline.config.schema import Config
@@ -210,8 +211,9 @@ def test_a_blocking_engine_gives_the_experience_of_the_makers_own_call(new_bench
     for number, prompts in ((0, 3), (4, 2)):
         batch = bench.roller.batch_of(bench.roller.begin(number, prompts))
         expected = memoryview(bytearray(EXTENT))
+        ids = pad_sequence(list(batch.prompts), batch_first=True, padding_side="left")
         made = maker.make_experience(
-            batch.input_ids, batch.attention_mask, max_length=batch.sampling.max_length, seed=batch.sampling.seed
+            ids, (ids != 0).long(), max_length=batch.sampling.max_length, seed=batch.sampling.seed
         )
         encoded = codec.encode(made, expected)
         rows = list(range(prompts * GROUP))

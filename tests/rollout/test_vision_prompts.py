@@ -194,7 +194,7 @@ def test_prompts_whose_images_are_missing_are_set_aside_with_line_and_path(
     paths = {0: ["red.png"], 2: None, 3: ["green.png", "red.png"]}
     patches = {0: [(RED, 24)], 2: [], 3: [(GREEN, 4), (RED, 24)]}
     expected = [[str(tmp_path / name) for name in paths[line]] if paths[line] else None for line in kept]
-    experience: Any = rolled.experience
+    experience: Any = rolled.rows.padded()
     assert experience.raw_images == [images for images in expected for _ in range(2)]
     colours = [colour for line in kept for _ in range(2) for colour, count in patches[line] for _ in range(count)]
     pixels = torch.stack([normalized(colour) for colour in colours])

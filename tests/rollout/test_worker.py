@@ -3,14 +3,15 @@
 import contextlib
 import json
 import math
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from pipeline.config.lengths import Lengths, row_bytes_bound
 from pipeline.errors import ConfigError, FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience import codec
+from pipeline.experience.ragged import RaggedRows
 from pipeline.models.weights.store import WeightsPublisher
 from pipeline.progress import Telemetry
 from pipeline.prompts.source import PromptSource
@@ -67,16 +68,16 @@ class Maker:
         self.error = None
         self.change = lambda experience: None
 
-    def begin(self, input_ids, attention_mask, sampling, gt_answer, *, columns, vision):
-        self.calls.append(PromptBatch(input_ids, attention_mask, 1, gt_answer, vision, sampling, columns))
+    def begin(self, prompts, prompt_columns, sampling, gt_answer, *, columns, vision):
+        self.calls.append(PromptBatch(prompts, prompt_columns, 1, gt_answer, vision, sampling, columns))
         return self.calls[-1]
 
-    def finish(self, batch, responses):
+    def finish(self, batch, rows):
         if self.error is not None:
             raise self.error
-        experience = made_up(rows=len(batch.input_ids), prompt=5, actions=6, seed=batch.sampling.seed % 1000)
+        experience = made_up(rows=len(rows), prompt=5, actions=6, seed=batch.sampling.seed % 1000)
         self.change(experience)
-        return experience
+        return RaggedRows.of(experience).with_info("cut", np.zeros(len(rows), bool))
 
 
 class Threes:
@@ -573,8 +574,14 @@ def test_a_new_buffer_is_not_told_of_evaluation_tickets_which_it_issues_anew(ben
 
 def test_groups_without_signal_are_told_by_their_number():
     def groups(mixed):
-        return flat_groups(SimpleNamespace(info=mixed), 2)
+        rows = len(mixed.get("group_mixed", [0, 0]))
+        return flat_groups(
+            RaggedRows.of_columns(
+                torch.ones(2 * rows, dtype=torch.int64), lengths=[2] * rows, counts=[1] * rows, actions={}, rows={},
+                info=mixed,
+            ), 2,
+        )  # fmt: skip
 
     assert groups({"group_mixed": torch.tensor([True, True, False, False, True, True, False, False])}) == [1, 3]
     assert groups({"group_mixed": torch.tensor([1.0, 1.0])}) == []
-    assert groups({}) == groups(None) == []
+    assert groups({}) == []

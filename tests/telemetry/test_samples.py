@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from pipeline.cli.samples import Filter, render, visible
 from pipeline.config.schema import Config
+from pipeline.experience.ragged import RaggedRows
 from pipeline.rollout.roller import Rolled
 from pipeline.rollout.sample_recorder import RolloutSamples, pieces, reward_names
 from pipeline.runtime.messages import Ticket
@@ -184,7 +185,8 @@ def worker_samples(tmp_path: Path, clock: Any, **changes: Any) -> RolloutSamples
 
 def keep(samples: RolloutSamples, experience: Any, answers: list[Any], ticket: int = 0) -> None:
     stopped = torch.tensor([True, False] * (len(experience.sequences) // 2))
-    rolled = Rolled(experience, 0, stopped=stopped, answers=answers)
+    rows = RaggedRows.of(experience).with_info("cut", ~stopped.numpy())
+    rolled = Rolled(rows, 0, answers=answers)
     samples.sealed(Ticket(0, ticket, 10, 1, 1, 0, 0, 0, 0.0), rolled, 3)
 
 

@@ -92,10 +92,8 @@ def seeing(row: int, turn: int, response: str) -> Answer:
 
 
 def batch_of(maker: NaiveExperienceMaker, *, max_length: int = 24, seed: int = 11) -> PromptBatch:
-    width = max(map(len, PROMPTS))
-    ids = torch.tensor([[tiny.PAD] * (width - len(prompt)) + list(prompt) for prompt in PROMPTS])
     sampling = Sampling(max_length=max_length, pad_token_id=tiny.PAD, eos_token_ids=(tiny.EOS,), seed=seed)
-    return maker.begin(ids, (ids != tiny.PAD).long(), sampling)
+    return maker.begin([torch.tensor(prompt) for prompt in PROMPTS], max(map(len, PROMPTS)), sampling)
 
 
 def maker_of(actor: Any, **options: Any) -> NaiveExperienceMaker:
@@ -160,7 +158,7 @@ def test_the_log_probs_of_actions_are_those_of_the_whole_row_and_of_observations
     maker = maker_of(actor)
     batch = batch_of(maker)
 
-    experience = maker.finish(batch, batch.joined(completed))
+    experience = finished(maker, batch, completed)
 
     rows = rows_of(completed)
     for row, response in enumerate(rows):
@@ -174,8 +172,6 @@ def test_the_log_probs_of_actions_are_those_of_the_whole_row_and_of_observations
         )  # the engine saw each turn as a request of its own
     assert experience.info["score"].tolist() == [6.0] * len(rows)
     assert experience.info["turns"].tolist() == [3] * len(rows) and not experience.info["cut"].any()
-    assert find_fault(experience, vocabulary=23, pad_token_id=tiny.PAD, has_observations=True) is None
-    assert find_fault(experience, vocabulary=23, pad_token_id=tiny.PAD).reason == "mask"
 
 
 def test_a_rows_turns_do_not_depend_on_the_other_rows() -> None:
@@ -263,11 +259,18 @@ def test_a_row_keeps_to_its_room_and_ends_with_a_response(max_length: int) -> No
     experience_of(completed, max_length)
 
 
+def finished(maker: NaiveExperienceMaker, batch: PromptBatch, completed: list[Completed]) -> Experience:
+    rows = maker.finish(batch, batch.joined(completed))
+    assert find_fault(rows, vocabulary=23, has_observations=True) is None
+    if "action_mask" in rows.columns and not rows.columns["action_mask"].all():
+        assert find_fault(rows, vocabulary=23).reason == "mask"
+    return rows.in_columns(batch.prompt_columns, batch.num_actions, tiny.PAD)
+
+
 def experience_of(completed: list[Completed], max_length: int) -> Experience:
     maker = maker_of(tiny.llama())
     batch = batch_of(maker, max_length=max_length)
-    experience = maker.finish(batch, batch.joined(completed))
-    assert find_fault(experience, vocabulary=23, pad_token_id=tiny.PAD, has_observations=True) is None
+    experience = finished(maker, batch, completed)
     assert experience.info["cut"].all()
     return experience
 
@@ -305,7 +308,7 @@ def test_a_row_without_an_answer_is_left_out_with_its_group_and_never_scores_0()
     maker = maker_of(tiny.llama())
     batch = batch_of(maker)
 
-    experience = maker.finish(batch, batch.joined(completed))
+    experience = finished(maker, batch, completed)
 
     assert len(experience.sequences) == GROUP and experience.info["score"].tolist() == [6.0] * GROUP
     assert experience.sequences[0, :3].tolist() == [tiny.PAD, 8, 9]
@@ -322,7 +325,7 @@ def test_rewards_of_functions_are_added_to_those_of_the_turns() -> None:
     maker.reward_model = length
     batch = batch_of(maker)
 
-    experience = maker.finish(batch, batch.joined(completed))
+    experience = finished(maker, batch, completed)
 
     assert experience.info["score"].tolist() == pytest.approx(
         [6.0 + len(row.token_ids) / 10 for row in rows_of(completed)]
@@ -334,7 +337,7 @@ def test_the_penalty_of_length_counts_what_the_model_wrote() -> None:
     maker = maker_of(tiny.llama(), shaping=Shaping(overlong_buffer_tokens=4, longest=14))
     batch = batch_of(maker)
 
-    experience = maker.finish(batch, batch.joined(completed))
+    experience = finished(maker, batch, completed)
 
     written = [int((~row.observed).sum()) for row in rows_of(completed)]
     over = [max(0, tokens - 10) / 4 for tokens in written]
@@ -351,7 +354,7 @@ def test_with_ppo_each_reward_is_at_the_end_of_its_turn_and_advantages_skip_the_
     completed, _ = sampled(maker=maker)
     batch = batch_of(maker)
 
-    experience = maker.finish(batch, batch.joined(completed))
+    experience = finished(maker, batch, completed)
 
     for row, response in enumerate(rows_of(completed)):
         actions = ~response.observed
@@ -390,7 +393,7 @@ def test_a_step_does_not_depend_on_what_stands_at_observations(packing: bool) ->
         actor = tiny.llama()
         maker = maker_of(actor)
         batch = batch_of(maker)
-        experience = maker.finish(batch, batch.joined(completed))
+        experience = finished(maker, batch, completed)
         for name in ("action_log_probs", "base_action_log_probs"):
             getattr(experience, name)[~experience.action_mask] = garbage
         stats = Learner(config, "grpo", actor, kl_coef=0.1).update([experience])

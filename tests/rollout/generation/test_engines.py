@@ -139,15 +139,13 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
         lengths=Lengths(12, 11, None),
         template="none", sampling=SAMPLING, vocabulary=tiny.VOCABULARY_SIZE,
     ).roll(0, 2)  # fmt: skip
-    assert fresh.experience is not None
-    assert torch.equal(experience.action_mask.sum(dim=1), fresh.experience.action_mask.sum(dim=1))
+    assert fresh.rows is not None
+    assert experience.action_mask.sum(dim=1).tolist() == fresh.rows.counts
     responses = [
         row[mask] for row, mask in zip(experience.sequences[:, -8:], experience.action_mask[:, -8:], strict=True)
     ]
-    expected = [
-        row[mask] for row, mask in zip(fresh.experience.sequences[:, -8:], fresh.experience.action_mask, strict=True)
-    ]
-    assert all(torch.equal(mine, its) for mine, its in zip(responses, expected, strict=True))
+    expected = [fresh.rows.columns_of("sequences", row)[-count:] for row, count in enumerate(fresh.rows.counts)]
+    assert all(mine.tolist() == its.tolist() for mine, its in zip(responses, expected, strict=True))
     worker.close()
     publisher.close()
     source.close()

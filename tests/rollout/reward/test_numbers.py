@@ -241,7 +241,7 @@ def test_numbers_become_columns_of_the_rows_that_are_kept() -> None:
 def test_a_row_without_a_number_passes_the_gate() -> None:
     made = experience([{"a": 1.0}, {}])
 
-    assert find_fault(made, pad_token_id=0, vocabulary=2) is None
+    assert find_fault(RaggedRows.of(made), vocabulary=2) is None
 
 
 def test_the_mean_of_a_number_is_over_the_rows_of_all_ranks_that_have_it(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_texts_and_chats_are_scored_as_the_reward_model_reads_them(
     roller = load_roller(config, tokenizer, telemetry, texts=True, device=torch.device("cpu"))
     source = PromptSource(config.prompts, config.daemon.seed)
 
-    experience = roller.roll(0, 4).experience
+    experience = roller.roll(0, 4).rows.padded()
 
     assert experience is not None and experience.info is not None and experience.action_mask is not None
     columns = experience.action_mask.shape[1]

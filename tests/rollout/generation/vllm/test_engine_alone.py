@@ -94,7 +94,7 @@ def test_the_worker_has_no_memory_for_the_actor_and_rolls_out_with_the_versions(
     for version, by in ((1, 0.0), (2, 0.01), (3, 1e-5)):
         versions.publish(version, by)
         assert versions.take() == version
-        experience = held.roller.roll(4, 2).experience
+        experience = held.roller.roll(4, 2).rows.padded()
         assert experience.action_log_probs is None
         critic = held.roller._maker.critic.state_dict()
         for name, tensor in stepped_from(held.critic, by).items():
