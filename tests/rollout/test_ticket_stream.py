@@ -28,6 +28,7 @@ from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import LocalRoller
+from pipeline.rollout.shaping import Shaping
 from pipeline.rollout.ticket_stream import EngineStream, new_stream, tickets_ahead
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Failed, Faulty, Hello, Sealed, Settled, Ticket, WantTickets, Welcome
@@ -85,7 +86,7 @@ class Bench:
         maker = NaiveExperienceMaker(
             self.actor, None, reward, tiny.llama(seed=3), SimpleNamespace(pad_token_id=tiny.PAD, eos_token_id=tiny.EOS),
             use_grpo=True, num_generation=GROUP, reuse_sampling_log_probs=True, drop_errored=True,
-            refuse_not_finite=False,
+            refuse_not_finite=False, shaping=Shaping(marks_cut=True),
         )  # fmt: skip
         self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
         self.roller = LocalRoller(

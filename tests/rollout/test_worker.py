@@ -209,18 +209,16 @@ def test_a_ticket_is_rolled_out_and_sealed_into_its_extent(bench):
     assert sealed.policy_version == 0
 
 
-def test_prompts_are_padded_on_the_left_and_go_with_their_answers(bench):
+def test_prompts_go_with_their_answers(bench):
     start = short_positions(bench, 2)
     bench.worker.handle(Ticket(bench.incarnation, 0, start, 2, 1, 0, 1 << 15, 0, 100.0))
     bench.worker.step()
 
     batch = bench.maker.calls[0]
-    input_ids, mask, answers = batch.input_ids, batch.attention_mask, batch.answers
     texts = [bench.source.at(position).prompt for position in (start, start + 1)]
-    assert answers == [text.lower() for text in texts]
-    for row, text in enumerate(texts):
-        assert mask[row].sum() == len(text)
-        assert input_ids[row, -len(text) :].tolist() == Letters()(text)["input_ids"]
+    assert batch.answers == [text.lower() for text in texts]
+    assert [ids.tolist() for ids in batch.prompts] == [Letters()(text)["input_ids"] for text in texts]
+    assert batch.prompt_columns == max(map(len, texts))
 
 
 def test_a_prompt_that_fills_max_length_is_set_aside_and_counted(bench):
@@ -318,7 +316,7 @@ def test_a_start_tries_responses_of_16_tokens_at_most_and_their_room_at_full_len
     refuse_broken_reward(bench.roller, row_bytes_bound(500))
     bench.roller.roll(0, 1)
 
-    tried = [batch.sampling.max_length - batch.input_ids.shape[1] for batch in bench.maker.calls]
+    tried = [batch.num_actions for batch in bench.maker.calls]
     assert tried[0] == 16 and len(tried) == 2
     assert tried[1] > 16, "a ticket's responses are not cut"
 
@@ -343,7 +341,7 @@ def test_a_prompt_that_the_chat_template_refuses_costs_that_prompt_alone(tmp_pat
         )  # fmt: skip
         rolled = roller.roll(0, 3)
 
-    assert (rolled.prompts_failed, len(maker.calls[0].input_ids)) == (1, 2)
+    assert (rolled.prompts_failed, len(maker.calls[0].prompts)) == (1, 2)
     (line,) = caplog.messages
     assert (
         f"line=2 reason={path}:2: the prompt does not suit the tokenizer's chat template, which raised ValueError"

@@ -24,6 +24,7 @@ from pipeline.rollout.generation.weights import ModelWeights, hand_over
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import LocalRoller
+from pipeline.rollout.shaping import Shaping
 from pipeline.rollout.ticket_stream import EngineStream
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Sealed, Ticket, Welcome
@@ -53,8 +54,9 @@ def lengths_as_scores(*, response_start, response_end, **_row):
 
 def maker(actor, engine):
     return NaiveExperienceMaker(
-        actor, None, lengths_as_scores, tiny.llama(), TOKENIZER, use_grpo=True, num_generation=4, generator=engine
-    )
+        actor, None, lengths_as_scores, tiny.llama(), TOKENIZER, use_grpo=True, num_generation=4, generator=engine,
+        shaping=Shaping(marks_cut=True),
+    )  # fmt: skip
 
 
 def test_another_engine_makes_the_same_experience():

@@ -248,17 +248,17 @@ def test_the_mean_of_a_number_is_over_the_rows_of_all_ranks_that_have_it(tmp_pat
     names = NumberNames(tmp_path)
     first, second = experience([{"f.a": 1.0}, {}]), experience([{"f.a": 4.0, "f.b": -2.0}, {"f.b": 0.0}])
     # Another worker meets the names in another order.
-    for worker, made in ((names, first), (NumberNames(tmp_path), second)):
-        pack(made, worker)
+    first, second = pack(RaggedRows.of(first), names), pack(RaggedRows.of(second), NumberNames(tmp_path))
     means = RowMeans({}, NumberNames(tmp_path))
 
-    found = means.means([means.sums([RaggedRows.of(made)], 0) for made in (first, second)])
+    found = means.means([means.sums([made], 0) for made in (first, second)])
 
     assert {name: mean for name, mean in found.items() if name.startswith("reward/")} == {
         "reward/f.a": 2.5, "reward/f.b": -1.0,
     }  # fmt: skip
-    assert first.info is not None and set(first.info) == {"score", "policy_version", COLUMN}
-    assert numbers_of(second.info[COLUMN][0].numpy(), names) == {"f.a": 4.0, "f.b": -2.0}  # type: ignore[index]
+    info = {name for name in first.columns if name.startswith("info.")}
+    assert info == {"info.score", "info.policy_version", f"info.{COLUMN}"}
+    assert numbers_of(second.columns[f"info.{COLUMN}"][0], names) == {"f.a": 4.0, "f.b": -2.0}
 
 
 def test_the_names_of_a_run_outlive_its_processes_and_a_torn_line(
@@ -281,8 +281,7 @@ def test_the_names_of_a_run_outlive_its_processes_and_a_torn_line(
 
 def test_a_workers_metric_has_the_name_of_the_number(tmp_path: Path) -> None:
     names = NumberNames(tmp_path)
-    made = experience([{"f.a": 1.0}, {"f.a": 2.0}])
-    pack(made, names)
+    made = pack(RaggedRows.of(experience([{"f.a": 1.0}, {"f.a": 2.0}])), names)
     slab = MetricsSlab.create(tmp_path / "metrics", [SlotName("supervisor"), SlotName("rollout", 1)])
     slab.begin("rollout", 1)
     reader = MetricsReader(slab)
@@ -296,4 +295,4 @@ def test_a_workers_metric_has_the_name_of_the_number(tmp_path: Path) -> None:
 
     assert reading.value("rlhfd_reward_function_mean", role="rollout", worker="1", function="f.a") == 1.5
     assert reading.value("rlhfd_reward_numbers_left_out_total", reason="invalid") == 1
-    assert sums_of(made.info[COLUMN].numpy())[1][:2] == [2.0, 0.0]  # type: ignore[index]
+    assert sums_of(made.columns[f"info.{COLUMN}"])[1][:2] == [2.0, 0.0]

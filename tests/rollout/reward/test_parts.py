@@ -18,6 +18,7 @@ from pipeline.config.lengths import Lengths
 from pipeline.config.rewards import LengthReward, labels_of, part_labels, rewards_in_force
 from pipeline.config.schema import Config
 from pipeline.errors import ShapeError
+from pipeline.experience.ragged import RaggedRows
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.interface import Sampling
@@ -149,7 +150,9 @@ def test_the_means_are_shown_by_name(tmp_path: Path) -> None:
         PROMPTS, MASK, max_length=7, columns=[{"level": 1.5}, {"level": 3}]
     )
 
-    metrics.rolled(experience, prompts=2, prompts_failed=0, group_size=1, stopped=torch.ones(2, dtype=torch.bool))
+    metrics.rolled(
+        RaggedRows.of(experience), prompts=2, prompts_failed=0, group_size=1, stopped=torch.ones(2, dtype=torch.bool)
+    )
 
     names = dict(zip(REWARD_LABELS, ["level", "length"], strict=False))
     lines = Exposition(MetricsReader(slab, names=names)).text().decode().splitlines()
