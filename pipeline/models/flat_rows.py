@@ -52,31 +52,6 @@ class FlatRows:
         device = tokens.device
         return cls(tokens, on_device(action, device), on_device(row, device), lengths, counts, prompts)
 
-    @classmethod
-    def of_padded(cls, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> Self:
-        """Return the rows of a padded batch, each up to its last action.
-
-        Args:
-            sequences: ``(B, S)`` int64.
-            attention_mask: ``(B, S)``, nonzero where the token is real; the padding may be on either side.
-            action_mask: ``(B, A)`` bool, of the last A columns; at least one action in each row.
-
-        Raises:
-            ShapeError: If a row has no action, or no token before one of its actions.
-        """
-        width, columns = sequences.shape[1], action_mask.shape[1]
-        is_action = np.zeros(tuple(sequences.shape), np.bool_)
-        is_action[:, width - columns :] = action_mask.cpu().numpy()
-        real = attention_mask.cpu().numpy() != 0
-        behind = np.cumsum(is_action[:, ::-1], axis=1)[:, ::-1]
-        real = real & (behind > 0)
-        if not is_action.any(axis=1).all() or (is_action & ~real).any():
-            raise ShapeError("a row has no action, or no token before one of its actions")
-        action = np.flatnonzero(is_action[real])
-        row = np.nonzero(is_action)[0]
-        tokens = sequences[on_device(real, sequences.device)]
-        return cls.of(tokens, real.sum(axis=1), action, row)
-
     def __len__(self) -> int:
         """Return the number of rows, B."""
         return len(self.lengths)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ShapeError
 from pipeline.models.flat_rows import FlatRows, ranges
+from tests.support.padded_passes import flat_rows_of
 
 
 @st.composite
@@ -36,7 +37,7 @@ def padded(draw):
 def test_rows_of_a_padded_batch_end_with_their_last_actions(made):
     *columns, expected = made
 
-    rows = FlatRows.of_padded(*columns)
+    rows = flat_rows_of(*columns)
 
     starts = np.cumsum(rows.lengths) - rows.lengths
     for row, (tokens, places) in enumerate(expected):
@@ -49,7 +50,7 @@ def test_rows_of_a_padded_batch_end_with_their_last_actions(made):
 @given(padded(), st.data())
 def test_selected_rows_are_those_rows(made, data):
     *columns, expected = made
-    rows = FlatRows.of_padded(*columns)
+    rows = flat_rows_of(*columns)
     index = np.array(data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6)))
 
     some, actions = rows.rows(index)
@@ -63,7 +64,7 @@ def test_selected_rows_are_those_rows(made, data):
 @given(padded(), st.sampled_from([1, 8]))
 def test_the_padded_pass_has_each_row_at_its_end(made, multiple):
     *columns, expected = made
-    rows = FlatRows.of_padded(*columns)
+    rows = flat_rows_of(*columns)
 
     batch = rows.padded(multiple)
 

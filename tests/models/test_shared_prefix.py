@@ -29,7 +29,7 @@ from pipeline.rollout.generation.interface import Request, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.models.test_varlen_attention import assert_same_gradients
 from tests.support import tiny
-from tests.support.padded_passes import log_probs_by_packing, values_by_packing
+from tests.support.padded_passes import flat_rows_of, log_probs_by_packing, values_by_packing
 
 CPU = torch.device("cpu")
 BUILDS = [tiny.llama, tiny.qwen2, tiny.gpt2]
@@ -117,7 +117,7 @@ def test_no_row_sees_another_response_or_another_prompt(build: Any) -> None:
     sequences, mask, actions = rows_of([4, 1, 3])
     before, _ = log_probs_by_packing(model, sequences, mask, actions, shared=True)
 
-    groups = PromptGroups.of(FlatRows.of_padded(sequences, mask, actions))
+    groups = PromptGroups.of(flat_rows_of(sequences, mask, actions))
     number = dict(zip(groups.order.tolist(), groups.groups, strict=True))
     for row in range(len(sequences)):
         others = sequences % 20 + 3
@@ -149,7 +149,7 @@ def test_a_pass_has_each_prompt_once_and_no_last_tokens() -> None:
     sequences = torch.tensor([[5, 6, 7, 2, 3, 0], [0, 0, 8, 3, 4, 0], [5, 6, 7, 4, 9, 2]])
     actions = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 0, 1]]).bool()
 
-    flat = FlatRows.of_padded(sequences, (sequences != 0).long(), actions)
+    flat = flat_rows_of(sequences, (sequences != 0).long(), actions)
     rows = SharedRows.of_flat(flat)
     groups = PromptGroups.of(flat)
 
@@ -184,17 +184,17 @@ def test_left_to_itself_a_model_shares_where_it_saves_and_wanted_always_but_with
     many, few, none = rows_of([4, 4]), rows_of([2, *[1] * 12]), rows_of([1] * 6)
 
     assert [may_share_prompts(model) for model in (auto, always, never, unasked)] == [True, True, False, False]
-    assert [groups_to_share(auto, FlatRows.of_padded(*rows)) is not None for rows in (many, few, none)] == [
+    assert [groups_to_share(auto, flat_rows_of(*rows)) is not None for rows in (many, few, none)] == [
         True,
         False,
         False,
     ]
-    assert [groups_to_share(always, FlatRows.of_padded(*rows)) is not None for rows in (many, few, none)] == [
+    assert [groups_to_share(always, flat_rows_of(*rows)) is not None for rows in (many, few, none)] == [
         True,
         True,
         False,
     ]
-    flat = FlatRows.of_padded(*many)
+    flat = flat_rows_of(*many)
     of_others = flat.row != 0
     first_without = FlatRows.of(flat.tokens, flat.lengths, flat.action[of_others].numpy(), flat.row[of_others].numpy())
     assert groups_to_share(always, first_without) is None
@@ -238,10 +238,9 @@ def test_a_model_that_cannot_is_refused_in_one_line_or_left_as_it_is(caplog: pyt
     ]
     with pytest.raises(FieldError, match="LlamaModel does not compute a response after a shared prompt as in a row"):
         log_probs_by_packing(tiny.llama(), *rows_of([4, 4]), shared=True)
-    ids, mask, actions = rows_of([4, 4])
-    for wrong in (actions & (torch.arange(8) > 0).unsqueeze(1), torch.ones(8, PROMPT + ACTIONS).bool()):
-        with pytest.raises(ShapeError, match="no token before one of its actions"):
-            FlatRows.of_padded(ids, mask, wrong)
+    ids, mask, _ = rows_of([4, 4])
+    with pytest.raises(ShapeError, match="no token before one of its actions"):
+        flat_rows_of(ids, mask, mask.bool())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,6 @@ from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralFo
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.models.critic import Critic
-from pipeline.models.flat_rows import FlatRows
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.packing import PackedRows, prepare_packing
 from pipeline.models.varlen_attention import (
@@ -23,7 +22,7 @@ from pipeline.models.varlen_attention import (
     varlen_attention,
 )
 from tests.support import tiny
-from tests.support.padded_passes import log_probs_by_packing, values_by_packing
+from tests.support.padded_passes import flat_rows_of, log_probs_by_packing, values_by_packing
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BUILDS = [tiny.llama, tiny.qwen2, tiny.gpt2]
@@ -132,7 +131,7 @@ def test_rows_of_a_padded_batch_are_laid_end_to_end_without_their_last_actions()
     mask = (sequences != 0).long()
     actions = torch.tensor([[True, True, False], [False, True, True]])
 
-    rows = PackedRows.of_flat(FlatRows.of_padded(sequences, mask, actions))
+    rows = PackedRows.of_flat(flat_rows_of(sequences, mask, actions))
 
     assert rows.input_ids.tolist() == [[11, 12, 13, 21, 22, 23, 24, 25]]
     assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
@@ -145,14 +144,13 @@ def test_rows_of_a_padded_batch_are_laid_end_to_end_without_their_last_actions()
     ("mask", "actions"),
     [
         ([[0, 0, 1, 1]], [[True, True]]),
-        ([[1, 1, 1, 1]], [[False, False]]),
         ([[1, 1, 1, 1]], [[True, True, True, True]]),
     ],
-    ids=["no prompt", "no action", "no column before"],
+    ids=["no prompt", "no column before"],
 )
-def test_a_row_without_a_prompt_or_an_action_is_refused(mask: Any, actions: Any) -> None:
+def test_a_row_without_a_prompt_is_refused(mask: Any, actions: Any) -> None:
     with pytest.raises(ShapeError, match="no token before one of its actions"):
-        FlatRows.of_padded(torch.full((1, 4), 5), torch.tensor(mask), torch.tensor(actions))
+        flat_rows_of(torch.full((1, 4), 5), torch.tensor(mask), torch.tensor(actions))
 
 
 def test_a_model_that_slides_a_window_keeps_its_own_attention() -> None:
