@@ -128,6 +128,12 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.max_epochs and trainer.kind == "external":
         keys = ("trainer.max_epochs", "trainer.kind")
         found.append(Conflict(keys, 'must be 0 with trainer.kind = "external", which ends by itself'))
+    if trainer.normalize_values and rollout.algorithm == "grpo":
+        keys = ("trainer.normalize_values", "rollout.algorithm")
+        found.append(Conflict(keys, 'must be false with rollout.algorithm = "grpo", which has no critic'))
+    if trainer.normalize_values and trainer.kind == "external":
+        keys = ("trainer.normalize_values", "trainer.kind")
+        found.append(Conflict(keys, 'must be false with trainer.kind = "external", whose loss is its own'))
     return found + _conflicts_of_rates(config)
 
 

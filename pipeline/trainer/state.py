@@ -19,7 +19,7 @@ _PROGRESS = "progress"
 _CPU_GENERATOR = "generator.cpu"
 _CUDA_GENERATOR = "generator.cuda"
 
-OPTIONAL = frozenset({"kl_coef"})
+OPTIONAL = frozenset({"kl_coef", "return_moments"})
 """Tensors that a checkpoint may lack or have more: those of settings that may change with a resume."""
 
 DEVICE_STATE = frozenset({_CUDA_GENERATOR})

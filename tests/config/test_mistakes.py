@@ -164,6 +164,15 @@ MISTAKES = [
         '[trainer]\nadvantage_scale = "group"',
         '2:19: trainer.advantage_scale: must be "none" or "batch", got "group"',
     ),
+    (
+        "[trainer]\nnormalize_values = true",
+        '2:20: trainer.normalize_values: must be false with rollout.algorithm = "grpo", which has no critic',
+    ),
+    (
+        '[rollout]\nalgorithm = "ppo"\n[trainer]\nkind = "external"\nnormalize_values = true',
+        '5:20: trainer.normalize_values: must be false with trainer.kind = "external", whose loss is its own',
+    ),
+    ("[trainer]\nnormalize_values = 1", "2:20: trainer.normalize_values: must be true or false, got 1"),
     ("[prompts]\nshuffle = 2", "2:11: prompts.shuffle: must be true or false, got 2"),
     (
         '[prompts]\nshuffle = 0\npass_rate_column = "rate"\ncurriculum = "easy_first"',
