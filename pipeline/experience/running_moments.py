@@ -16,6 +16,9 @@ from typing import Final, NamedTuple, Self
 import torch
 from torch import Tensor
 
+SCORES: Final = "scores.moments"
+"""Published name of the moments of scores, beside the weights of a version."""
+
 RATE: Final = 3e-4
 LEAST_STDDEV: Final = 1e-4
 _ROUNDING = 1e-13

@@ -29,7 +29,7 @@ from pipeline.config.rates import Decay
 from pipeline.errors import FieldError
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.ragged import RaggedRows, ragged_rows
-from pipeline.experience.running_moments import Moments
+from pipeline.experience.running_moments import SCORES, Moments
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_adapters
 from pipeline.models.packing import prepare_packing
@@ -103,6 +103,7 @@ class Learner:
         telemetry: Telemetry = Telemetry.none(),
         width: int | None = None,
         horizon_rows: int = HORIZON_ROWS,
+        observes_scores: bool = False,
     ) -> None:
         """Take over the models; on several ranks, copy the weights from the group's first rank.
 
@@ -123,6 +124,7 @@ class Learner:
                 the tokens.
             width: Multiple to which the widths of passes are rounded up, in tokens; None: 64 on a GPU, 1 on a CPU.
             horizon_rows: Rows over which `kl_coef` is adapted.
+            observes_scores: Whether the learner keeps the moments of scores, for the workers (`published`).
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
@@ -163,6 +165,7 @@ class Learner:
         )
         self._width_multiple = width_multiple(self._device, width)
         self._part_shape = torch.Size((0, 0))
+        self._scores = Moments.new_state() if observes_scores else None
         self._returns = Moments.new_state() if trainer.normalize_values and critic is not None else None
         rates = trainer.learning_rate, trainer.critic_learning_rate
         self._optimizers = [
@@ -207,15 +210,17 @@ class Learner:
             counts = Counts(*self._sum_over_ranks(count(trained, observed, corrected)))
             least, largest = self._extremes_over_ranks(corrected) if counts.corrected else (None, None)
         trained = self._scaled(self._whitened(trained, counts), rows, watch)
-        returns = self._returns_after(counts)
+        returns = _after(self._returns, counts.actions_trained, counts.returns, counts.squared_returns)
+        scores = _after(self._scores, counts.rows, counts.scores, counts.squared_scores)
         if returns is not None:
             self._optimizers[1].unit = returns.scale
         updates = self._take_updates(trained, counts, watch, before_change)
         ratios, kl_coef = self._learning_rate_ratios(), self._kl_coef
         before_change()
         self._kl_control.observe(counts.kls / max(counts.actions, 1), counts.rows)
-        if returns is not None and self._returns is not None:
-            returns.keep(self._returns)
+        for moments, state in ((returns, self._returns), (scores, self._scores)):
+            if moments is not None and state is not None:
+                moments.keep(state)
         self.step += 1
         policy, kl, value, entropy = (updates.mean(name) for name in ("policy", "kl", "value", "entropy"))
         return StepStats(
@@ -246,6 +251,8 @@ class Learner:
             response_length_mean_tokens=counts.actions / max(counts.rows, 1),
             reward_mean=counts.scores / max(counts.rows, 1),
             reward_stddev=stddev(counts.rows, counts.scores, counts.squared_scores),
+            reward_running_mean=None if scores is None else scores.mean,
+            reward_running_stddev=None if scores is None else scores.scale,
             padding_ratio=updates.padding_ratio,
             rows=int(counts.rows),
             rows_trained=int(counts.rows_trained),
@@ -262,7 +269,7 @@ class Learner:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name, live: those of optimizers, KL controller and moments of returns.
+        """Return the tensors by name, live: those of optimizers, KL controller and moments.
 
         They are all that a step changes beside the weights. With them, the weights and `step`, another learner of the
         same models continues from here bit for bit.
@@ -273,7 +280,11 @@ class Learner:
             for name, tensor in optimizer.tensors().items()
         }
         moments = {} if self._returns is None else {"return_moments": self._returns}
-        return of_optimizers | self._kl_control.tensors() | moments
+        return of_optimizers | self._kl_control.tensors() | moments | self.published()
+
+    def published(self) -> dict[str, Tensor]:
+        """Return the tensors that are published beside the models, by published name, live; some of `tensors`."""
+        return {} if self._scores is None else {SCORES: self._scores}
 
     @property
     def _kl_coef(self) -> float:
@@ -316,12 +327,6 @@ class Learner:
             [counts.actions_trained, counts.advantages, counts.squared_advantages], dtype=torch.float64
         )
         return [replace(batch, advantages=whitened(batch.advantages, moments)) for batch in batches]
-
-    def _returns_after(self, counts: Counts) -> Moments | None:
-        """Return the moments of returns with those of a step; None if values are not normalized."""
-        if self._returns is None:
-            return None
-        return Moments.of(self._returns).after(counts.actions_trained, counts.returns, counts.squared_returns)
 
     def _scaled(
         self, batches: list[TrainingBatch], rows: Sequence[RaggedRows], watch: Stopwatch
@@ -499,6 +504,11 @@ class Learner:
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         negated, largest = extremes.tolist()
         return -negated, largest
+
+
+def _after(state: Tensor | None, count: float, total: float, squares: float) -> Moments | None:
+    """Return moments with those of a step; None without a state."""
+    return None if state is None else Moments.of(state).after(count, total, squares)
 
 
 def _rewards_of(rows: RaggedRows) -> Tensor:

@@ -66,6 +66,8 @@ class StepStats:
         response_length_mean_tokens: Mean number of actions of all rows.
         reward_mean: Mean of the raw scores of all rows.
         reward_stddev: Standard deviation of the raw scores of all rows.
+        reward_running_mean: Running mean of raw scores; None unless scores are divided by their running deviation.
+        reward_running_stddev: That deviation, by which the next version's scores are divided.
         padding_ratio: Share of padding in the tokens of the actor's passes; 0 without a pass.
         rows: Rows in the step.
         rows_trained: Rows that were not left out.
@@ -108,6 +110,8 @@ class StepStats:
     response_length_mean_tokens: float
     reward_mean: float
     reward_stddev: float
+    reward_running_mean: float | None
+    reward_running_stddev: float | None
     padding_ratio: float
     rows: int
     rows_trained: int

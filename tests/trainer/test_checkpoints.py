@@ -160,7 +160,7 @@ def test_a_state_of_another_model_changes_nothing(tmp_path, changed, message):
     assert into["actor.exp_avg.a"].eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["kl_coef", "return_moments"])
+@pytest.mark.parametrize("name", ["kl_coef", "return_moments", "scores.moments"])
 def test_a_state_without_a_settings_tensor_leaves_the_first_one_and_one_that_is_not_needed_is_left_out(tmp_path, name):
     folder = save(tmp_path, 1, value=9.0)
     started, constant = {**state(), name: torch.tensor(0.5, dtype=torch.float64)}, state()
