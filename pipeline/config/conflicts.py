@@ -128,6 +128,12 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.max_epochs and trainer.kind == "external":
         keys = ("trainer.max_epochs", "trainer.kind")
         found.append(Conflict(keys, 'must be 0 with trainer.kind = "external", which ends by itself'))
+    if trainer.normalize_values and rollout.algorithm == "grpo":
+        keys = ("trainer.normalize_values", "rollout.algorithm")
+        found.append(Conflict(keys, 'must be false with rollout.algorithm = "grpo", which has no critic'))
+    if trainer.normalize_values and trainer.kind == "external":
+        keys = ("trainer.normalize_values", "trainer.kind")
+        found.append(Conflict(keys, 'must be false with trainer.kind = "external", whose loss is its own'))
     return found + _conflicts_of_rates(config)
 
 
@@ -171,6 +177,8 @@ def _conflicts_of_advantages(config: Config) -> list[Conflict]:
         keys: tuple[str, ...] = ("trainer.advantage_scale", "rollout.advantages", "rollout.algorithm")
         message = 'must be "none" unless rollout.advantages is dr_grpo, rloo or your own'
         found.append(Conflict(keys, f'{message}: those of "{config.advantages}" are scaled already'))
+    if rollout.reward_scale == "running":
+        found += _conflicts_of_reward_scale(config)
     if rollout.overlong_buffer_tokens:
         longest = config.lengths.response
         keys = ("rollout.overlong_buffer_tokens", "rollout.max_new_tokens")
@@ -180,6 +188,22 @@ def _conflicts_of_advantages(config: Config) -> list[Conflict]:
             message = f"must be at most the {longest} tokens of a response, got {rollout.overlong_buffer_tokens}"
             found.append(Conflict(keys, message))
     return found
+
+
+def _conflicts_of_reward_scale(config: Config) -> list[Conflict]:
+    if config.advantages in ("grpo", "reinforce_baseline"):
+        keys: tuple[str, ...] = ("rollout.reward_scale", "rollout.advantages", "rollout.algorithm")
+        message = 'must be "none" unless rollout.advantages is gae, dr_grpo, rloo or your own'
+        return [Conflict(keys, f'{message}: those of "{config.advantages}" do not depend on the scale of scores')]
+    if config.trainer.advantage_scale == "batch":
+        keys = ("rollout.reward_scale", "trainer.advantage_scale")
+        return [
+            Conflict(keys, 'must be "none" with trainer.advantage_scale = "batch", which divides by the scale again')
+        ]
+    if config.trainer.kind == "external":
+        keys = ("rollout.reward_scale", "trainer.kind")
+        return [Conflict(keys, 'must be "none" with trainer.kind = "external", which publishes no moments')]
+    return []
 
 
 def _conflicts_of_updates(config: Config) -> list[Conflict]:

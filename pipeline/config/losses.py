@@ -61,6 +61,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 LossRows = Literal["trained", "all"]
 AdvantageScale = Literal["none", "batch"]
+RewardScale = Literal["none", "running"]
 LossAggregation = Literal["token_mean", "sequence_mean", "dr_grpo"]
 
 LogProbsBy = Literal["engine", "worker", "trainer"]
@@ -196,6 +197,11 @@ class AdvantageSection(LogProbsSection):
         le=1000,
         description="Dynamic sampling (DAPO): groups whose rewards are all equal are dropped and prompts issued in "
         "their place, up to this many times the prompts of a version; 0: such groups stay in the batch.",
+    )
+    reward_scale: RewardScale = Field(
+        default="none",
+        description="Divisor of scores that are trained (gae, dr_grpo, rloo): none, or the running deviation of the "
+        "scores of the steps before the version that samples; reward_clip then bounds the quotient.",
     )
     overlong_penalty: float = Field(
         default=1.0, gt=0, description="Reward that a response of the maximum length loses by overlong_buffer_tokens."

@@ -292,7 +292,15 @@ class TrainerConfig(LossSection):
     )
     gradient_clip_norm: float = Field(default=1.0, gt=0, description="Maximum gradient norm of a step.")
     clip_range: float = Field(default=0.2, gt=0, description="Clip range of the policy ratio around 1.")
-    value_clip_range: float = Field(default=0.2, gt=0, description="Clip range of values in the value loss (PPO).")
+    value_clip_range: float = Field(
+        default=0.2,
+        gt=0,
+        description="Clip range of values in the value loss (PPO), with normalize_values in units of the deviation.",
+    )
+    normalize_values: bool = Field(
+        default=False,
+        description="Whether the critic learns values in units of the running deviation of returns, by PopArt (PPO).",
+    )
     kl_coef: float | None = Field(
         default=None, ge=0, description="Weight of the KL in the loss; left out: 0.01 (GRPO), 0 (PPO)."
     )

@@ -18,6 +18,7 @@ from pipeline.config.losses import log_probs_by, worker_holds_actor
 from pipeline.config.rewards import labels_of, rewards_in_force
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, RlhfdError
+from pipeline.experience.running_moments import SCORES
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
 from pipeline.models.device import free_cached, process_device
@@ -146,7 +147,10 @@ def _load(
         in_float32 = with_float32_logits(config, measured, tokens, device)
         if in_float32 and reference is not None and reference is not measured:
             compute_in_float32(reference)
-    of_critic = joined({} if critic is None else {"critic": critic.state_dict()})
+    shaping = shaping_of(config)
+    beside_actor = joined({} if critic is None else {"critic": critic.state_dict()})
+    if shaping.score_moments is not None:
+        beside_actor[SCORES] = shaping.score_moments
     rollout = config.rollout
     share_prompts(config, actor, reference, device)
     # Such as of an actor that a critic was made of: the engine takes what is free.
@@ -179,7 +183,7 @@ def _load(
         inference_batch_size=rollout.inference_batch_size,
         logits_forward_batch_size=rollout.logits_forward_batch_size,
         reuse_sampling_log_probs=log_probs_by(config) == "engine",
-        shaping=shaping_of(config),
+        shaping=shaping,
         drop_errored=True,
         # The insert gate checks all values, and refused rows are kept in quarantine.
         refuse_not_finite=False,
@@ -189,11 +193,11 @@ def _load(
     weights: WorkerWeights
     if holds_actor:
         probe = ModelProbe(actor, tokens or _ANY_TOKENS, device, row_tokens=config.lengths.row, judging=judging)
-        targets = {**joined({"actor": published(actor)}), **of_critic}
+        targets = {**joined({"actor": published(actor)}), **beside_actor}
         weights = ModelWeights(targets, engine, weights_check(actor, tokens, device), probe)
     else:
         log.info("the engine alone holds the actor: probe_tokens=%d", len(tokens))
-        weights = EngineWeights(engine, PublishedProbe(tokens, actor.dtype, judging), of_critic)
+        weights = EngineWeights(engine, PublishedProbe(tokens, actor.dtype, judging), beside_actor)
     source = PromptSource(config.prompts, config.daemon.seed)
     roller = LocalRoller(
         maker,

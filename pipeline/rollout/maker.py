@@ -468,7 +468,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         of_turns = None if rows.turns is None else rows.columns(rows.turns.rewards.float())
         # The whole score is clipped, or each turn's, where it is placed; the penalty of length is no part of it.
         clip = SCORE_CLIP if self.shaping.reward_clip == "coati" else self.shaping.reward_clip
-        placed = placed_scores(scores, mask, of_turns)
+        placed = self.shaping.scaled(placed_scores(scores, mask, of_turns))
         clipped = placed if clip is None else placed.clamp(-clip, clip)
         shaped = self.shaping.shaped(rows, clipped.sum(dim=1), is_clipped=False)
         reward_actions = coati_action_rewards

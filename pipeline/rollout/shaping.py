@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from pipeline.experience.advantage_estimators import (
     overlong_rewards,
 )
 from pipeline.experience.advantages import KL_ESTIMATORS, KlEstimator, group_mixed, k1_kl, kl_rewards
+from pipeline.experience.running_moments import Moments
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.stops import ends_with_stop
 from pipeline.rollout.rows import Rows
@@ -49,6 +50,8 @@ class Shaping:
             "coati": 5 with PPO, none with GRPO.
         log_probs_by: Source of `action_log_probs`: "engine" refuses an engine that returns none, "trainer" leaves the
             field empty; None and "worker" leave the choice to the maker.
+        score_moments: The moments of scores by whose deviation scores are divided, ``(3,)`` float64, replaced with each
+            version that the worker fetches; None: scores are not divided.
     """
 
     advantages: AdvantageFunction | None = None
@@ -61,6 +64,7 @@ class Shaping:
     keeps_engine_log_probs: bool = False
     log_probs_by: LogProbsBy | None = None
     reward_clip: float | Literal["coati"] | None = "coati"
+    score_moments: Tensor | None = field(default=None, compare=False)
 
     def marks(self, rows: Rows, sampling: Sampling) -> dict[str, Tensor]:
         """Return the entries of `info` that describe the responses."""
@@ -68,15 +72,19 @@ class Shaping:
             return {"cut": rows.turns.cut, "turns": rows.turns.counts}
         return {"cut": is_cut(rows, sampling)} if self.marks_cut else {}
 
+    def scaled(self, scores: Tensor) -> Tensor:
+        """Return scores, of rows or placed at actions, divided by their running deviation."""
+        return scores if self.score_moments is None else scores / Moments.of(self.score_moments).scale
+
     def clipped(self, scores: Tensor) -> dict[str, Tensor]:
-        """Return the entry of `info` for scores beyond the bound, of rows ``(B,)`` or turns ``(B, A)``."""
+        """Return the entry of `info` for scaled scores beyond the bound, of rows ``(B,)`` or turns ``(B, A)``."""
         if not isinstance(self.reward_clip, float):
             return {}
         beyond = scores.abs() > self.reward_clip
         return {"reward_clipped": beyond if beyond.dim() == 1 else beyond.any(dim=1)}
 
     def shaped(self, rows: Rows, scores: Tensor, *, is_clipped: bool = True) -> Tensor:
-        """Return the scores within their bound, with the penalty of length, ``(B,)``."""
+        """Return scaled scores within their bound, with the penalty of length, ``(B,)``."""
         if is_clipped and isinstance(self.reward_clip, float):
             scores = scores.clamp(-self.reward_clip, self.reward_clip)
         if not self.overlong_buffer_tokens:
@@ -95,7 +103,7 @@ class Shaping:
     ) -> dict[str, Any]:
         """Return the fields of an algorithm that compares the responses of a prompt."""
         # In float64: a reward of 100,000,001 beside one of 100,000,000 is a signal.
-        shaped = self.shaped(rows, scores.double())
+        shaped = self.shaped(rows, self.scaled(scores.double()))
         kl = kl_rewards(self.kl(log_ratios, rows.action_mask), rows.action_mask, kl_coef)
         rewards = shaped + kl
         advantages = self.estimate(AdvantageInputs(rewards, group_size, rows.action_mask)).float()
@@ -107,7 +115,7 @@ class Shaping:
             "reward": rewards.float(),
             "kl": kl,
             "advantages": advantages,
-            "info": {"score": scores.float(), "group_mixed": mixed, **self.clipped(scores)},
+            "info": {"score": scores.float(), "group_mixed": mixed, **self.clipped(self.scaled(scores))},
         }
 
     def estimate(self, inputs: AdvantageInputs) -> Tensor:
@@ -160,6 +168,7 @@ def shaping_of(config: Config) -> Shaping:
         keeps_engine_log_probs=by == "trainer" or (by == "worker" and rollout.engine != "transformers"),
         log_probs_by="trainer" if by == "trainer" else rollout.log_probs,
         reward_clip=rollout.reward_clip,
+        score_moments=Moments.new_state() if rollout.reward_scale == "running" else None,
     )
 
 

@@ -288,6 +288,15 @@ METRICS: Final[tuple[Metric, ...]] = (
           "Estimated KL of the policy that sampled to the trained one, mean over the tokens of the last pass before "
           "its update, k3 estimator; trainer.target_kl bounds it."),
     gauge("rlhfd_kl_coef", TRAINER, "Weight of the KL to the reference in the loss of the last step."),
+    gauge("rlhfd_reward_running_mean", TRAINER,
+          "Running mean of scores over the steps; absent unless rollout.reward_scale is running."),
+    gauge("rlhfd_reward_running_stddev", TRAINER,
+          "Running deviation of scores, which divides those of the next version; absent unless rollout.reward_scale is "
+          "running."),
+    gauge("rlhfd_return_mean", TRAINER,
+          "Running mean of returns over the tokens of the steps; absent without trainer.normalize_values."),
+    gauge("rlhfd_return_stddev", TRAINER,
+          "Running deviation of returns, the unit of the value loss; absent without trainer.normalize_values."),
     gauge("rlhfd_loss", TRAINER, "Loss of the last step (policy, value, kl, entropy, total).",
           kind="policy value kl entropy total"),
     gauge("rlhfd_gradient_norm", TRAINER, "Gradient norm of the last step before clipping."),

@@ -4,7 +4,8 @@ A step is one optimizer update, or one for each mini-batch of each epoch (`train
 Every mean in a loss is taken over all actions of the update: those of all its batches, micro-batches and ranks are
 counted first. So the step does not depend, except for rounding, on micro-batches or on the number of ranks.
 
-    PPO   policy and clipped value losses, advantages whitened over the step; critic alone in the first steps
+    PPO   policy and clipped value losses, advantages whitened over the step; critic alone in the first steps;
+          the value loss in units of the running deviation of returns (`trainer.normalize_values`)
     GRPO  policy loss, one advantage a response, plus kl_coef x KL to the reference; groups with equal scores have no
           gradient and are left out, of the forward pass too
 
@@ -28,6 +29,7 @@ from pipeline.config.rates import Decay
 from pipeline.errors import FieldError
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.ragged import RaggedRows, ragged_rows
+from pipeline.experience.running_moments import SCORES, Moments
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_adapters
 from pipeline.models.packing import prepare_packing
@@ -51,6 +53,8 @@ from pipeline.trainer.step_stats import Counts, Observed, StepStats, Stopwatch, 
 SCALE_EPS = 1e-4
 """Added to the standard deviation of a step's rewards, as to that of a group's."""
 
+_VALUE_HEAD = ("value_head.weight", "value_head.bias")
+
 
 class TrainerSettings(LossSettings, Protocol):
     """The fields of `pipeline.config.schema.TrainerConfig` that the learner reads."""
@@ -61,6 +65,7 @@ class TrainerSettings(LossSettings, Protocol):
     weight_decay: float
     gradient_clip_norm: float
     value_clip_range: float
+    normalize_values: bool
     critic_warmup_steps: int
     micro_batch_size: int | None
     micro_batch_tokens: int | None
@@ -98,6 +103,7 @@ class Learner:
         telemetry: Telemetry = Telemetry.none(),
         width: int | None = None,
         horizon_rows: int = HORIZON_ROWS,
+        observes_scores: bool = False,
     ) -> None:
         """Take over the models; on several ranks, copy the weights from the group's first rank.
 
@@ -118,6 +124,7 @@ class Learner:
                 the tokens.
             width: Multiple to which the widths of passes are rounded up, in tokens; None: 64 on a GPU, 1 on a CPU.
             horizon_rows: Rows over which `kl_coef` is adapted.
+            observes_scores: Whether the learner keeps the moments of scores, for the workers (`published`).
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
@@ -158,6 +165,8 @@ class Learner:
         )
         self._width_multiple = width_multiple(self._device, width)
         self._part_shape = torch.Size((0, 0))
+        self._scores = Moments.new_state() if observes_scores else None
+        self._returns = Moments.new_state() if trainer.normalize_values and critic is not None else None
         rates = trainer.learning_rate, trainer.critic_learning_rate
         self._optimizers = [
             new_optimizer(
@@ -167,6 +176,7 @@ class Learner:
                 weight_decay=trainer.weight_decay,
                 clip_norm=trainer.gradient_clip_norm,
                 process_group=process_group,
+                in_units=_VALUE_HEAD if model is critic and trainer.normalize_values else (),
             )
             for model, rate in zip(self._models, rates, strict=False)
         ]
@@ -200,10 +210,17 @@ class Learner:
             counts = Counts(*self._sum_over_ranks(count(trained, observed, corrected)))
             least, largest = self._extremes_over_ranks(corrected) if counts.corrected else (None, None)
         trained = self._scaled(self._whitened(trained, counts), rows, watch)
+        returns = _after(self._returns, counts.actions_trained, counts.returns, counts.squared_returns)
+        scores = _after(self._scores, counts.rows, counts.scores, counts.squared_scores)
+        if returns is not None:
+            self._optimizers[1].unit = returns.scale
         updates = self._take_updates(trained, counts, watch, before_change)
         ratios, kl_coef = self._learning_rate_ratios(), self._kl_coef
         before_change()
         self._kl_control.observe(counts.kls / max(counts.actions, 1), counts.rows)
+        for moments, state in ((returns, self._returns), (scores, self._scores)):
+            if moments is not None and state is not None:
+                moments.keep(state)
         self.step += 1
         policy, kl, value, entropy = (updates.mean(name) for name in ("policy", "kl", "value", "entropy"))
         return StepStats(
@@ -211,6 +228,8 @@ class Learner:
             loss=policy + kl + value + entropy,
             policy_loss=policy,
             value_loss=None if self._critic is None else value,
+            return_mean=None if returns is None else returns.mean,
+            return_stddev=None if returns is None else returns.scale,
             entropy_loss=entropy if self._objective.entropy_coef else None,
             kl_loss=kl if kl_coef > 0 else None,
             gradient_norm=updates.norm(0),
@@ -232,6 +251,8 @@ class Learner:
             response_length_mean_tokens=counts.actions / max(counts.rows, 1),
             reward_mean=counts.scores / max(counts.rows, 1),
             reward_stddev=stddev(counts.rows, counts.scores, counts.squared_scores),
+            reward_running_mean=None if scores is None else scores.mean,
+            reward_running_stddev=None if scores is None else scores.scale,
             padding_ratio=updates.padding_ratio,
             rows=int(counts.rows),
             rows_trained=int(counts.rows_trained),
@@ -248,16 +269,22 @@ class Learner:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of optimizers and KL controller by name, live: all that a step changes beside the weights.
+        """Return the tensors by name, live: those of optimizers, KL controller and moments.
 
-        With them, the weights and `step`, another learner of the same models continues from here bit for bit.
+        They are all that a step changes beside the weights. With them, the weights and `step`, another learner of the
+        same models continues from here bit for bit.
         """
         of_optimizers = {
             f"{model}.{name}": tensor
             for model, optimizer in zip(("actor", "critic"), self._optimizers, strict=False)
             for name, tensor in optimizer.tensors().items()
         }
-        return of_optimizers | self._kl_control.tensors()
+        moments = {} if self._returns is None else {"return_moments": self._returns}
+        return of_optimizers | self._kl_control.tensors() | moments | self.published()
+
+    def published(self) -> dict[str, Tensor]:
+        """Return the tensors that are published beside the models, by published name, live; some of `tensors`."""
+        return {} if self._scores is None else {SCORES: self._scores}
 
     @property
     def _kl_coef(self) -> float:
@@ -454,7 +481,10 @@ class Learner:
         assert self._critic is not None and part.values is not None and part.returns is not None
         with watch.during("forward"), torch.enable_grad():
             values = critic_values(self._critic, part, packing=self._packing, width_multiple=self._width_multiple)
-            losses = value_losses(values, part.values, part.returns, self._trainer.value_clip_range)
+            # The loss has only differences: their mean need not be subtracted.
+            unit = self._optimizers[1].unit
+            clip_range = self._trainer.value_clip_range
+            losses = value_losses(values / unit, part.values / unit, part.returns / unit, clip_range)
             loss = losses.sum() / actions / 2
         with watch.during("backward"):
             loss.backward()
@@ -474,6 +504,11 @@ class Learner:
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         negated, largest = extremes.tolist()
         return -negated, largest
+
+
+def _after(state: Tensor | None, count: float, total: float, squares: float) -> Moments | None:
+    """Return moments with those of a step; None without a state."""
+    return None if state is None else Moments.of(state).after(count, total, squares)
 
 
 def _rewards_of(rows: RaggedRows) -> Tensor:

@@ -225,6 +225,12 @@ class TrainerMetrics(Telemetry):
         ):  # fmt: skip
             if value is not None and math.isfinite(value):
                 self._losses[kind].set(value)
+        if stats.reward_running_mean is not None and stats.reward_running_stddev is not None:
+            self._writer.gauge("rlhfd_reward_running_mean").set(stats.reward_running_mean)
+            self._writer.gauge("rlhfd_reward_running_stddev").set(stats.reward_running_stddev)
+        if stats.return_mean is not None and stats.return_stddev is not None:
+            self._writer.gauge("rlhfd_return_mean").set(stats.return_mean)
+            self._writer.gauge("rlhfd_return_stddev").set(stats.return_stddev)
         for stat, gauge in self._behaviour.items():
             ratio = getattr(stats, f"behaviour_ratio_{stat}")
             if ratio is not None and math.isfinite(ratio):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,16 @@ class ModelOptimizer:
     For weights of lower precision the optimizer works on float32 copies: a step of 1e-6 is lost in bfloat16.
     The calls of one step: `collect` after every backward pass, `reduce` once, `step` unless the step is skipped, and
     `clear`.
+
+    Parameters may be trained in units: AdamW takes the step of the parameter divided by `unit`, with the gradient of
+    that one. For the head of a critic this is PopArt (arXiv:1602.07714, arXiv:1809.04474). Its values are V = W h + b.
+    With mean m and deviation s of returns, normalized values are (V - m) / s, of the head W / s and (b - m) / s. PopArt
+    trains that head, and corrects it at each change of m and s so that V stays. Here W and b are kept, and change as
+    the head of PopArt makes them change, with s as the unit. So V stays by itself, bit for bit, and published weights
+    and checkpoints have a plain critic. Weight decay alone differs: it leads b to 0, not to m.
+
+    Attributes:
+        unit: The unit, 1 at first; set before `reduce`.
     """
 
     def __init__(
@@ -31,6 +41,7 @@ class ModelOptimizer:
         weight_decay: float,
         clip_norm: float,
         process_group: dist.ProcessGroup | None = None,
+        in_units: Collection[str] = (),
     ) -> None:
         """Take over the model's parameters; on several ranks, copy their values from the group's first rank.
 
@@ -41,6 +52,7 @@ class ModelOptimizer:
             weight_decay: AdamW's weight decay.
             clip_norm: Largest norm of the gradient of all parameters together.
             process_group: The ranks that take each step together; None for this process alone.
+            in_units: Names of the parameters that are trained in units.
 
         Raises:
             FieldError: If no parameter requires a gradient.
@@ -56,8 +68,16 @@ class ModelOptimizer:
         self._learning_rate = learning_rate
         self._clip_norm = clip_norm
         self._norm = torch.zeros(())
+        self.unit = 1.0
+        self._weight_decay = weight_decay
+        self._in_units = [master for name, master in zip(self._names, self._masters, strict=True) if name in in_units]
+        others = [master for name, master in zip(self._names, self._masters, strict=True) if name not in in_units]
         self._adamw = torch.optim.AdamW(
-            self._masters, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True
+            [{"params": each} for each in (others, self._in_units) if each],
+            lr=learning_rate,
+            betas=betas,
+            weight_decay=weight_decay,
+            fused=True,
         )
         # AdamW would create this state in the first step; created now, it has its final shape from the start.
         for master in self._masters:
@@ -96,8 +116,15 @@ class ModelOptimizer:
                 dist.all_reduce(flat, group=self._group)
                 for gradient, summed in zip(bucket, flat.split([len(g.flatten()) for g in bucket]), strict=True):
                     gradient.copy_(summed.view_as(gradient))
+        self._to_units()
         self._norm = nn.utils.get_total_norm(gradients)
         return float(self._norm)
+
+    def _to_units(self) -> None:
+        """Multiply the gradients of parameters that are trained in units."""
+        for master in self._in_units if self.unit != 1 else ():
+            if master.grad is not None:
+                master.grad.mul_(self.unit)
 
     def step(self, ratio: float) -> float:
         """Apply the gradients at `ratio` of the largest learning rate; return the learning rate."""
@@ -105,6 +132,10 @@ class ModelOptimizer:
         learning_rate = self._learning_rate * ratio
         for parameters in self._adamw.param_groups:
             parameters["lr"] = learning_rate
+        if self._in_units:
+            # A decay of W / s is one of W by as much.
+            of_head = self._adamw.param_groups[-1]
+            of_head["lr"], of_head["weight_decay"] = learning_rate * self.unit, self._weight_decay / self.unit
         self._adamw.step()
         with torch.no_grad():
             for weight, master in self._copies():

@@ -193,7 +193,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     ends_at = last_step(config)
     metrics.ends_at(ends_at)
     learner = new_learner(config, models, tokens, device, metrics)
-    rank_models = RankModels(config, models, connection, device, metrics.in_collective)
+    rank_models = RankModels(config, models, connection, device, metrics.in_collective, beside=learner.published())
     balance = None
     if deals_rows(config):
         balance = RankBalance(connection, device, exchange_over(device, metrics.in_collective))
@@ -320,6 +320,7 @@ def new_learner(
         objective=objective_of(config),
         computes_log_probs=log_probs_by(config) == "trainer",
         reference=reference,
+        observes_scores=config.rollout.reward_scale == "running",
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         telemetry=telemetry,
     )

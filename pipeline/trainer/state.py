@@ -11,6 +11,7 @@ import xxhash
 
 from pipeline.errors import FieldError
 from pipeline.experience.ragged import RaggedRows, ragged_rows
+from pipeline.experience.running_moments import SCORES
 from pipeline.experience.types import Experience
 from pipeline.experience.vision_rows import MODEL_KEYWORDS
 from pipeline.trainer.step_stats import StepStats
@@ -19,7 +20,7 @@ _PROGRESS = "progress"
 _CPU_GENERATOR = "generator.cpu"
 _CUDA_GENERATOR = "generator.cuda"
 
-OPTIONAL = frozenset({"kl_coef"})
+OPTIONAL = frozenset({"kl_coef", "return_moments", SCORES})
 """Tensors that a checkpoint may lack or have more: those of settings that may change with a resume."""
 
 DEVICE_STATE = frozenset({_CUDA_GENERATOR})

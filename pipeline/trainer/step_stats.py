@@ -39,7 +39,9 @@ class StepStats:
         step: Steps so far, this one included.
         loss: Sum of the partial losses.
         policy_loss: Clipped policy loss; 0 in a step that trains the critic alone.
-        value_loss: Clipped value loss; None without a critic.
+        value_loss: Clipped value loss, of normalized values if they are normalized; None without a critic.
+        return_mean: Running mean of returns; None unless values are normalized.
+        return_stddev: Divisor of values and returns in the value loss: the running deviation of returns.
         entropy_loss: Minus the entropy of the trained policy times its coefficient; None if the coefficient is 0.
         kl_loss: KL to the reference times its coefficient; None if the coefficient is 0.
         gradient_norm: Gradient norm of the actor before clipping; 0 if the actor was not trained.
@@ -64,6 +66,8 @@ class StepStats:
         response_length_mean_tokens: Mean number of actions of all rows.
         reward_mean: Mean of the raw scores of all rows.
         reward_stddev: Standard deviation of the raw scores of all rows.
+        reward_running_mean: Running mean of raw scores; None unless scores are divided by their running deviation.
+        reward_running_stddev: That deviation, by which the next version's scores are divided.
         padding_ratio: Share of padding in the tokens of the actor's passes; 0 without a pass.
         rows: Rows in the step.
         rows_trained: Rows that were not left out.
@@ -83,6 +87,8 @@ class StepStats:
     loss: float
     policy_loss: float
     value_loss: float | None
+    return_mean: float | None
+    return_stddev: float | None
     entropy_loss: float | None
     kl_loss: float | None
     gradient_norm: float
@@ -104,6 +110,8 @@ class StepStats:
     response_length_mean_tokens: float
     reward_mean: float
     reward_stddev: float
+    reward_running_mean: float | None
+    reward_running_stddev: float | None
     padding_ratio: float
     rows: int
     rows_trained: int
@@ -131,6 +139,8 @@ class Counts(NamedTuple):
     actions_trained: float
     advantages: float
     squared_advantages: float
+    returns: float
+    squared_returns: float
     rows: float
     scores: float
     squared_scores: float
@@ -285,9 +295,10 @@ def count(batches: Sequence[TrainingBatch], observed: Sequence[Observed], correc
     """Add up this rank's `Counts`."""
     total = torch.zeros(len(Counts._fields), dtype=torch.float64)
     for batch, one, correction in zip(batches, observed, corrected, strict=True):
-        moments = moments_of(batch.advantages)
+        advantages = moments_of(batch.advantages)
+        returns = torch.zeros(2) if batch.returns is None else moments_of(batch.returns)[1:]
         rows = torch.tensor([len(batch), np.count_nonzero(batch.flat.counts)])
-        total += torch.cat([rows, correction.sums.cpu(), moments.cpu(), one.counts])
+        total += torch.cat([rows, correction.sums.cpu(), advantages.cpu(), returns.cpu(), one.counts])
     return total
 
 

@@ -348,7 +348,7 @@ class TestConversions:
             (
                 "openrlhf",
                 {"reward.normalize_enable": True},
-                "reward.normalize_enable = true: scores are not normalized",
+                "reward.normalize_enable = true: rollout.reward_scale divides scores by their running",
             ),
             ("openrlhf", {"reward.clip_range": [-1, 2]}, "reward.clip_range = [-1, 2]: rollout.reward_clip is a range"),
             ("openrlhf", {"ds.zero_stag": 3}, f"ds.zero_stag: no option that {PAGE} has"),

@@ -164,6 +164,33 @@ MISTAKES = [
         '[trainer]\nadvantage_scale = "group"',
         '2:19: trainer.advantage_scale: must be "none" or "batch", got "group"',
     ),
+    (
+        "[trainer]\nnormalize_values = true",
+        '2:20: trainer.normalize_values: must be false with rollout.algorithm = "grpo", which has no critic',
+    ),
+    (
+        '[rollout]\nalgorithm = "ppo"\n[trainer]\nkind = "external"\nnormalize_values = true',
+        '5:20: trainer.normalize_values: must be false with trainer.kind = "external", whose loss is its own',
+    ),
+    ("[trainer]\nnormalize_values = 1", "2:20: trainer.normalize_values: must be true or false, got 1"),
+    (
+        '[rollout]\nreward_scale = "running"',
+        '2:16: rollout.reward_scale: must be "none" unless rollout.advantages is gae, dr_grpo, rloo or your own: those '
+        'of "grpo" do not depend on the scale of scores',
+    ),
+    (
+        '[rollout]\nadvantages = "rloo"\nreward_scale = "running"\n[trainer]\nadvantage_scale = "batch"',
+        '3:16: rollout.reward_scale: must be "none" with trainer.advantage_scale = "batch", which divides by the scale '
+        "again",
+    ),
+    (
+        '[rollout]\nadvantages = "rloo"\nreward_scale = "running"\n[trainer]\nkind = "external"',
+        '3:16: rollout.reward_scale: must be "none" with trainer.kind = "external", which publishes no moments',
+    ),
+    (
+        '[rollout]\nreward_scale = "batch"',
+        '2:16: rollout.reward_scale: must be "none" or "running", got "batch"',
+    ),
     ("[prompts]\nshuffle = 2", "2:11: prompts.shuffle: must be true or false, got 2"),
     (
         '[prompts]\nshuffle = 0\npass_rate_column = "rate"\ncurriculum = "easy_first"',

@@ -12,6 +12,7 @@ from tests.support.daemon import SMALL, Daemon, only_run, task, telling_reward  
 
 pytestmark = pytest.mark.integration
 STEPS = 4
+NORMALIZED = ("trainer.normalize_values=true", "rollout.reward_scale=running")
 ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 
 
@@ -36,15 +37,15 @@ def run(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.variant), "ppo"])
 def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, task, algorithm):  # noqa: F811
-    setting = f"rollout.algorithm={algorithm}"
+    setting = (f"rollout.algorithm={algorithm}", *(NORMALIZED if algorithm == "ppo" else ()))
     # Evaluations beside the rollouts change nothing.
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:9]))
     evaluated = (f"evaluation.files=['{held_out}']", "evaluation.every=2", "evaluation.num_generations=3")
 
-    one = run(tmp_path / "one", task, setting)
-    two = run(tmp_path / "two", task, setting, "rollout.workers=2", *evaluated)
-    serial = run(tmp_path / "serial", task, setting, *evaluated, arguments=("--serial",))
+    one = run(tmp_path / "one", task, *setting)
+    two = run(tmp_path / "two", task, *setting, "rollout.workers=2", *evaluated)
+    serial = run(tmp_path / "serial", task, *setting, *evaluated, arguments=("--serial",))
 
     assert one == two == serial
     found = [read_evaluations(only_run(tmp_path / name / "state") / FILE_NAME) for name in ("two", "serial")]

@@ -82,7 +82,8 @@ def test_recorded_steps_of_a_killed_run_are_replayed_bit_for_bit(
     capsys: pytest.CaptureFixture[str],
     algorithm: str,
 ) -> None:
-    run, (steps, weights, experiences) = run_with_kills(tmp_path, task, f"rollout.algorithm={algorithm}")
+    normalized = ("trainer.normalize_values=true", "rollout.reward_scale=running") if algorithm == "ppo" else ()
+    run, (steps, weights, experiences) = run_with_kills(tmp_path, task, f"rollout.algorithm={algorithm}", *normalized)
     last, folder = int(steps), run / "recording"
     middle = last - 2
 

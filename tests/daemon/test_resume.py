@@ -32,13 +32,16 @@ IN_STEP = (
     "daemon.restart_limit=50",
     'rewards=["score:of_first_token"]',
 )
-# Several updates a step. A KL far above its target: its weight rises in each step.
+# Several updates a step. A KL far above its target: its weight rises in each step. Moments of returns and
+# scores.
 PPO = (
     "rollout.algorithm=ppo",
     "trainer.epochs=2",
     "trainer.mini_batches=2",
     "trainer.kl_coef=0.05",
     "trainer.kl_coef_target=1e-9",
+    "trainer.normalize_values=true",
+    "rollout.reward_scale=running",
 )
 # Loaded by Python in every process before all else; roles inherit it from the forkserver. Only a trainer dies of it,
 # counted over all its lives.

@@ -16,7 +16,8 @@ from tests.support.endings import Ending
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 # Actor and critic together are large enough for a thread that publishes.
-SHARDED = (*SETTINGS, 'trainer.sharding="full"', "trainer.save_every=4", "rollout.algorithm=ppo")
+OF_CRITIC = "rollout.algorithm=ppo", "trainer.normalize_values=true", "rollout.reward_scale=running"
+SHARDED = (*SETTINGS, 'trainer.sharding="full"', "trainer.save_every=4", *OF_CRITIC)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.experience.running_moments import Moments
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.rollout.generation.interface import Responses, Sampling
@@ -114,6 +116,62 @@ def test_the_kl_of_the_reward_has_the_estimator_that_is_configured() -> None:
         kl = {"k1": k, "k2": k**2 / 2, "k3": (-k).exp() - 1 + k}[name]
         expected = SCORES - 0.3 * kl.sum(dim=1) / one.action_mask.sum(dim=1)
         torch.testing.assert_close(one.reward, expected)
+
+
+def moments_of(*numbers: float) -> Tensor:
+    state, values = Moments.new_state(), torch.tensor(numbers, dtype=torch.float64)
+    Moments().after(len(values), float(values.sum()), float(values.square().sum())).keep(state)
+    return state
+
+
+@pytest.mark.parametrize(("name", "expected"), [("dr_grpo", [5.0, -5.0, 0.0, 0.0]), ("rloo", [10.0, -10.0, 0.0, 0.0])])
+def test_scores_are_divided_by_the_deviation_of_those_before(name: str, expected: list[float]) -> None:
+    scaled = shaping_of(config(advantages=name, reward_scale="running"))
+    first = experience(scaled, kl_coef=0.0)
+    assert scaled.score_moments is not None and first.reward is not None
+    assert torch.equal(first.reward, SCORES), "no step was taken before: scores as they are"
+
+    # As a fetch does it: in place. Deviation 0.1.
+    scaled.score_moments.copy_(moments_of(0.4, 0.6))
+    made = experience(scaled, kl_coef=0.0)
+
+    assert made.advantages is not None and made.info is not None and made.reward is not None
+    assert made.advantages.tolist() == pytest.approx(expected, rel=1e-6)
+    assert made.reward.tolist() == pytest.approx([10.0, 0.0, 5.0, 5.0], rel=1e-6)
+    assert made.info["score"].tolist() == SCORES.tolist(), "the score itself"
+    assert made.info["group_mixed"].tolist() == [True, True, False, False]
+
+
+def test_a_scaled_score_is_bounded_and_then_loses_the_penalty_of_length() -> None:
+    shaping = Shaping(
+        score_moments=moments_of(0.4, 0.6), reward_clip=6.0, overlong_buffer_tokens=2, longest=4, overlong_penalty=1.0
+    )
+
+    made = experience(shaping, kl_coef=0.0)
+
+    assert made.reward is not None and made.info is not None
+    # Scaled 10, 0, 5, 5; lengths 2, 4, 4, 4 of 4.
+    assert made.reward.tolist() == pytest.approx([6.0, -1.0, 4.0, 4.0], rel=1e-6)
+    assert made.info["reward_clipped"].tolist() == [True, False, False, False]
+
+
+def test_gae_is_that_of_scaled_scores() -> None:
+    settings: dict[str, Any] = {"ppo": True, "kl_coef": 0.0, "gamma": 0.9, "lam": 0.8}
+    made = experience(Shaping(score_moments=moments_of(0.0, 16.0), reward_clip=None), **settings)
+
+    assert made.advantages is not None and made.values is not None and made.reward is not None
+    assert made.reward.tolist() == SCORES.tolist()
+    values = made.values.double().numpy()
+    for row, length in enumerate(LENGTHS.tolist()):
+        running, expected = 0.0, np.zeros(A)
+        for action in reversed(range(length)):
+            last = action == length - 1
+            reward, following = (SCORES[row].item() / 8, 0.0) if last else (0.0, values[row, action + 1])
+            running = reward + 0.9 * following - values[row, action] + 0.9 * 0.8 * running
+            expected[action] = running
+        np.testing.assert_allclose(made.advantages[row].numpy(), expected, atol=1e-6)
+    unscaled = experience(Shaping(reward_clip=None), **settings)
+    assert unscaled.advantages is not None and not torch.allclose(made.advantages, unscaled.advantages)
 
 
 @pytest.mark.parametrize(("name", "expected"), [

@@ -160,19 +160,20 @@ def test_a_state_of_another_model_changes_nothing(tmp_path, changed, message):
     assert into["actor.exp_avg.a"].eq(0).all()
 
 
-def test_a_state_without_the_weight_of_the_kl_leaves_the_first_one_and_one_that_is_not_needed_is_left_out(tmp_path):
+@pytest.mark.parametrize("name", ["kl_coef", "return_moments", "scores.moments"])
+def test_a_state_without_a_settings_tensor_leaves_the_first_one_and_one_that_is_not_needed_is_left_out(tmp_path, name):
     folder = save(tmp_path, 1, value=9.0)
-    started, constant = {**state(), "kl_coef": torch.tensor(0.5, dtype=torch.float64)}, state()
+    started, constant = {**state(), name: torch.tensor(0.5, dtype=torch.float64)}, state()
 
     load_state(folder, started)
 
-    assert started["kl_coef"] == 0.5 and started["actor.exp_avg.a"].eq(9).all()
-    adapted = {**state(9.0), "kl_coef": torch.tensor(0.7, dtype=torch.float64)}
+    assert started[name] == 0.5 and started["actor.exp_avg.a"].eq(9).all()
+    adapted = {**state(9.0), name: torch.tensor(0.7, dtype=torch.float64)}
     folder = save_checkpoint(tmp_path, note(2), actor=tiny.llama(), tokenizer=Tokenizer(), state=adapted)
     load_state(folder, constant)
     load_state(folder, started)
-    assert constant["actor.exp_avg.a"].eq(9).all() and "kl_coef" not in constant
-    assert started["kl_coef"] == 0.7
+    assert constant["actor.exp_avg.a"].eq(9).all() and name not in constant
+    assert started[name] == 0.7
 
 
 def test_earlier_ones_come_newest_first_and_of_the_same_run_only(tmp_path):

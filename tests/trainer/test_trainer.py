@@ -347,12 +347,15 @@ def test_updates_and_kl_of_a_step_are_exported(bench):
     metrics.began(0)
 
     for kl_nats in (0.125, float("nan")):
-        stats = dataclasses.replace(_idle([]), updates=3, kl_coef=0.5, policy_kl_nats=kl_nats)
+        moments = {"return_mean": 7.0, "return_stddev": 3.0, "reward_running_mean": -1.0, "reward_running_stddev": 2.0}
+        stats = dataclasses.replace(_idle([]), updates=3, kl_coef=0.5, policy_kl_nats=kl_nats, **moments)
         metrics.stepped(1, stats, [], 0, {"cut_ratio": 0.25, "groups_without_signal_ratio": float("nan")})
 
     found = reader.read()
     names = ("rlhfd_step_updates", "rlhfd_kl_coef", "rlhfd_policy_kl_nats", "rlhfd_cut_ratio")
     assert [found.value(name) for name in names] == [3, 0.5, 0.125, 0.25]
+    assert (found.value("rlhfd_return_mean"), found.value("rlhfd_return_stddev")) == (7.0, 3.0)
+    assert (found.value("rlhfd_reward_running_mean"), found.value("rlhfd_reward_running_stddev")) == (-1.0, 2.0)
 
 
 def test_the_line_of_a_step_is_written_before_its_weights_are_published(bench, tmp_path):

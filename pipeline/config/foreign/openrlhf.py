@@ -264,7 +264,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("reward.overlong_buffer_len", "rollout.overlong_buffer_tokens", to=_overlong, aliases="overlong_buffer_len"),
     carried("reward.overlong_penalty_factor", "rollout.overlong_penalty", default=1, to=only_if(lambda given: bool(given["reward.overlong_buffer_len"]), "rollout.overlong_penalty"), aliases="overlong_penalty_factor"),
     missing("reward.stop_properly_penalty_coef", "trainer.mask_cut_responses leaves cut responses out; a reward of your own can punish them", key="trainer.mask_cut_responses", aliases="stop_properly_penalty_coef"),
-    missing("reward.normalize_enable", "scores are not normalized over the run; rollout.reward_clip bounds them", key="rollout.reward_clip", aliases="normalize_reward"),
+    missing("reward.normalize_enable", "rollout.reward_scale divides scores by their running deviation, OpenRLHF by mean and deviation that the reward model has stored", key="rollout.reward_scale", aliases="normalize_reward"),
     # Checkpoints, evaluation, reports.
     carried("ckpt.output_dir", "daemon.state_dir", "a folder of each run is in runs/ of it, its checkpoints below", aliases="save_path"),
     carried("ckpt.save_steps", "trainer.save_every", "-1: at the end alone", default=-1, written=True, to=positive("trainer.save_every", 0), aliases="save_steps"),

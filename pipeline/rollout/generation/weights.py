@@ -124,16 +124,17 @@ class EngineWeights(WorkerWeights):
     Args:
         engine: Takes versions out of shared memory (``fetch_weights(path, age)``, as `VllmEngine`).
         probe: Asks it about each version.
-        critic: The tensors of the worker's critic, by published name; empty without a critic.
+        beside: The tensors that the worker takes beside the engine, by published name: those of a critic, and the
+            moments of scores.
     """
 
     engine: Any
     probe: PublishedProbe
 
-    def __init__(self, engine: Any, probe: PublishedProbe, critic: Mapping[str, Tensor]) -> None:
+    def __init__(self, engine: Any, probe: PublishedProbe, beside: Mapping[str, Tensor]) -> None:
         self.engine = engine
         self.probe = probe
-        self.critic = critic
+        self.beside = beside
         self._reader: WeightsReader | None = None
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
@@ -141,7 +142,7 @@ class EngineWeights(WorkerWeights):
         self._reader = reader = cast("WeightsReader", source)
         self.engine.pause()
         for _ in range(_FETCH_ATTEMPTS):
-            fetched = reader.fetch(self.critic, partial=True) if self.critic else reader.newest_whole()
+            fetched = reader.fetch(self.beside, partial=True) if self.beside else reader.newest_whole()
             if self._has_taken(reader, fetched):
                 self.engine.resume()
                 self.probe.published = fetched

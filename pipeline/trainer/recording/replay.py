@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pdb
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,7 +138,7 @@ class Replay:
             progress = restore_random_state(state, device)
         learner.step, digest = progress.step, progress.digest
         if self.base in self._recording.weights:
-            yield self._compared(self.base, models, digest)
+            yield self._compared(self.base, models, learner, digest)
         for step in range(self.base + 1, self._step + 1):
             batches = batches_of(self._recording, step)
             digest = digest_after(digest, batches)
@@ -147,19 +147,19 @@ class Replay:
             # pdb returns None where it is left within the step: by `q` or the end of its input.
             elif pdb.runcall(learner.update, batches) is None:
                 return
-            yield self._compared(step, models, digest)
+            yield self._compared(step, models, learner, digest)
 
     def hints(self, step: int) -> list[str]:
         """Return the differences between the trainer that took a step and this process: they may explain others."""
         start = self._recording.start_of(max(step, 1))
         return hints_of(start or self.start, self.device)
 
-    def _compared(self, step: int, models: dict[str, torch.nn.Module], digest: int) -> Replayed:
+    def _compared(self, step: int, models: dict[str, torch.nn.Module], learner: Learner, digest: int) -> Replayed:
         experiences = f"{digest:016x}"
         weights, taken = self._recording.weights.get(step), self._recording.steps.get(step)
         return Replayed(
             step,
-            fingerprint_of(models),
+            fingerprint_of(models, learner.published()),
             experiences,
             "" if weights is None else weights.weights,
             # The step before the first one has no line.
@@ -294,10 +294,11 @@ def hints_of(start: TrainerStart, device: torch.device) -> list[str]:
     return [f"{name} is {here.get(name)} here, {there[name]} there" for name in there if here.get(name) != there[name]]
 
 
-def fingerprint_of(models: dict[str, torch.nn.Module]) -> str:
-    """Return the fingerprint under which the weights of these models would be published, in hexadecimal."""
+def fingerprint_of(models: dict[str, torch.nn.Module], beside: Mapping[str, torch.Tensor]) -> str:
+    """Return the fingerprint under which these models, and tensors beside them, would be published, in hexadecimal."""
     critic = models.get("critic")
     tensors = flatten(actor=published(models["actor"]), critic=None if critic is None else critic.state_dict())
+    tensors |= beside
     specs = tensor_specs(tensors)
     memory = memoryview(bytearray(bytes_of_slot(specs)))
     return f"{combined(Slot(memory, tensor_views(memory, specs)).write(tensors)):016x}"

@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class RankModels:
         connection: Connection,
         device: torch.device,
         waiting: Waiting = contextlib.nullcontext,
+        *,
+        beside: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Take over the models; with shards a collective.
 
@@ -60,9 +63,12 @@ class RankModels:
             connection: This rank's connection to the daemon.
             device: Device of the models.
             waiting: Encloses each collective.
+            beside: Small tensors that are published beside the models, by published name, live and the same on each
+                rank; they are part of the training state.
         """
         self._config = config
         self._models = models
+        self._beside = as_shards(beside)
         self._held: HeldCheckpoint | None = None
         self.is_sharded = is_sharded(models["actor"])
         self.publishes = self.is_sharded or connection.rank == 0
@@ -72,8 +78,8 @@ class RankModels:
             return
         self._group = RankGroup(device, waiting)
         # A group of its own, on the CPU: a thread publishes beside the collectives of training.
-        beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        publishing = RankGroup(torch.device("cpu"), _in_training(waiting), beside)
+        own = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        publishing = RankGroup(torch.device("cpu"), _in_training(waiting), own)
         self.versions = PolicyVersions(connection.weights_path, publishing, holds_pages=device.type != "cpu")
 
     def writing(self, wanted: WeightsVersion, training: Mapping[str, Tensor] | None) -> Callable[[], WeightsVersion]:
@@ -174,8 +180,10 @@ class RankModels:
 
     def _published(self) -> dict[str, Shard]:
         if self.is_sharded:
-            return joined({model: shards_of(module, published=True) for model, module in self._models.items()})
-        return as_shards(flatten(**{model: published(module) for model, module in self._models.items()}))
+            of_models = joined({model: shards_of(module, published=True) for model, module in self._models.items()})
+        else:
+            of_models = as_shards(flatten(**{model: published(module) for model, module in self._models.items()}))
+        return of_models | self._beside
 
 
 class _WithState:

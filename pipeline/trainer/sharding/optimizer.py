@@ -53,6 +53,9 @@ class ShardOptimizer(ModelOptimizer):
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             gradient: Any = parameter.grad
             master.grad = torch.zeros_like(master) if gradient is None else gradient.to_local()
+        self._to_units()
+        for master in self._masters:
+            assert master.grad is not None
             # Summed in float64, without a copy in float64.
             squares += torch.linalg.vector_norm(master.grad, dtype=torch.float64) ** 2 if master.grad.numel() else 0.0
         dist.all_reduce(squares, group=self._group)

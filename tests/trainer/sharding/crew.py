@@ -48,7 +48,7 @@ BY_TOKENS = TRAINER.model_copy(
 OF_SEVERAL_UPDATES = TRAINER.model_copy(
     update={"epochs": 2, "mini_batches": 3, "target_kl": 0.05, "kl_coef_target": 0.001}
 )
-PACKED = TRAINER.model_copy(update={"packing": True, "activation_checkpointing": True})
+PACKED = TRAINER.model_copy(update={"packing": True, "activation_checkpointing": True, "normalize_values": True})
 ROWS = {1: [slice(8)], 2: [slice(5), slice(5, 8)], 4: [slice(3), slice(3, 4), slice(4, 7), slice(7, 8)]}
 """Rows of each rank: ranks have different numbers of micro-batches."""
 STEPS = 3
