@@ -5,7 +5,8 @@
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0
 
-Import the fixture `task` beside it: the embedded task, made once a session, so that no start has to make it.
+Import the fixture `task` beside it: the embedded task, made once for all workers of a session, so that no start has to
+make it. No test writes to it.
 """
 
 from __future__ import annotations
@@ -75,10 +76,16 @@ _T = TypeVar("_T")
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded task's directory, its model warmed up by a few steps only."""
+    """The embedded task's directory, its model warmed up by a few steps only.
+
+    To pytest it is another fixture in each module that imports it: only the first of them finds the directory missing.
+    """
     from pipeline.trainer import setup
 
-    directory = tmp_path_factory.mktemp("task") / "sort-digits"
+    folder = tmp_path_factory.getbasetemp()
+    # A worker's folder lies in that of its session.
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    directory = folder / "task" / "sort-digits"
     setup.prepare(directory, warmup_steps=_WARMUP_STEPS)
     return directory
 
