@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         left_out = ["full", *([] if config.getoption("--variants") else ["variant"])]
         kept = [item for item in items if not any(item.get_closest_marker(name) for name in left_out)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     for path in {item.path for item in kept if item.get_closest_marker("integration")}:
         if "integration" not in path.read_text():
             raise pytest.UsageError(f"{path}: bin/test finds the files of this kind by the word integration in them")

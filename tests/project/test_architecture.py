@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -50,11 +51,12 @@ def contracted() -> dict[str, int]:
     return {name: number for number, layer in enumerate(reversed(layers), 1) for name in re.findall(r"\w+", layer)}
 
 
-def names_of_tests() -> set[str]:
+@functools.cache
+def names_of_tests() -> frozenset[str]:
     """Return the names of all tests."""
     trees = (ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
     functions = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    return {function.name for function in functions if function.name.startswith("test_")}
+    return frozenset(function.name for function in functions if function.name.startswith("test_"))
 
 
 def test_every_folder_is_listed_once_in_the_layer_that_is_checked() -> None:

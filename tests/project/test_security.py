@@ -100,23 +100,27 @@ def test_a_folder_that_another_user_made_under_the_instances_name_is_refused(tmp
         daemon.shm_dir.rmdir()
 
 
-def nodes(kind):
-    return [
-        (path, node) for path in MODULES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)
-    ]
+@pytest.fixture(scope="module")
+def nodes():
+    """Each node of each module with the module's path."""
+    return [(path, node) for path in MODULES for node in ast.walk(ast.parse(path.read_text()))]
 
 
-def test_nothing_is_pickled_or_marshalled():
-    imported = {(path.name, alias.name) for path, node in nodes(ast.Import) for alias in node.names}
-    imported |= {(path.name, node.module or "") for path, node in nodes(ast.ImportFrom)}
+def of_kind(nodes, kind):
+    return [(path, node) for path, node in nodes if isinstance(node, kind)]
+
+
+def test_nothing_is_pickled_or_marshalled(nodes):
+    imported = {(path.name, alias.name) for path, node in of_kind(nodes, ast.Import) for alias in node.names}
+    imported |= {(path.name, node.module or "") for path, node in of_kind(nodes, ast.ImportFrom)}
     refused = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
     assert len(imported) > 300
     assert {found for found in imported if found[1].partition(".")[0] in refused} == set()
 
 
-def test_no_code_of_a_model_is_run_and_torch_loads_weights_alone():
-    calls = [(path, node) for path, node in nodes(ast.Call)]
+def test_no_code_of_a_model_is_run_and_torch_loads_weights_alone(nodes):
+    calls = of_kind(nodes, ast.Call)
     keywords = {(path.name, k.arg, ast.unparse(k.value)) for path, node in calls for k in node.keywords}
     loads = [node for _, node in calls if ast.unparse(node.func) in ("torch.load", "torch.jit.load")]
 

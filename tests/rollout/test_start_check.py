@@ -126,8 +126,6 @@ def test_the_command_places_each_problem_and_ends_with_78(folder: Path, monkeypa
     )
 
     refused = CliRunner().invoke(main, ["config", "check", "--config", "c.toml"])
-    passed = CliRunner().invoke(main, ["config", "check", "--config", "c.toml", "--set", "model.lora_rank=0"])
 
     assert refused.exit_code == 78
     assert "c.toml:4:16: model.lora_targets: no linear layer is called 'nope'" in refused.output
-    assert passed.exit_code == 0 and passed.stdout.endswith("c.toml: ok\n")

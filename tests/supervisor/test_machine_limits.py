@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -268,28 +269,26 @@ def test_rewards_that_are_all_0_from_the_start_are_told_once(
 # Clocks.
 
 
-def wall_clock_calls(path: Path) -> int:
-    """Count references to a function that reads the wall clock."""
-    clocks = ("time", "datetime", "date")
-    return sum(
+def reads_the_wall_clock(node: ast.AST) -> bool:
+    """Whether a node is a reference to a function that reads the wall clock."""
+    return (
         isinstance(node, ast.Attribute)
         and node.attr in _WALL_CLOCK
         and isinstance(node.value, ast.Name | ast.Attribute)
-        and (node.value.id if isinstance(node.value, ast.Name) else node.value.attr) in clocks
-        for node in ast.walk(ast.parse(path.read_text()))
+        and (node.value.id if isinstance(node.value, ast.Name) else node.value.attr) in ("time", "datetime", "date")
     )
 
 
 def test_the_wall_clock_is_read_for_what_people_are_shown_and_for_no_decision() -> None:
-    found = {str(path.relative_to(PACKAGE)): wall_clock_calls(path) for path in PACKAGE.rglob("*.py")}
+    found, imported = Counter[str](), []
+    for path in PACKAGE.rglob("*.py"):
+        name = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            found[name] += reads_the_wall_clock(node)
+            if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+                imported.append(path.name)
 
-    assert {name: calls for name, calls in found.items() if calls} == SHOWN_TO_PEOPLE
-    imported = [
-        path.name
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime")
-    ]
+    assert +found == SHOWN_TO_PEOPLE
     assert imported == [], "by name, a call would not be found here"
 
 

@@ -5,13 +5,15 @@
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0
 
-Import the fixture `task` beside it: the embedded task, made once a session, so that no start has to make it.
+Import the fixture `task` beside it: the embedded task, made once for all workers of a session, so that no start has to
+make it. No test writes to it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import re
@@ -29,7 +31,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.errors import RlhfdError
 from pipeline.runtime import control, lock
@@ -57,7 +58,7 @@ SMALL = ("buffer.sample_batch_size=32", "rollout.num_generations=4")
 # 75 s beside nine busy programs.
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 300.0
-_POLL_S = 0.02
+_POLL_S, _MOST_POLL_S = 0.02, 0.1
 _TAIL_CHARACTERS = 20_000
 _STACKS_S = 1.0
 _WARMUP_STEPS = 8
@@ -69,16 +70,25 @@ _LASTING = re.compile(
 )
 """Files that an orderly end may leave in the state directory."""
 
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
 Metrics = dict[tuple[str, frozenset[tuple[str, str]]], float]
 _T = TypeVar("_T")
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded task's directory, its model warmed up by a few steps only."""
+    """The embedded task's directory, its model warmed up by a few steps only.
+
+    To pytest it is another fixture in each module that imports it: only the first of them finds the directory missing.
+    """
     from pipeline.trainer import setup
 
-    directory = tmp_path_factory.mktemp("task") / "sort-digits"
+    folder = tmp_path_factory.getbasetemp()
+    # A worker's folder lies in that of its session.
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    directory = folder / "task" / "sort-digits"
     setup.prepare(directory, warmup_steps=_WARMUP_STEPS)
     return directory
 
@@ -308,13 +318,15 @@ class Daemon:
 
     def wait_answering(self, timeout_s: float = START_TIMEOUT_S) -> InstanceRecord:
         """Wait until it answers over its control socket; roles may still be starting."""
-        return self.wait_until(self._answering, "it answers", timeout_s)
+        answered = self.wait_until(self._answered, "it answers", timeout_s)
+        assert answered is not None
+        return answered[0]
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
         """Wait until every role is ready; return the status."""
 
         def ready() -> dict[str, Any] | None:
-            status = self.status() if self._answering() else {}
+            _, status = self._answered() or (None, {})
             return status if status.get("state") == "ready" else None
 
         status = self.wait_until(ready, "it is ready", timeout_s)
@@ -323,7 +335,12 @@ class Daemon:
 
     def wait_step(self, step: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until so many optimizer steps are done."""
-        self.wait_until(lambda: self._answering() and self.status()["step"] >= step, f"step {step}", timeout_s)
+
+        def done() -> bool:
+            answered = self._answered()
+            return answered is not None and answered[1]["step"] >= step
+
+        self.wait_until(done, f"step {step}", timeout_s)
 
     def wait_replaced(self, name: str, pid: int) -> int:
         """Wait until another process than `pid` has this name (see `pids`); return its pid."""
@@ -372,13 +389,14 @@ class Daemon:
         assert code == 200, text
         return parse(text)
 
-    def _answering(self) -> InstanceRecord | None:
+    def _answered(self) -> tuple[InstanceRecord, dict[str, Any]] | None:
+        """Return the record and the status of this daemon; None if it does not answer, or another one does."""
         try:
             record = lock.find(self.runtime_dir)
-            control.request(record, "status", 10.0)
+            status = control.request(record, "status", 10.0)
         except (RlhfdError, OSError):
             return None
-        return record if record.pid == self.pid else None
+        return (record, status) if record.pid == self.pid else None
 
     def _tail(self) -> str:
         parts = {"standard output": self.output, "standard error": self.errors}
@@ -427,12 +445,27 @@ def get(url: str, accept: str = "*/*", token: str = "") -> tuple[int, str]:
 
 
 def parse(text: str) -> Metrics:
-    """Return the samples of an exposition in Prometheus' text format."""
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    """Return the samples of an exposition in Prometheus' text format, without timestamps or exemplars.
+
+    prometheus_client's parser takes 30 times as long, which a test that waits for a value would spend all along.
+    """
+    found: Metrics = {}
+    for line in text.split("\n"):
+        if line and not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            found[_series(series)] = float(value)
+    return found
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _series(text: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    """Return name and labels of ``name{label="value",...}``."""
+    name, _, labels = text.partition("{")
+    return name, frozenset((label, _ESCAPED.sub(_unescaped, value)) for label, value in _LABEL.findall(labels))
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return "\n" if found[1] == "n" else found[1]
 
 
 def total(metrics: Metrics, name: str, **labels: str) -> float:
@@ -442,17 +475,21 @@ def total(metrics: Metrics, name: str, **labels: str) -> float:
     )
 
 
-def wait_until(condition: Callable[[], _T], timeout_s: float, what: str, *, poll_s: float = _POLL_S) -> _T:
-    """Wait until the condition returns a true value, and return it; a larger `poll_s` is for one that starts processes.
+def wait_until(condition: Callable[[], _T], timeout_s: float, what: str, *, poll_s: float | None = None) -> _T:
+    """Wait until the condition returns a true value, and return it.
+
+    Without `poll_s` the pauses between two looks grow with the time waited, from 0.02 s to 0.1 s: a look costs the
+    daemon and the test some milliseconds of a core. A larger one is for a condition that starts processes.
 
     Raises:
         TimeoutError: At the deadline; `what` names the condition.
     """
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while not (value := condition()):
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
             raise TimeoutError(f"waited {timeout_s:g} s in vain until {what}")
-        time.sleep(poll_s)
+        time.sleep(min(_MOST_POLL_S, max(_POLL_S, waited_s / 50)) if poll_s is None else poll_s)
     return value
 
 

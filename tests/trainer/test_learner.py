@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import subprocess
-import sys
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +29,7 @@ from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.optimizer import ModelOptimizer
 from pipeline.trainer.step_stats import StepStats
-from tests.support import tiny
+from tests.support import forked_ranks, tiny
 
 Algorithm = Literal["ppo", "grpo"]
 CPU = torch.device("cpu")
@@ -259,12 +258,10 @@ def test_two_ranks_with_some_of_the_rows_each_take_the_step_of_one_rank(tmp_path
     expected = one.update([experience])
     for rank, rows in enumerate((slice(5), slice(5, 8))):
         torch.save(rows_of(experience, rows), tmp_path / f"experience-{rank}.pt")
-    code = "import sys, tests.trainer.test_learner as t; t.train_rank(int(sys.argv[1]), sys.argv[2])"
+    command = forked_ranks.command(2, "tests.trainer.test_learner:train_rank", tmp_path)
 
-    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path)]) for rank in (0, 1)]
-    codes = [rank.wait(timeout=100) for rank in ranks]
+    subprocess.run(command, timeout=100, check=True)
 
-    assert codes == [0, 0]
     results = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False) for rank in (0, 1)]
     assert_same(results[0]["gradients"], applied_gradients(one))
     assert all(torch.equal(a, b) for a, b in zip(results[0]["weights"], results[1]["weights"], strict=True))

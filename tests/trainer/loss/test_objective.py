@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
 from pipeline.trainer.loss.policy import PolicyInputs
 from pipeline.trainer.process import objective_of
-from tests.support import tiny
+from tests.support import forked_ranks, tiny
 from tests.trainer.test_learner import (
     ACTION_COLUMNS,
     ROWS,
@@ -153,9 +151,9 @@ def test_a_step_does_not_depend_on_micro_batches_or_batches(case: dict[str, Any]
 def test_two_and_four_ranks_take_the_step_of_one(tmp_path: Path) -> None:
     experience = sampled()
     torch.save(experience, tmp_path / "experience.pt")
-    code = "import sys, tests.trainer.loss.test_objective as t; t.train_ranks(sys.argv[1])"
+    command = forked_ranks.command(4, "tests.trainer.loss.test_objective:train_rank", tmp_path)
 
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=200, check=True)
+    subprocess.run(command, timeout=200, check=True)
 
     for number, case in enumerate(CASES + OF_SEVERAL_UPDATES):
         one = new_learner(case)
@@ -169,22 +167,6 @@ def test_two_and_four_ranks_take_the_step_of_one(tmp_path: Path) -> None:
 
 
 SHARES = {2: (slice(5), slice(5, 8)), 4: (slice(3), slice(3, 4), slice(4, 6), slice(6, 8))}
-
-
-def train_ranks(directory: str) -> None:
-    """Run four ranks, forked from a process that has imported torch and not computed with it yet."""
-    pids = []
-    for rank in range(4):
-        if not (pid := os.fork()):
-            status = 1
-            try:
-                train_rank(rank, directory)
-                status = 0
-            finally:
-                os._exit(status)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    sys.exit(codes != [0] * 4)
 
 
 def train_rank(rank: int, directory: str) -> None:

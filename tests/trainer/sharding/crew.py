@@ -6,7 +6,6 @@ import copy
 import functools
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, load_shards, s
 from pipeline.trainer.sharding.models import fill, load_actor_shards, load_critic_shards, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.state import Progress, tensors_of
-from tests.support import tiny
-from tests.support.daemon import wait_until
+from tests.support import forked_ranks, tiny
 from tests.trainer.test_checkpoints import Tokenizer
 from tests.trainer.test_learner import experience_of, rows_of
 
@@ -203,29 +201,25 @@ def whole_tensors(models: dict[str, nn.Module], group: RankGroup) -> dict[str, T
 
 def start(folder: Path, world_size: int) -> dict[str, Any]:
     """Run all cases on ranks of their own; return rank 0's results, by case."""
-    code = "import sys, tests.trainer.sharding.crew as c; c.rank_main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
-    command = [sys.executable, "-W", "error::UserWarning:torch.distributed.fsdp", "-c", code]
+    command = forked_ranks.command(
+        world_size, f"{__name__}:rank_of_{world_size}", folder, "-W", "error::UserWarning:torch.distributed.fsdp"
+    )
     # Ranks would wait for the dead ones of an earlier try that are written there.
     (folder / f"ranks-{world_size}").unlink(missing_ok=True)
-    ranks = [subprocess.Popen([*command, str(rank), str(world_size), str(folder)]) for rank in range(world_size)]
-    ended: dict[int, int | None] = {}
-
-    def all_ended_or_one_failed() -> bool:
-        ended.update((number, rank.poll()) for number, rank in enumerate(ranks))
-        return None not in ended.values() or any(ended.values())
-
-    try:
-        wait_until(all_ended_or_one_failed, 600, "the ranks have ended")
-        assert set(ended.values()) == {0}, f"exit codes by rank: {ended}"
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    subprocess.run(command, check=True, timeout=600)
     results: dict[str, Any] = torch.load(folder / f"results-{world_size}.pt", weights_only=False)
     return results
 
 
-def rank_main(rank: int, world_size: int, directory: str) -> None:
+def rank_of_2(rank: int, directory: str) -> None:
+    _rank_main(rank, 2, directory)
+
+
+def rank_of_4(rank: int, directory: str) -> None:
+    _rank_main(rank, 4, directory)
+
+
+def _rank_main(rank: int, world_size: int, directory: str) -> None:
     torch.set_num_threads(1)
     folder = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks-{world_size}", rank=rank, world_size=world_size)
