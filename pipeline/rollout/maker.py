@@ -264,7 +264,8 @@ class NaiveExperienceMaker(ExperienceMaker):
                 are passed to ``actor.generate``.
 
         Returns:
-            An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO).
+            An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO);
+            padding, also that of the prompts, is `pad_token_id`.
             `info` has "score", the raw reward ``(B,)`` float32, with several reward functions also "reward.NAME" of
             each, before its weight, "number.LABEL.NAME" of each further number of a function, NaN where a row has none,
             and with GRPO "group_mixed" ``(B,)`` bool. An `ExperienceVL` if pixels are given or the actor is a

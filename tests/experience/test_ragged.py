@@ -93,6 +93,23 @@ def test_rows_out_of_the_door_and_in_again_are_the_same_rows(experience):
         assert not values[padding].any(), f"{name} is zero before its rows"
 
 
+@pytest.mark.parametrize("ppo", [True, False])
+def test_rows_in_the_makers_columns_are_the_batch_as_it_was(ppo):
+    """Prompts end, and responses begin, at one column; a room that no response fills stays padding."""
+    for seed in range(20):
+        experience = made_up(5, prompt=6, actions=9, seed=seed, ppo=ppo)
+        rows = RaggedRows.of(experience)
+        padded = experience.sequences.masked_fill(experience.attention_mask == 0, 77)
+
+        again = rows.in_columns(6, 9, 77)
+
+        assert_same(again, dataclasses.replace(experience, sequences=padded))
+        wide = rows.in_columns(8, 12, 77)
+        assert wide.sequences.shape == (5, 20) and wide.action_log_probs.shape == (5, 12)
+        assert wide.sequences[:, 2:17].tolist() == padded.tolist()
+        assert not wide.attention_mask[:, :2].any() and not wide.attention_mask[:, 17:].any()
+
+
 @settings(max_examples=100)
 @given(experiences())
 def test_an_extent_of_rows_is_that_of_their_padded_batch(experience):
