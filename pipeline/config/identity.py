@@ -71,7 +71,7 @@ def _of_model(config: Config) -> ModelConfig:
     One reward model is that of `model.reward`, in a table too.
     """
     model = config.model
-    if len(models := _reward_models(config)) == 1:
+    if model.reward is None and len(models := _reward_models(config)) == 1:
         model = model.model_copy(update=dict(zip(("reward", "reward_tokenizer"), models[0], strict=True)))
     is_former = not model.lora_rank and model.lora_targets == "all-linear"
     return model.model_copy(update={"lora_targets": _FORMER_TARGETS}) if is_former else model

@@ -117,7 +117,7 @@ def _load(
     # After the forks, which would hold its link open.
     if (begun := begin_vllm(config, device)) is not None:
         undone.callback(begun.close)
-    reward = load_reward(config, tokenizer, device, functions)
+    reward = load_reward(config, tokenizer, device, functions, telemetry)
     tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
     whole = functools.partial(load_actor, config.model.actor, dtype=config.model.dtype)
     holds_actor = worker_holds_actor(config)

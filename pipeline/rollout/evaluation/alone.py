@@ -99,7 +99,7 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, F
     if isinstance(functions, RewardPool):
         stack.callback(functions.close)
     device = process_device()
-    reward = load_reward(config, tokenizer, device, functions)
+    reward = load_reward(config, tokenizer, device, functions, telemetry)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     with_float32_logits(config, actor, first_tokens(config.prompts, config.daemon.seed, tokenizer), device)
     refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)

@@ -12,6 +12,7 @@ from pipeline.config.rewards import RewardModel, reward_models
 from pipeline.config.schema import Config
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.reward_model import SequenceReward
+from pipeline.progress import Telemetry
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
@@ -24,6 +25,7 @@ class SummedReward:
     Args:
         models: The reward models with their settings, at least one.
         functions: The functions; None: there are none.
+        telemetry: Told of progress after each model.
 
     Attributes:
         models: The reward models.
@@ -38,7 +40,9 @@ class SummedReward:
         self,
         models: Sequence[tuple[RewardModel, SequenceReward]],
         functions: FunctionReward | RewardPool | None = None,
+        telemetry: Telemetry = Telemetry.none(),
     ) -> None:
+        self._telemetry = telemetry
         self.models = [model for _, model in models]
         self._weights = [settings.weight for settings, _ in models]
         self.model = max((model.model for model in self.models), key=_parameters)
@@ -61,7 +65,11 @@ class SummedReward:
         self, *, vision: VisionRows | None = None, columns: Sequence[Mapping[str, Any]] | None = None, **row: Any
     ) -> Tensor:
         """Return the sums, ``(B,)`` float32; arguments as for a `FunctionReward`."""
-        scores = torch.stack([model(**row).float().cpu() for model in self.models], dim=1)
+        found = []
+        for model in self.models:
+            found.append(model(**row).float().cpu())
+            self._telemetry.progress()
+        scores = torch.stack(found, dim=1)
         # Only now: a call of which any model runs out of memory is made again, by all models.
         for model in self.models:
             if isinstance(model, OwnTokenizerReward):
@@ -78,7 +86,11 @@ class SummedReward:
 
 
 def load_reward(
-    config: Config, tokenizer: Any, device: torch.device, functions: FunctionReward | RewardPool | None
+    config: Config,
+    tokenizer: Any,
+    device: torch.device,
+    functions: FunctionReward | RewardPool | None,
+    telemetry: Telemetry,
 ) -> SummedReward | FunctionReward | RewardPool | None:
     """Return the reward of a run: the functions, or the sum of the reward models and the functions.
 
@@ -87,12 +99,13 @@ def load_reward(
         tokenizer: The actor's.
         device: The device of the models.
         functions: The functions of the configuration; None if it has none.
+        telemetry: Told of progress.
 
     Raises:
         ConfigError: If a model or its tokenizer cannot be loaded.
     """
     models = [(one, reward_model_of(one, config, tokenizer, device)) for one in reward_models(config)]
-    return SummedReward(models, functions) if models else functions
+    return SummedReward(models, functions, telemetry) if models else functions
 
 
 def _parameters(model: torch.nn.Module) -> int:
