@@ -63,4 +63,4 @@ def test_the_reward_is_the_sum_of_two_models_and_another_one_in_a_folder_is_refu
         for response in sample.responses:
             assert list(response.parts) == ["kind", "style"]
             assert sum(response.parts.values()) == pytest.approx(response.reward, abs=1e-5)
-    assert "rewards.style.path: the weights of rewards.style.path are not those" in again.errors
+    assert "--set rewards: the weights of rewards.style.path are not those" in again.errors

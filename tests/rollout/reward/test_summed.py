@@ -13,10 +13,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
 from pipeline.models.loading import load_tokenizer
+from pipeline.progress import Telemetry
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
-from pipeline.rollout.reward.summed import SummedReward
+from pipeline.rollout.reward.summed import SummedReward, load_reward
 from pipeline.rollout.reward.trial import RewardTrial
 from pipeline.rollout.roller import LocalRoller
 from tests.rollout.reward.test_own_tokenizer import PAD, config, plain_score, reward_folder  # noqa: F401 - fixtures
@@ -181,10 +182,11 @@ def test_a_row_without_the_score_of_one_model_has_no_reward(two: Config, tmp_pat
 
     found = roller.roll(0, 4)
 
-    assert found.experience is not None and found.prompts_failed == are_texts.count(False) == 2
-    assert len(found.experience.sequences) == 6 and bool(found.experience.reward.isfinite().all())  # type: ignore[union-attr]
     roller.close()
     source.close()
+    assert found.experience is not None and found.experience.reward is not None
+    assert len(found.experience.sequences) == 3 * are_texts.count(True) == 6
+    assert bool(found.experience.reward.isfinite().all())
 
 
 def test_a_call_that_one_model_has_no_memory_for_is_made_again_by_all(two: Config) -> None:
@@ -223,3 +225,22 @@ def test_an_evaluation_counts_by_the_score_of_one_part(two: Config, name: str) -
     assert [result.right for result in results] == (part >= 0.01).sum(dim=1).tolist()
     assert [result.reward for result in results] == pytest.approx(reward.exact.reshape(4, 3).mean(dim=1).tolist())
     roller.close()
+
+
+def test_a_heartbeat_is_written_after_each_model(config: Config, token_folder: Path) -> None:
+    class Beats(Telemetry):
+        count = 0
+
+        def progress(self, **_: Any) -> None:
+            self.count += 1
+
+    beats, tables = Beats(), [{"name": "model", "path": str(token_folder), "weight": weight} for weight in (0.5, 0.25)]
+    one = with_models(config, *tables)
+    reward = load_reward(one, load_tokenizer(one.model.actor), CPU, None, beats)
+    assert isinstance(reward, SummedReward)
+    ids = torch.tensor([[2, 3, 4]])
+
+    score = reward(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    assert beats.count == 2 and reward.labels == ["model", "model-2"]
+    assert score.item() == pytest.approx(0.75 * score_of_ids(token_folder, [2, 3, 4]), abs=1e-5)
