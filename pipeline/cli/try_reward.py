@@ -102,9 +102,9 @@ def _json_lines(found: list[tuple[Row, Trial]]) -> Iterable[str]:
 
 def _table(found: list[tuple[Row, Trial]], loaded: LoadedConfig) -> Iterable[str]:
     from pipeline.cli.status import table
+    from pipeline.config.rewards import part_names
 
-    names = [reward.name for reward in loaded.config.rewards]
-    names += ["model.reward"] if loaded.config.model.reward else []
+    names = part_names(loaded.config)
     numbers = list(dict.fromkeys(name for _, result in found for name in result.numbers))
     columns = ("row", "reward", *names, *numbers, "tokens", "prompt", "response", "answer")
     rows = []

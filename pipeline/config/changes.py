@@ -53,9 +53,10 @@ def _of_rewards(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> li
     names, others = [one["name"] for one in before], [one["name"] for one in after]
     if names != others:
         return [Change("rewards", names, others)]
+    labels = labels_of([one.get("label") or one["name"] for one in before])
     return [
         Change(f"rewards.{label}.{option}", value, other[option])
-        for label, one, other in zip(labels_of(names), before, after, strict=True)
+        for label, one, other in zip(labels, before, after, strict=True)
         for option, value in one.items()
         if value != other[option]
     ]

@@ -48,9 +48,6 @@ def conflicts(config: Config) -> list[Conflict]:
         found.append(Conflict(keys, "is empty and model.reward is not set: nothing would score a response"))
     if config.model.reward_tokenizer == "own" and config.model.reward is None:
         found.append(Conflict(("model.reward_tokenizer",), "needs model.reward"))
-    if config.model.reward_tokenizer == "own" and config.rollout.environment is not None:
-        message = 'must be "policy" with rollout.environment: the turns of a row are no one response'
-        found.append(Conflict(("model.reward_tokenizer", "rollout.environment"), message))
     if environment := conflict_of_environment(config):
         found.append(Conflict(*environment))
     if rewards := conflict_of_rewards(config):

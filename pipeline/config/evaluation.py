@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import Field
 
+from pipeline.config.rewards import reward_functions, reward_models
 from pipeline.config.sections import Section
 from pipeline.config.types import AnyPath, StopStrings
 
@@ -45,8 +46,8 @@ class EvaluationConfig(Section):
     pass_function: str | None = Field(
         default=None,
         min_length=1,
-        description="Name of one of rewards, as it stands there: a response is right by its score alone, "
-        "before the weight; left out: by the whole reward.",
+        description="Name of one of rewards, as it stands there, or label of a reward model: a response is right by "
+        "its score alone, before the weight; left out: by the whole reward.",
     )
     temperature: float | None = Field(
         default=None, ge=0, description="Sampling temperature, 0: the most likely token; left out: rollout.temperature."
@@ -92,6 +93,11 @@ def prompts_per_ticket(config: Config) -> int:
     return config.evaluation.batch_size or max(1, rows // config.evaluation.num_generations)
 
 
+def pass_functions(config: Config) -> list[str]:
+    """Return the values that `evaluation.pass_function` may have, in the order of the parts of a reward."""
+    return [*(reward.name for reward in reward_functions(config)), *(model.label for model in reward_models(config))]
+
+
 def conflict_of_evaluation(config: Config) -> tuple[tuple[str, ...], str] | None:
     """Return the keys and the message of a conflict between keys of the evaluation; None if there is none."""
     evaluation, longest = config.evaluation, config.lengths.response or config.lengths.row - 1
@@ -102,7 +108,7 @@ def conflict_of_evaluation(config: Config) -> tuple[tuple[str, ...], str] | None
         keys = ("evaluation.pass_k", "evaluation.num_generations")
         message = f"must be at most the {evaluation.num_generations} of evaluation.num_generations"
         return keys, f"{message}, got {evaluation.pass_k}"
-    names = [reward.name for reward in config.rewards]
+    names = pass_functions(config)
     if evaluation.pass_function is not None and evaluation.pass_function not in names:
         keys = ("evaluation.pass_function", "rewards")
         return keys, f"must be one of rewards ({', '.join(names) or 'none'}), got {evaluation.pass_function}"

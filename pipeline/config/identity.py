@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.prompts import identifying_keys, identity_of_prompts
+from pipeline.config.rewards import reward_models
 from pipeline.config.schema import Config
 from pipeline.config.sections import ModelConfig
 
@@ -36,13 +37,14 @@ def identity_of(config: Config) -> str:
         config.prompts_per_ticket,
         _RANKS, config.trainer.kind, config.buffer.arena_bytes,
         *(() if config.lengths.response is None else (config.lengths.response,)),
+        *(() if len(models := _reward_models(config)) < 2 else (models,)),
     )  # fmt: skip
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def identifying_settings(config: Config) -> dict[str, Any]:
     """Return the settings that the identity is made of, by ``section.key``."""
-    values = {
+    values: dict[str, Any] = {
         "daemon.seed": config.daemon.seed,
         "rollout.algorithm": config.rollout.algorithm,
         "rollout.num_generations": config.rollout.num_generations,
@@ -58,19 +60,32 @@ def identifying_settings(config: Config) -> dict[str, Any]:
         ("prompts", identifying_keys(config.prompts)),
     ):
         values |= {f"{section}.{key}": value for key, value in kept.items()}
+    if len(models := _reward_models(config)) > 1:
+        values["rewards"] = [list(model) for model in models]
     return values
 
 
 def _of_model(config: Config) -> ModelConfig:
-    """Return the settings of the models; without adapters, with the layers of adapters of earlier releases."""
+    """Return the settings of the models; without adapters, with the layers of adapters of earlier releases.
+
+    One reward model is that of `model.reward`, in a table too.
+    """
     model = config.model
+    if model.reward is None and len(models := _reward_models(config)) == 1:
+        model = model.model_copy(update=dict(zip(("reward", "reward_tokenizer"), models[0], strict=True)))
     is_former = not model.lora_rank and model.lora_targets == "all-linear"
     return model.model_copy(update={"lora_targets": _FORMER_TARGETS}) if is_former else model
 
 
+def _reward_models(config: Config) -> list[tuple[str, str]]:
+    """Return path and tokenizer of each reward model; order, labels and weights are no part of the identity."""
+    return sorted((model.path, model.tokenizer) for model in reward_models(config))
+
+
 def _left_out(config: Config) -> set[str]:
-    fields = type(config.model).model_fields
-    return _NOT_IDENTIFYING | {key for key in _NEW if getattr(config.model, key) == fields[key].default}
+    model = _of_model(config)
+    fields = type(model).model_fields
+    return _NOT_IDENTIFYING | {key for key in _NEW if getattr(model, key) == fields[key].default}
 
 
 def run_name(config: Config) -> str:

@@ -44,6 +44,7 @@ from pipeline.config.rewards import (
     labels_of,
     problem_of_name,
     rewards_in_force,
+    table_labels,
     table_of,
 )
 from pipeline.config.schema import Config
@@ -66,7 +67,7 @@ _PATH_KEYS = {
 
 _REWARDS = "rewards"
 _ENGINE = "rollout.engine"
-_REWARD_PATHS = ("schema_file", "template_file")
+_REWARD_PATHS = ("path", "schema_file", "template_file")
 _REWARD_KEY = r"rewards(?:\.[\w.-]+(?::[\w.-]+)?)?"
 
 
@@ -305,8 +306,7 @@ def _rendered_rewards(loaded: LoadedConfig, *, effective: bool, origin: bool) ->
     blocks, rewards = [], loaded.config.rewards
     if not effective and not any(key == _REWARDS or key.startswith(f"{_REWARDS}.") for key in loaded.origins):
         return []
-    labels = labels_of([reward.name for reward in rewards])
-    for label, reward, in_force in zip(labels, rewards, rewards_in_force(loaded.config), strict=True):
+    for label, reward, in_force in zip(table_labels(rewards), rewards, rewards_in_force(loaded.config), strict=True):
         lines = []
         for option in type(reward).model_fields:
             given = loaded.origins.get(f"{_REWARDS}.{label}.{option}")
@@ -606,7 +606,7 @@ def _validate_rewards(values: dict[str, _Value], errors: list[str], wrong: set[s
             wrong.add(_REWARDS)
             continue
         tables.append({key: _Value(value, origins.get((number, key), at)) for key, value in table.items()})
-    labels = labels_of([table["name"].value for table in tables])
+    labels = _labels_of(tables)
     for key, option in options.items():
         label, _, name = key.removeprefix(f"{_REWARDS}.").rpartition(".")
         found = [table for own, table in zip(labels, tables, strict=True) if label == own]
@@ -617,11 +617,18 @@ def _validate_rewards(values: dict[str, _Value], errors: list[str], wrong: set[s
             said = f"must be rewards.NAME.OPTION, with a name of {', '.join(labels) or 'no function'}"
             errors.append(f"{option.origin.location}: {said}")
     rewards = []
-    for label, table in zip(labels, tables, strict=True):
+    # An option may be a label.
+    for label, table in zip(_labels_of(tables), tables, strict=True):
         if (reward := _validate_reward(label, table, errors, wrong)) is not None:
             rewards.append(reward)
         values |= {f"{_REWARDS}.{label}.{option}": value for option, value in table.items()}
     return rewards
+
+
+def _labels_of(tables: list[dict[str, _Value]]) -> list[str]:
+    """Return the labels of tables, whose options may be wrong."""
+    given = [(table["label"].value if "label" in table else None, table["name"].value) for table in tables]
+    return labels_of([label if isinstance(label, str) and label else name for label, name in given])
 
 
 def _validate_reward(

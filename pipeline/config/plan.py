@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pipeline.config.losses import worker_holds_actor
 from pipeline.config.model_files import ModelSizes, model_sizes
+from pipeline.config.rewards import reward_models
 from pipeline.config.schema import Config
 from pipeline.config.sections import ReferenceRole
 
@@ -75,7 +76,8 @@ class Models(NamedTuple):
     actor: ModelSizes
     critic: ModelSizes | None
     reference: ModelSizes | None
-    reward: ModelSizes | None
+    rewards: Mapping[str, ModelSizes] = MappingProxyType({})
+    """Reward models by label."""
 
 
 class Needs(NamedTuple):
@@ -121,8 +123,8 @@ def models_of(config: Config, made: Mapping[str, ModelSizes] = MappingProxyType(
         critic = actor if model.critic is None else sizes(model.critic, "model.critic")
     if config.reference_on is not None and config.reference_folder is not None:
         reference = actor if model.reference is None else sizes(model.reference, "model.reference")
-    reward = None if model.reward is None else sizes(model.reward, "model.reward")
-    return Models(actor, critic, reference, reward)
+    rewards = {one.label: sizes(one.path, one.key) for one in reward_models(config)}
+    return Models(actor, critic, reference, rewards)
 
 
 def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
@@ -153,7 +155,7 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
         if is_ours and not config.shards_trainer
         else 0,
         # A streamed reference passes into the host memory that it keeps.
-        worker_load=width * _largest(*models._replace(reference=None if streams else held)),
+        worker_load=width * _largest(models.actor, models.critic, None if streams else held, *models.rewards.values()),
     )
 
 
@@ -288,16 +290,18 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
         terms["KV cache"] = rows * a_row
         if on_cards:
             terms["logits of a step"] = 4 * _SAMPLED_LOGITS * rows * sizes.vocabulary
-    held = models._replace(reference=_reference_on("worker", config, models))
-    for name in ("reference", "critic", "reward"):
-        if (its := getattr(held, name)) is not None:
+    held = {"reference": _reference_on("worker", config, models), "critic": models.critic}
+    held |= {"reward" if len(models.rewards) == 1 else f"reward {label}": one for label, one in models.rewards.items()}
+    here = [models.actor] if "actor" in terms else []
+    for name, its in held.items():
+        if its is not None:
             streams = name == "reference" and config.model.reference_device == "host"
             terms[name] = width * (_gathered(its) if streams else its.parameters)
-    if on_cards and (models_here := terms.keys() & {"actor", "reference", "critic", "reward"}):
+            here.append(its)
+    if on_cards and here:
         given, length = config.rollout.logits_forward_batch_size, config.lengths.row
         tokens = given * length if given else min(_PASS_TOKENS, max(ticket * length, length))
-        largest = [models.actor if name == "actor" else getattr(held, name) for name in sorted(models_here)]
-        terms["passes over rows"] = max(_pass_bytes(one, width, max(tokens, length)) for one in largest if one) + (
+        terms["passes over rows"] = max(_pass_bytes(one, width, max(tokens, length)) for one in here) + (
             4 * _PASS_LOGITS * min(_LOGITS, tokens * models.actor.vocabulary)
         )
     return terms

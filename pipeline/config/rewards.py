@@ -1,16 +1,20 @@
-"""The reward functions, each a name or a table ``[[rewards]]`` with its weight and options; keys of the environment."""
+"""The rewards: functions and models, each a table ``[[rewards]]`` with its weight and options; the environment's keys.
+
+A function without options may be a name alone. `model.reward` is the short form of one table of a reward model.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from pipeline.config.sections import Section
+from pipeline.config.sections import RewardTokenizer, Section
 from pipeline.config.types import FUNCTION, AnyPath, Url
 from pipeline.config.user_modules import RewardStyle, install_command
 
@@ -20,8 +24,8 @@ if TYPE_CHECKING:
 MATH_CPU_S: Final = 5.0
 """CPU seconds that `math` gives a row to be read and compared; a response that needs more has 0."""
 
-MOST_FUNCTIONS: Final = 16
-"""Reward functions with a metric of their own."""
+MOST_REWARDS: Final = 16
+"""Tables ``[[rewards]]``, each with a metric of its own."""
 
 
 def _check_environment(value: str) -> str:
@@ -76,8 +80,8 @@ class RewardConfig(Section):
         default=1.0,
         ge=-1e9,
         le=1e9,
-        description="Factor of the score; the weighted scores of all functions and that of the reward model are added "
-        "up; negative for a penalty.",
+        description="Factor of the score; the weighted scores of all functions and reward models are added up; "
+        "negative for a penalty.",
     )
 
 
@@ -164,6 +168,24 @@ class MathReward(_TaggedReward):
     name: Literal["math"]
 
 
+class ModelReward(RewardConfig):
+    """The score of a reward model, which each worker holds."""
+
+    name: Literal["model"]
+    path: AnyPath = Field(description="Directory of a sequence classification model that scores responses.")
+    label: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9-]+$",
+        max_length=40,
+        description="Name of the model in metrics, samples and messages; left out: model, then model-2, ...",
+    )
+    tokenizer: RewardTokenizer = Field(
+        default="policy",
+        description="Tokenizer of the rows that the model gets: policy, the actor's token ids, or own: each row is "
+        "decoded and encoded again with the tokenizer and the chat template of the model.",
+    )
+
+
 class RegexReward(RewardConfig):
     """1 if a pattern is found."""
 
@@ -221,10 +243,11 @@ REWARDS: Final[dict[str, type[RewardConfig]]] = {
     "judge": JudgeReward,
     "length": LengthReward,
     "math": MathReward,
+    "model": ModelReward,
     "regex": RegexReward,
     "remote": RemoteReward,
 }
-"""The table of each reward function of this package, by its name."""
+"""The table of each reward of this package, by its name."""
 
 REWARD_NAMES: Final = tuple(REWARDS)
 
@@ -265,6 +288,7 @@ Reward = Annotated[
     | Annotated[JudgeReward, Tag("judge")]
     | Annotated[LengthReward, Tag("length")]
     | Annotated[MathReward, Tag("math")]
+    | Annotated[ModelReward, Tag("model")]
     | Annotated[RegexReward, Tag("regex")]
     | Annotated[RemoteReward, Tag("remote")]
     | Annotated[OwnReward, Tag("own")],
@@ -331,14 +355,80 @@ def labels_of(functions: list[str]) -> list[str]:
     return labels
 
 
+def table_labels(rewards: Sequence[RewardConfig]) -> list[str]:
+    """Return a name for each table: its `label`, else as `labels_of`."""
+    return labels_of([_named(reward) for reward in rewards])
+
+
+def _named(reward: RewardConfig) -> str:
+    return (reward.label if isinstance(reward, ModelReward) else None) or reward.name
+
+
+class RewardModel(NamedTuple):
+    """A reward model of a run, of `model.reward` or of a table.
+
+    Attributes:
+        label: Its name in metrics, samples and messages.
+        path: Its folder.
+        weight: Factor of its score.
+        tokenizer: Tokenizer of the rows that it gets.
+        key: Key of the folder, such as ``rewards.LABEL.path``.
+        tokenizer_key: Key of the tokenizer.
+    """
+
+    label: str
+    path: str
+    weight: float
+    tokenizer: RewardTokenizer
+    key: str
+    tokenizer_key: str
+
+
+def reward_models(config: Config) -> list[RewardModel]:
+    """Return the reward models in the order of their tables; `model.reward` is one of weight 1."""
+    found = []
+    for at, (label, table) in enumerate(_labelled(config)):
+        if isinstance(table, ModelReward):
+            keys = f"rewards.{label}.path", f"rewards.{label}.tokenizer"
+            if at == len(config.rewards):
+                keys = "model.reward", "model.reward_tokenizer"
+            found.append(RewardModel(label, str(table.path), table.weight, table.tokenizer, *keys))
+    return found
+
+
+def _labelled(config: Config) -> list[tuple[str, RewardConfig]]:
+    """Return the tables with their labels; `model.reward` is the last one."""
+    model, tables = config.model, list[RewardConfig](config.rewards)
+    if model.reward is not None:
+        tables.append(ModelReward(name="model", path=Path(model.reward), tokenizer=model.reward_tokenizer))
+    return list(zip(table_labels(tables), tables, strict=True))
+
+
+def reward_functions(config: Config) -> list[RewardConfig]:
+    """Return the tables of reward functions, with the values in force of options that follow from other keys."""
+    return [_in_force(reward, config) for reward in config.rewards if not isinstance(reward, ModelReward)]
+
+
+def function_labels(config: Config) -> list[str]:
+    """Return the label of each of `reward_functions`."""
+    return [label for label, reward in _labelled(config) if not isinstance(reward, ModelReward)]
+
+
+def part_names(config: Config) -> list[str]:
+    """Return the names of the parts of a reward as they stand in the tables: labels where two would be the same."""
+    names = [reward.name for reward in reward_functions(config)]
+    named = zip(names, function_labels(config), strict=True)
+    functions = [name if names.count(name) == 1 else label for name, label in named]
+    return [*functions, *(model.label for model in reward_models(config))]
+
+
 def part_labels(config: Config) -> list[str]:
     """Return the names of the parts of a reward that have a metric and a column in `info`; none if it has one part.
 
-    The rewards of an environment's turns are a part without a name.
+    Reward models come after the functions. The rewards of an environment's turns are a part without a name.
     """
-    labels = labels_of([reward.name for reward in config.rewards])
-    labels += ["model"] if config.model.reward is not None else []
-    has_turns = config.rollout.environment is not None and bool(config.rewards)
+    labels = [*function_labels(config), *(model.label for model in reward_models(config))]
+    has_turns = config.rollout.environment is not None and bool(labels)
     return labels if len(labels) > 1 or has_turns else []
 
 
@@ -350,9 +440,11 @@ def may_have_numbers(config: Config) -> bool:
 def conflict_of_rewards(config: Config) -> tuple[tuple[str, ...], str] | None:
     """Return the keys and the message of a conflict between reward functions and their options; None if none."""
     rewards, limit_s = config.rewards, config.rollout.reward_timeout_s
-    if len(rewards) > MOST_FUNCTIONS:
-        return ("rewards",), f"must name at most {MOST_FUNCTIONS} functions, got {len(rewards)}"
-    for label, reward in zip(labels_of([reward.name for reward in rewards]), rewards, strict=True):
+    if len(rewards) > MOST_REWARDS:
+        return ("rewards",), f"must have at most {MOST_REWARDS} functions and models, got {len(rewards)}"
+    if conflict := _conflict_of_models(config):
+        return conflict
+    for label, reward in zip(table_labels(rewards), rewards, strict=True):
         timeouts = {"deadline_s": reward.deadline_s} if isinstance(reward, ServiceReward) else {}
         timeouts |= {"timeout_s": reward.timeout_s} if isinstance(reward, CodeReward) else {}
         for option, seconds in timeouts.items():
@@ -366,6 +458,25 @@ def conflict_of_rewards(config: Config) -> tuple[tuple[str, ...], str] | None:
             keys = (f"rewards.{label}.buffer_tokens", f"rewards.{label}.limit_tokens")
             if reward.buffer_tokens > reward.limit_tokens:
                 return keys, f"must be at most the {reward.limit_tokens} of limit_tokens, got {reward.buffer_tokens}"
+    return None
+
+
+def _conflict_of_models(config: Config) -> tuple[tuple[str, ...], str] | None:
+    tables = [reward for reward in config.rewards if isinstance(reward, ModelReward)]
+    if tables and config.model.reward is not None:
+        message = 'must be left out with a table [[rewards]] of the name "model": each reward model has a table then'
+        return ("model.reward", "rewards"), message
+    labels = table_labels(config.rewards)
+    names = [_named(reward).rpartition(":")[2] for reward in config.rewards]
+    for label, reward in zip(labels, config.rewards, strict=True):
+        own = reward.label if isinstance(reward, ModelReward) else None
+        if own is not None and (names.count(own) > 1 or labels.count(label) > 1):
+            keys = (f"rewards.{label}.label", "rewards")
+            return keys, f'must be another one than that of any other function or model, got "{own}"'
+    for model in reward_models(config):
+        if model.tokenizer == "own" and config.rollout.environment is not None:
+            message = 'must be "policy" with rollout.environment: the turns of a row are no one response'
+            return (model.tokenizer_key, "rollout.environment"), message
     return None
 
 
@@ -391,7 +502,7 @@ def conflict_of_environment(config: Config) -> tuple[tuple[str, ...], str] | Non
 
 
 def rewards_in_force(config: Config) -> list[RewardConfig]:
-    """Return the reward functions, with the values in force of options that follow from other keys."""
+    """Return the tables, with the values in force of options that follow from other keys."""
     return [_in_force(reward, config) for reward in config.rewards]
 
 

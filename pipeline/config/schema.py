@@ -402,8 +402,8 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     rewards: list[Reward] = Field(
         default=[DEFAULT_REWARD],
-        description="Functions that score a response: names, or a table [[rewards]] for each, with its weight and the "
-        "options of its name; [] for none.",
+        description="Functions and models that score a response: names, or a table [[rewards]] for each, with its "
+        "weight and the options of its name; [] for none.",
     )
 
     @property

@@ -16,6 +16,7 @@ LIVE: Final[JsonDict] = {"x-reload": "live"}
 
 
 ReferenceDevice = Literal["worker", "trainer", "host"]
+RewardTokenizer = Literal["policy", "own"]
 ReferenceRole = Literal["worker", "trainer"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -56,9 +57,10 @@ class ModelConfig(Section):
     )
     reward: Source | None = Field(
         default=None,
-        description="Directory of a sequence classification model that scores responses; left out: functions only.",
+        description="Directory of a sequence classification model that scores responses, short for a table [[rewards]] "
+        "of the name model with weight 1; left out: rewards alone.",
     )
-    reward_tokenizer: Literal["policy", "own"] = Field(
+    reward_tokenizer: RewardTokenizer = Field(
         default="policy",
         description="Tokenizer of the rows that the reward model gets: policy, the actor's token ids, or own: each row "
         "is decoded and encoded again with the tokenizer and the chat template of `model.reward`.",

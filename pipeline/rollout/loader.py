@@ -8,18 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.config.losses import log_probs_by, worker_holds_actor
-from pipeline.config.rewards import labels_of, rewards_in_force
+from pipeline.config.rewards import function_labels, reward_functions
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, RlhfdError
 from pipeline.experience.running_moments import SCORES
-from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
 from pipeline.models.device import free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
@@ -31,7 +30,6 @@ from pipeline.models.loading import (
     sees_images,
 )
 from pipeline.models.lora import adapt, published
-from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.models.weights.probe import answer, check, tolerance_nats_a_token
 from pipeline.models.weights.store import joined
@@ -49,9 +47,9 @@ from pipeline.rollout.generation.weights import EngineWeights, ModelWeights, Wor
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
-from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.summed import SummedReward, load_reward
 from pipeline.rollout.roller import LocalRoller, PromptReader
 from pipeline.rollout.sampling import sampling_of
 from pipeline.rollout.shaping import shaping_of
@@ -110,7 +108,7 @@ def _load(
     vision = VisionPrompts(config.model.actor, tokenizer) if takes_images else None
     # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
     # functions' processes are forks of this one as long as it has no GPU.
-    functions = reward_functions(config, tokenizer, telemetry) if config.rewards else None
+    functions = load_functions(config, tokenizer, telemetry)
     if isinstance(functions, RewardPool):
         undone.callback(functions.close)
     environment = load_environment(config, tokenizer, telemetry)
@@ -120,7 +118,7 @@ def _load(
     # After the forks, which would hold its link open.
     if (begun := begin_vllm(config, device)) is not None:
         undone.callback(begun.close)
-    reward = load_reward(config, tokenizer, device, functions)
+    reward = load_reward(config, tokenizer, device, functions, telemetry)
     tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
     whole = functools.partial(load_actor, config.model.actor, dtype=config.model.dtype)
     holds_actor = worker_holds_actor(config)
@@ -238,8 +236,8 @@ def prompt_readers(functions: FunctionReward | RewardPool | None, reward: Any) -
     if functions is not None and functions.problems is not None:
         problems = functions.problems
         readers.append(lambda prompts, group_size: problems.begin([prompt.location for prompt in prompts], group_size))
-    if isinstance(model := getattr(reward, "reward_model", reward), OwnTokenizerReward):
-        readers.append(model.begin)
+    if isinstance(reward, SummedReward):
+        readers.append(reward.begin)
     return readers
 
 
@@ -329,55 +327,8 @@ def weights_check(actor: Any, tokens: Sequence[int], device: torch.device) -> Ca
     return check_fetched
 
 
-def load_reward(
-    config: Config, tokenizer: Any, device: torch.device, functions: FunctionReward | RewardPool | None
-) -> Any:
-    """Return the configured reward model, or the functions, or the sum of both."""
-    if config.model.reward is None:
-        return functions
-    model = reward_model_of(config, tokenizer, device)
-    if functions is None:
-        return model
-    return SummedReward(model, functions)
-
-
-class SummedReward:
-    """The sum of a reward model's score and of the functions'.
-
-    Attributes:
-        reward_model: The reward model.
-        model: The reward model's network, which bounds the rows of a call.
-        labels: Names of the parts: those of the functions, and "model".
-        numbers: Further numbers of each row of the last call, those of the functions.
-        parts: ``(B, parts)`` float32, of the last call, before weights.
-        exact: ``(B,)`` float64, the sums of the last call.
-    """
-
-    def __init__(self, reward_model: SequenceReward, functions: FunctionReward | RewardPool) -> None:
-        self.model = reward_model.model
-        self.reward_model = reward_model
-        self._functions = functions
-        # The model's score stands alone where no function applies.
-        functions.may_be_absent = True
-        self.labels = [*functions.labels, "model"]
-        self.numbers: list[dict[str, float]] = []
-        self.parts = torch.empty(0, len(self.labels))
-        self.exact = torch.empty(0, dtype=torch.float64)
-
-    def __call__(
-        self, *, vision: VisionRows | None = None, columns: Sequence[Mapping[str, Any]] | None = None, **row: Any
-    ) -> torch.Tensor:
-        """Return the sums, ``(B,)``; arguments as for a `FunctionReward`."""
-        scores = self.reward_model(**row)
-        self._functions(**row, vision=vision, columns=columns)
-        self.numbers = self._functions.numbers
-        self.parts = torch.cat([self._functions.parts, scores.float().cpu().unsqueeze(1)], dim=1)
-        self.exact = scores.double().cpu() + self._functions.exact
-        return self.exact.float().to(scores.device)
-
-
-def reward_functions(config: Config, tokenizer: Any, telemetry: Telemetry) -> FunctionReward | RewardPool:
-    """Return the reward functions, in processes that can be killed unless all are this package's own.
+def load_functions(config: Config, tokenizer: Any, telemetry: Telemetry) -> FunctionReward | RewardPool | None:
+    """Return the reward functions, in processes that can be killed unless all are this package's own; None if none.
 
     A heartbeat is written once a row.
 
@@ -385,8 +336,9 @@ def reward_functions(config: Config, tokenizer: Any, telemetry: Telemetry) -> Fu
         ConfigError: If one cannot be loaded.
     """
     rollout = config.rollout
-    rewards = rewards_in_force(config)
-    weights, labels = [reward.weight for reward in rewards], labels_of([reward.name for reward in rewards])
+    if not (rewards := reward_functions(config)):
+        return None
+    weights, labels = [reward.weight for reward in rewards], function_labels(config)
     if not rollout.reward_timeout_s or all(reward.name.startswith("pipeline.") for reward in rewards):
         loaded = [load_reward_function(reward) for reward in rewards]
         return FunctionReward(

@@ -30,6 +30,7 @@ from pipeline.progress import Telemetry
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, takes_columns, vision_keywords
 from pipeline.rollout.reward.parts import OnParts
 from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.rows import Rows
 
 
@@ -163,9 +164,10 @@ class ModelPasses:
             return of_turns
         device = _device_of(reward_model)
         name = type(reward_model).__qualname__
-        trim = isinstance(reward_model, SequenceReward | FunctionReward | RewardPool)
+        trim = isinstance(reward_model, SequenceReward | SummedReward | FunctionReward | RewardPool)
         # Functions read the rows themselves.
-        multiple = width_multiple(device, self.width_multiple) if isinstance(reward_model, SequenceReward) else 1
+        reads_rows = isinstance(reward_model, SequenceReward | SummedReward)
+        multiple = width_multiple(device, self.width_multiple) if reads_rows else 1
         scores: list[Tensor] = []
 
         def step(part: slice) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from pipeline.config.identity import run_dir
-from pipeline.config.rewards import may_have_numbers, part_labels
+from pipeline.config.rewards import may_have_numbers, part_labels, reward_functions
 from pipeline.config.schema import Config
 from pipeline.errors import EngineKilledError, ExitCode, WeightsMismatchError
 from pipeline.models.device import device_name, process_device
@@ -58,7 +58,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
         WeightsMismatchError: If the model does not compute with its weights; the worker is reported as unusable.
     """
     torch.set_num_threads(config.rollout.threads)
-    if load is None and config.rewards and not config.rollout.reward_timeout_s:
+    if load is None and reward_functions(config) and not config.rollout.reward_timeout_s:
         # Functions of the user run in this process; what they start ends with it.
         end_group_with_this()
     # Before sockets and memory: the processes of the reward functions are forks of this one while it is alone.

@@ -11,14 +11,16 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from pipeline.config.identity import run_dir
+from pipeline.config.rewards import part_labels, reward_functions, reward_models
 from pipeline.config.schema import Config
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
 from pipeline.rollout.hooks import WorkerHook
+from pipeline.rollout.reward.parts import PREFIX
 from pipeline.rollout.roller import Rolled
 from pipeline.runtime.messages import Ticket
 from pipeline.telemetry.number_names import COLUMN, NumberNames, numbers_of
@@ -37,6 +39,20 @@ log = logging.getLogger(__name__)
 Parts = Sequence[float]
 
 
+class RewardNames(NamedTuple):
+    """The names of the parts of a reward.
+
+    Attributes:
+        functions: Names of the functions, in their order.
+        models: Weights of the reward models, by label.
+        rest: Name of the part that is left, an environment's; empty if there is none.
+    """
+
+    functions: Sequence[str]
+    models: Mapping[str, float] = {}
+    rest: str = ""
+
+
 class RolloutSamples(WorkerHook):
     """Selects tickets, and records one group of each.
 
@@ -46,7 +62,7 @@ class RolloutSamples(WorkerHook):
         worker: The worker's number.
         group_size: Responses of a prompt (G).
         per_minute: Samples a minute, at most.
-        reward_names: Names of the parts of a reward, in order.
+        reward_names: Names of the parts of a reward.
         clock: Monotonic seconds.
         stop_strings: Texts that end a response.
         numbers: Names of the further numbers of reward functions.
@@ -60,7 +76,7 @@ class RolloutSamples(WorkerHook):
         worker: int,
         group_size: int,
         per_minute: float,
-        reward_names: Sequence[str],
+        reward_names: RewardNames,
         clock: Callable[[], float],
         stop_strings: Sequence[str] = (),
         numbers: NumberNames | None = None,
@@ -222,7 +238,7 @@ class RolloutSamples(WorkerHook):
             tokens=len(whole),
             stopped=stopped,
             reward=round(reward, 6),
-            parts=self._named(parts, reward),
+            parts=self._named(rows, row, parts, reward),
             numbers=self._further(rows, row),
             observed=observed if any(observed) else [],
             stop=self._stop_string(whole) if stopped else "",
@@ -240,24 +256,29 @@ class RolloutSamples(WorkerHook):
         text = self._text(ids[-2 * most :]) if most else ""
         return next((string for string in self._stop_strings if string in text), "")
 
-    def _named(self, parts: Parts, reward: float) -> dict[str, float]:
-        if not parts or len(self._reward_names) < len(parts):
+    def _named(self, rows: RaggedRows, row: int, parts: Parts, reward: float) -> dict[str, float]:
+        names = self._reward_names
+        if len(parts) != len(names.functions):
             return {}
-        # The part of a reward model, or of an environment, is the whole less the functions' parts.
-        values = [*parts, reward - sum(parts)][: len(self._reward_names)]
-        return {name: round(value, 6) for name, value in zip(self._reward_names, values, strict=True)}
+        found = dict(zip(names.functions, parts, strict=True))
+        for label, weight in names.models.items():
+            if (column := rows.columns.get(f"info.{PREFIX}{label}")) is None:
+                return {}
+            found[label] = weight * float(column[row])
+        if names.rest:
+            found[names.rest] = reward - sum(found.values())
+        return {name: round(value, 6) for name, value in found.items()}
 
     def _text(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
 
 
-def reward_names(config: Config) -> list[str]:
-    """Return the names of the parts of a reward: the functions in their order, then model and environment together."""
-    functions = [reward.name for reward in config.rewards]
-    others = [
-        name for name, key in (("model", config.model.reward), ("environment", config.rollout.environment)) if key
-    ]
-    return [*functions, *([" and ".join(others)] if others and functions else [])]
+def reward_names(config: Config) -> RewardNames:
+    """Return the names of the parts of a reward; that of a single reward model is the reward itself."""
+    functions = [reward.name for reward in reward_functions(config)]
+    models = {model.label: model.weight for model in reward_models(config)} if part_labels(config) else {}
+    has_rest = config.rollout.environment is not None and bool(functions or models)
+    return RewardNames(functions, models, "environment" if has_rest else "")
 
 
 def pieces(text_of: Callable[[list[int]], str], ids: list[int]) -> list[str]:

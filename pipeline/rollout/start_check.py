@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pipeline.config import user_modules
 from pipeline.config.evaluation import held_out
 from pipeline.config.prompts import PromptsConfig
-from pipeline.config.rewards import rewards_in_force
+from pipeline.config.rewards import reward_functions, reward_models
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, PromptError
 from pipeline.models.loading import load_tokenizer, outline_of_actor, refuse_large_tokenizer, sees_images
@@ -70,7 +70,7 @@ class _Check:
         if config.rollout.engine == "vllm":
             self.tried(refuse_unsuitable)
         # Functions of the user are imported elsewhere.
-        for reward in rewards_in_force(config):
+        for reward in reward_functions(config):
             if ":" not in reward.name or reward.name.startswith("pipeline."):
                 self.tried(load_reward_function, reward)
 
@@ -83,8 +83,9 @@ class _Check:
         self.tried(refuse_large_tokenizer, tokenizer, vocabulary, actor)
         if config.model.lora_rank:
             self.tried(target_layers, outline, config.model.lora_targets)
-        if config.model.reward is not None and config.model.reward_tokenizer == "own":
-            self.tried(load_tokenizer, config.model.reward, field="model.reward")
+        for model in reward_models(config):
+            if model.tokenizer == "own":
+                self.tried(load_tokenizer, model.path, field=model.key)
         end_tokens(config, tokenizer, vocabulary)
 
     def of_prompts(self, config: Config, tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.config.rewards import reward_models
 from pipeline.config.schema import Config
 from pipeline.storage.card_turns import EngineTurn
 from pipeline.telemetry import log as logs
@@ -122,5 +123,5 @@ def monotonic_s() -> float:
 
 
 def reward_source(config: Config) -> str:
-    """Return the label ``source`` of the reward metrics: a model's scores, or functions' alone."""
-    return "function" if config.model.reward is None else "model"
+    """Return the label ``source`` of the reward metrics: with scores of models, or of functions alone."""
+    return "model" if reward_models(config) else "function"

@@ -27,7 +27,7 @@ import xxhash
 from pipeline import sort_digits
 from pipeline.config import user_modules
 from pipeline.config.identity import run_dir
-from pipeline.config.rewards import REWARD_NAMES
+from pipeline.config.rewards import REWARD_NAMES, RewardModel, reward_functions, reward_models
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.storage import sealed_json
@@ -41,7 +41,7 @@ _BLOCK_BYTES = 1 << 24
 _PIECES = 1024
 _MOST_HEADER_BYTES = 100_000_000
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_MODELS: Final = ("actor", "reference", "critic", "reward", "lora_adapter")
+_MODELS: Final = ("actor", "reference", "critic", "lora_adapter")
 _VOCABULARY = ("tokenizer.json", "vocab.*", "merges.txt", "added_tokens.json", "*.model", "tekken.json", "*.tiktoken")
 _TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.*", "additional_chat_templates/*")
 _FIXED = ("model.", "tokenizer")
@@ -70,6 +70,7 @@ def inputs_of(config: Config) -> dict[str, str]:
     for name in _MODELS:
         if (source := getattr(config.model, name)) is not None:
             found[f"model.{name}"] = Path(source)
+    found |= {name: Path(model.path) for name, model in _reward_models(config).items()}
     actor = Path(config.model.actor)
     for key, folder in found.items():
         if folder.is_dir() and own not in folder.parents:
@@ -77,22 +78,29 @@ def inputs_of(config: Config) -> dict[str, str]:
     if actor.is_dir() and own not in actor.parents:
         digests["tokenizer"] = _digest_of_files(_matching(actor, _VOCABULARY))
         digests["chat template"] = _digest_of_files(_matching(actor, _TEMPLATE))
-    reward = found.get("model.reward")
-    if reward is not None and "model.reward" in digests and config.model.reward_tokenizer == "own":
-        digests["reward tokenizer"] = _digest_of_files(_matching(reward, (*_VOCABULARY, *_TEMPLATE)))
+    for name, model in _reward_models(config).items():
+        if name in digests and model.tokenizer == "own":
+            files = _matching(found[name], (*_VOCABULARY, *_TEMPLATE))
+            digests[name.replace("model.reward", "reward tokenizer", 1)] = _digest_of_files(files)
     prompts = [source.path for source in config.prompts.files]
     for key, sources in (("prompts", prompts), ("evaluation.files", list(map(str, config.evaluation.files)))):
         for source in map(Path, sources):
             if source.exists() and own not in source.parents:
                 files = sorted(source.rglob("*")) if source.is_dir() else [source]
                 digests[f"{key} {source}"] = _digest_of_files([file for file in files if file.is_file()])
-    functions = [*(reward.name for reward in config.rewards), config.rollout.environment, config.rollout.advantages,
-                 config.trainer.policy_loss]  # fmt: skip
-    for function in functions:
+    functions = [reward.name for reward in reward_functions(config)]
+    for function in (*functions, config.rollout.environment, config.rollout.advantages, config.trainer.policy_loss):
         file = user_modules.file_of(function) if function and ":" in function else None
         if file is not None and function not in REWARD_NAMES:
             digests[f"code of {function}"] = _digest_of_files([file])
     return digests
+
+
+def _reward_models(config: Config) -> dict[str, RewardModel]:
+    """Return the reward models by the name of their digest: the order and the labels of tables are no part of it."""
+    # Of two of one folder that with its own tokenizer.
+    models = sorted(reward_models(config), key=lambda model: model.tokenizer == "own")
+    return {"model.reward" if len(models) == 1 else f"model.reward {model.path}": model for model in models}
 
 
 def check(config: Config) -> None:
@@ -145,8 +153,9 @@ def digest_of_model(folder: Path) -> str:
 
 
 def _refusal(config: Config, names: list[str], path: Path) -> str:
-    first = names[0] if names[0].startswith("model.") else "model.actor"
-    what = {"tokenizer": "the tokenizer"}
+    keys = {name: model.key for name, model in _reward_models(config).items()}
+    first = keys.get(names[0], names[0]) if names[0].startswith("model.") else "model.actor"
+    what = {"tokenizer": "the tokenizer"} | {name: f"the weights of {key}" for name, key in keys.items()}
     named = " and ".join(what.get(name, f"the weights of {name}") for name in names)
     adapters = ", whose adapters fit their own base alone" if config.model.lora_rank else ""
     return (

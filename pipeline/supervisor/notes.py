@@ -13,6 +13,7 @@ from pipeline.config.load import LoadedConfig
 from pipeline.config.losses import LossSection, lacks_ratio_for_staleness, log_probs_by
 from pipeline.config.model_files import processors_of
 from pipeline.config.positions import positions_of
+from pipeline.config.rewards import reward_functions
 from pipeline.config.schema import Config
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
@@ -93,9 +94,9 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             'cluster.engine = "local"',
         ),
         (
-            not config.rewards,
+            not reward_functions(config),
             ("rollout.reward_timeout_s", "rollout.reward_processes"),
-            "rewards = []",
+            "reward models alone" if config.rewards else "rewards = []",
         ),
         (
             config.rollout.environment is None,

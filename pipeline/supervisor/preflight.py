@@ -18,7 +18,7 @@ from pipeline.config.evaluation import held_out
 from pipeline.config.load import FOLDER_KEYS, FUNCTION_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
 from pipeline.config.model_files import VLLM_IMAGE_MODELS, has_images, model_type, problem_of_model, problem_of_pointers
 from pipeline.config.positions import problem_of_positions
-from pipeline.config.rewards import OwnReward, missing_package
+from pipeline.config.rewards import OwnReward, missing_package, reward_models
 from pipeline.config.sections import missing_tracker
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.config.vocabularies import NO_IMAGES, problem_of_vocabulary
@@ -41,10 +41,7 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         unused: The keys of `own_model.NEEDED` that the command can do without.
     """
     errors = _problems_of_own_model(loaded, unused)
-    for key in MODEL_KEYS:
-        source = get(loaded.config, key)
-        if source is None or source.startswith(BUILTIN_PREFIX):
-            continue
+    for key, source in _models(loaded):
         if not Path(source).is_dir():
             errors.append(f"{loaded.where(key)}: {_no_directory(loaded, Path(source))}")
         elif not (Path(source) / "config.json").is_file() and (Path(source) / "adapter_config.json").is_file():
@@ -156,17 +153,23 @@ def _problems_of_own_model(loaded: LoadedConfig, unused: Container[str]) -> list
 def _problems_of_vocabularies(loaded: LoadedConfig) -> list[str]:
     """Return the problems of the models that read the actor's token ids, a line each."""
     actor, found = Path(loaded.config.model.actor), []
-    is_own = loaded.config.model.reward_tokenizer == "own"
-    if is_own and has_images(actor):
-        found.append(f"{loaded.where('model.reward_tokenizer')}: {NO_IMAGES}")
-    for key in MODEL_KEYS:
-        source = get(loaded.config, key)
-        if source is None or key == "model.actor" or (key == "model.reward" and is_own):
-            continue
-        if problem := problem_of_vocabulary(Path(source), actor):
-            advice = '; model.reward_tokenizer = "own" gives it texts' if key == "model.reward" else ""
+    rewards = {model.key: model for model in reward_models(loaded.config)}
+    for key, source in _models(loaded):
+        reward = rewards.get(key)
+        if reward is not None and reward.tokenizer == "own":
+            found += [f"{loaded.where(reward.tokenizer_key)}: {NO_IMAGES}"] if has_images(actor) else []
+        elif key != "model.actor" and (problem := problem_of_vocabulary(Path(source), actor)):
+            advice = "" if reward is None else f'; {reward.tokenizer_key} = "own" gives it texts'
             found.append(f"{loaded.where(key)}: {problem}{advice}")
     return found
+
+
+def _models(loaded: LoadedConfig) -> list[tuple[str, str]]:
+    """Return key and folder of each model; those of the embedded task are left out."""
+    config = loaded.config
+    found = [(key, get(config, key)) for key in MODEL_KEYS if key != "model.reward"]
+    found += [(model.key, model.path) for model in reward_models(config)]
+    return [(key, source) for key, source in found if source is not None and not source.startswith(BUILTIN_PREFIX)]
 
 
 def _problem_of_images(loaded: LoadedConfig) -> str:

@@ -240,7 +240,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge("rlhfd_reward_stddev", TRAINER, "Standard deviation of reward in the last training batch.",
           source="function model"),
     gauge("rlhfd_reward_function_mean", "trainer rollout",
-          "Mean score of each of several reward functions, and of the reward model, in a worker's last ticket and in "
+          "Mean score of each of several reward functions and models, in a worker's last ticket and in "
           "the trainer's last batch, before its weight; with an environment also of one. Mean of "
           "each further number that a function returns, as FUNCTION.NUMBER.",
           role=OWN, worker=OWN, function=" ".join([*REWARD_LABELS, *NUMBER_LABELS])),

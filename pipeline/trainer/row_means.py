@@ -9,7 +9,13 @@ from typing import Final, Self
 import numpy as np
 
 from pipeline.config.identity import run_dir
-from pipeline.config.rewards import labels_of, may_have_numbers, part_labels
+from pipeline.config.rewards import (
+    function_labels,
+    may_have_numbers,
+    part_labels,
+    reward_functions,
+    reward_models,
+)
 from pipeline.config.schema import Config
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
@@ -30,10 +36,10 @@ class RowMeans:
     The names are those of a line of ``metrics.jsonl``: "cut_ratio", the share of responses that were cut at their
     maximum length; "groups_without_signal_ratio", with GRPO, the share of groups whose scores are equal;
     "staleness_mean_versions", the versions that training was ahead of the rows; "reward/NAME", the mean score of each
-    reward function, before its weight.
+    reward function or model, before its weight.
 
     Args:
-        rewards: Column of `info` by name of a reward function, and the function's weight in that column.
+        rewards: Column of `info` by name of a reward function or model, and its weight in that column.
         numbers: Names of the further numbers of reward functions, "reward/FUNCTION.NUMBER" of the rows that have one;
             None if no function may return them.
     """
@@ -55,11 +61,10 @@ class RowMeans:
             return {name: (f"{_PART}{name}", 1.0) for name in parts}
         if config.rollout.environment is not None:
             return {}
-        # The score of a row is that of its one function, times the weight, or that of the reward model.
-        labels = labels_of([reward.name for reward in config.rewards])
-        weights = zip(labels, [reward.weight for reward in config.rewards], strict=True)
-        model = {} if config.model.reward is None else {"model": ("score", 1.0)}
-        return {name: ("score", weight) for name, weight in weights if weight} | model
+        # The score of a row is that of its one function or reward model, times the weight.
+        functions = zip(function_labels(config), (reward.weight for reward in reward_functions(config)), strict=True)
+        weights = [*functions, *((model.label, model.weight) for model in reward_models(config))]
+        return {name: ("score", weight) for name, weight in weights if weight}
 
     def sums(self, batches: Sequence[RaggedRows], for_version: int) -> tuple[float, ...]:
         """Return the sum of each name over the rows of this rank, then the number of these rows, for each name.

@@ -194,6 +194,25 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"reward_funcs": ["accuracy_reward", "my.lib.good"], "reward_weights": [1.0, 0.5]},
         {"rewards": [{"name": "math"}, {"name": "my.lib:good", "weight": 0.5}]},
     ),
+    ({"reward_model_name_or_path": "r"}, {"model.reward": "r", "rewards": None}),
+    (
+        {"reward_model_name_or_path": "r", "reward_weights": [0.5]},
+        {"model.reward": None, "rewards": [{"name": "model", "path": "r", "weight": 0.5}]},
+    ),
+    (
+        {"reward_model_name_or_path": "r", "reward_funcs": ["accuracy_reward"], "reward_weights": [1.0, 0.5]},
+        {"model.reward": "r", "rewards": [{"name": "math", "weight": 0.5}]},
+    ),
+    (
+        {"reward_funcs": ["models/kind", "./models/brief", "a.b"], "reward_weights": [1.0, 2.0, 0.5]},
+        {"rewards": [{"name": "model", "path": "models/kind"},
+                     {"name": "model", "path": "./models/brief", "weight": 2.0}, {"name": "a:b", "weight": 0.5}]},
+    ),
+    (
+        {"reward_model_name_or_path": "r", "reward_funcs": ["models/kind"]},
+        {"model.reward": None,
+         "rewards": [{"name": "model", "path": "r"}, {"name": "model", "path": "models/kind"}]},
+    ),
     ({"dataset_name": "a/b", "dataset_config": "c"}, {"prompts.path": "datasets:a/b:c"}),
     (
         {"datasets": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, {"path": "c/d", "split": "test"}]},
@@ -277,6 +296,9 @@ OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
           "prompts.prompt_column": "input", "rollout.max_length": 2048, "trainer.critic_warmup_steps": 0}),
     ({"data.prompt_dataset": "a/b,c.jsonl", "data.prompt_probs": "0.7,0.3"},
      {"prompts.sources": [{"path": "datasets:a/b", "weight": 0.7}, {"path": "c.jsonl", "weight": 0.3}]}),
+    ({"reward.model_name_or_path": "r"}, {"model.reward": "r"}),
+    ({"reward_pretrain": "r, models/s"},
+     {"model.reward": None, "rewards": [{"name": "model", "path": "r"}, {"name": "model", "path": "models/s"}]}),
     ({"reward.remote_url": "http://h:5000/get_reward"},
      {"rewards": [{"name": "remote", "url": "http://h:5000/get_reward"}]}),
     ({"train.async_enable": True, "train.async_queue_size": 3, "train.partial_rollout_enable": True},
@@ -324,6 +346,16 @@ class TestConversions:
                 "trl",
                 {"datasets": [{"path": "json", "data_files": ["a", "b"]}]},
                 "num_train_epochs = 3.0 (TRL's default): several sources",
+            ),
+            (
+                "trl",
+                {"reward_model_name_or_path": "r", "reward_funcs": ["a.b"], "reward_weights": [1.0]},
+                'reward_model_name_or_path = "r": reward_weights has 1 for 2 rewards',
+            ),
+            (
+                "openrlhf",
+                {"reward.model_name_or_path": "r,s", "reward.remote_url": "http://h/s"},
+                'reward.model_name_or_path = "r,s": OpenRLHF loads no reward model beside reward.remote_url',
             ),
             ("trl", {"num_train_epochs": 0.5}, "num_train_epochs = 0.5: trainer.max_epochs counts whole passes"),
             ("openrlhf", {"train.num_episodes": 2, "data.prompt_dataset": "a,b"}, "train.num_episodes = 2: several"),

@@ -45,7 +45,9 @@ def build(**values: Any) -> Config:
 def test_every_key_says_in_one_sentence_what_it_is(key: str, info: Any) -> None:
     assert info.description and info.description.endswith(".")
     assert len(re.findall(r"\. ", info.description)) == 0
-    assert not info.is_required() or key in {"rewards.judge.url", "rewards.judge.model", "rewards.remote.url"}
+    assert not info.is_required() or key in {
+        "rewards.judge.url", "rewards.judge.model", "rewards.model.path", "rewards.remote.url",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "info"), [*FIELDS, *OPTIONS], ids=[key for key, _ in [*FIELDS, *OPTIONS]])

@@ -97,6 +97,48 @@ def test_other_weights_under_the_same_path_are_refused_with_fresh_named(site, na
         start(of, site)
 
 
+def of_models(site, *labels):
+    """A run with the reward models `reward`, of its own tokenizer, and `second`, in tables of these labels."""
+    tables = [{"name": "model", "path": str(site / "reward"), "tokenizer": "own"},
+              {"name": "model", "path": str(site / "second")}]  # fmt: skip
+    tables = [table | ({"label": label} if label else {}) for table, label in zip(tables, labels, strict=False)]
+    return config(site, reward=None).model_copy(
+        update={"rewards": Config.model_validate({"rewards": tables}).rewards, "daemon": config(site).daemon}
+    )
+
+
+def test_other_weights_of_any_of_several_reward_models_are_refused_whatever_their_order_and_labels(site):
+    a_model(site / "second", 7)
+    of = of_models(site, "kind", "")
+    start(of, site)
+    save(of, 5, "a")
+    other = of_models(site, "", "style")
+    other = other.model_copy(update={"rewards": other.rewards[::-1]})
+    start(other, site)
+    a_model(site / "second", seed=9)
+
+    with pytest.raises(ConfigError, match=r"^rewards\.style\.path: the weights of rewards\.style\.path are not those"):
+        start(other, site)
+    with pytest.raises(ConfigError, match=r"^rewards\.model\.path: the weights of rewards\.model\.path are not those"):
+        start(of, site)
+
+
+def test_one_reward_model_in_a_table_is_compared_with_that_of_model_reward(site, caplog):
+    of = started(site, reward_tokenizer="own")
+    table = of_models(site, "kind")
+    table = table.model_copy(update={"rewards": [*of.rewards, *table.rewards]})
+    start(table, site)
+    assert not caplog.records, "the same run, the same files"
+
+    (site / "reward" / "tokenizer.json").write_text('{"model": 2}')
+    start(table, site)
+    assert "changed since the run's last start: reward tokenizer" in caplog.text
+
+    a_model(site / "reward", seed=9)
+    with pytest.raises(ConfigError, match=r"^rewards\.kind\.path: the weights of rewards\.kind\.path are not those"):
+        start(table, site)
+
+
 def test_adapters_are_not_put_on_another_base(site):
     of = started(site, lora_rank=4)
     a_model(site / "actor", seed=9)

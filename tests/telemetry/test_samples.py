@@ -21,7 +21,7 @@ from pipeline.cli.samples import Filter, render, visible
 from pipeline.config.schema import Config
 from pipeline.experience.ragged import RaggedRows
 from pipeline.rollout.roller import Rolled
-from pipeline.rollout.sample_recorder import RolloutSamples, pieces, reward_names
+from pipeline.rollout.sample_recorder import RewardNames, RolloutSamples, pieces, reward_names
 from pipeline.runtime.messages import Ticket
 from pipeline.runtime.run_folder import RunNote, write_note
 from pipeline.telemetry.samples import Sample, SampledResponse, SampleReader, SampleWriter
@@ -179,7 +179,7 @@ class Letters:
 
 
 def worker_samples(tmp_path: Path, clock: Any, **changes: Any) -> RolloutSamples:
-    settings = {"group_size": 2, "per_minute": 6.0, "reward_names": ["m:exact", "m:short"], **changes}
+    settings = {"group_size": 2, "per_minute": 6.0, "reward_names": RewardNames(["m:exact", "m:short"]), **changes}
     return RolloutSamples(SampleWriter(tmp_path, 4, 1 << 20), Letters(), worker=4, clock=clock, **settings)
 
 
@@ -235,9 +235,12 @@ def test_groups_that_errored_are_left_out_of_answers_and_parts_as_of_the_experie
     assert (one.answer, one.position, exact) in [('"a"', 10, [1.0, 2.0]), ('"c"', 12, [5.0, 6.0])]
 
 
-def test_a_reward_model_gave_what_the_functions_did_not(tmp_path: Path) -> None:
-    samples, experience = worker_samples(tmp_path, lambda: 0.0, reward_names=["m:exact", "model"]), made_up(rows=2)
+def test_each_reward_model_has_its_weighted_part_and_the_environment_the_rest(tmp_path: Path) -> None:
+    names = RewardNames(["m:exact"], {"helpful": 0.5, "harmless": -2.0}, "environment")
+    samples, experience = worker_samples(tmp_path, lambda: 0.0, reward_names=names), made_up(rows=2)
     experience.info["score"] = torch.tensor([1.25, 3.0])
+    experience.info["reward.helpful"] = torch.tensor([0.5, 4.0])
+    experience.info["reward.harmless"] = torch.tensor([0.125, -0.5])
 
     samples.scoring()
     for parts in ([1.0], [0.0]):
@@ -247,7 +250,8 @@ def test_a_reward_model_gave_what_the_functions_did_not(tmp_path: Path) -> None:
 
     (one,) = SampleReader(tmp_path).read()
     assert [response.parts for response in one.responses] == [
-        {"m:exact": 1.0, "model": 0.25}, {"m:exact": 0.0, "model": 3.0},
+        {"m:exact": 1.0, "helpful": 0.25, "harmless": -0.25, "environment": 0.25},
+        {"m:exact": 0.0, "helpful": 2.0, "harmless": 1.0, "environment": 0.0},
     ]  # fmt: skip
 
 
@@ -331,10 +335,16 @@ def test_a_long_run_of_one_token_of_a_prompt_is_counted(tmp_path: Path) -> None:
 
 
 def test_parts_are_named_by_function_and_model() -> None:
-    both = Config.model_validate({"model": {"reward": "models/r"}})
+    of_models = [{"name": "model", "path": "r"}, {"name": "model", "path": "s", "label": "kind", "weight": 0.25}]
 
-    assert reward_names(Config()) == ["pipeline.sort_digits:exact_answer"]
-    assert reward_names(both) == ["pipeline.sort_digits:exact_answer", "model"]
+    def names(model: str | None = None, **sections: Any) -> RewardNames:
+        return reward_names(Config.model_validate({"model": {"reward": model}, **sections}))
+
+    assert names() == (["pipeline.sort_digits:exact_answer"], {}, "")
+    assert names("models/r") == (["pipeline.sort_digits:exact_answer"], {"model": 1.0}, "")
+    assert names("models/r", rewards=[]) == names(rewards=of_models[1:]) == ([], {}, "")
+    assert names("models/r", rewards=[], rollout={"environment": "a:B"}) == ([], {"model": 1.0}, "environment")
+    assert names(rewards=[*of_models, "length"]) == (["length"], {"model": 1.0, "kind": 0.25}, "")
 
 
 # How they look.

@@ -18,7 +18,7 @@ from pipeline.config.types import BUILTIN_PREFIX
 
 _PATHS: Final = (
     "daemon.state_dir", "evaluation.files", "model.actor", "model.critic", "model.lora_adapter", "model.reference",
-    "model.reward", "prompts.path", "prompts.sources", "prompts.tools_file",
+    "model.reward", "prompts.path", "prompts.sources", "prompts.tools_file", "rewards",
 )  # fmt: skip
 _NO_VALUE: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 """Errors of a conversion whose value is not of the kind that the trainer takes."""
@@ -221,7 +221,11 @@ def _from(key: str, value: Any, folder: Path) -> Any:
         return value
     if isinstance(value, list):
         return [
-            {**one, "path": _from(key, one["path"], folder)} if isinstance(one, dict) else _from(key, one, folder)
+            _from(key, one, folder)
+            if not isinstance(one, dict)
+            else {**one, "path": _from(key, one["path"], folder)}
+            if "path" in one
+            else one
             for one in value
         ]
     path = str(value)

@@ -98,6 +98,15 @@ def _lengths(value: Any, given: Given) -> dict[str, Any]:
     return {} if "prompt_max_len" in given else {"rollout.max_length": value}
 
 
+def _reward_models(value: Any, given: Given) -> dict[str, Any]:
+    paths = [path.strip() for path in str(value).split(",")]
+    if len(paths) == 1:
+        return {"model.reward": value}
+    if given["reward.remote_url"]:
+        raise NotCarriedError("OpenRLHF loads no reward model beside reward.remote_url")
+    return {"rewards": [{"name": "model", "path": path} for path in paths]}
+
+
 def _remote(value: Any, given: Given) -> dict[str, Any]:
     place = str(value)
     if place.endswith(".py"):
@@ -173,7 +182,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     # The models.
     carried("actor.model_name_or_path", "model.actor", "a folder: no model is downloaded, `hf download` makes one", aliases="pretrain"),
     carried("critic.model_name_or_path", "model.critic", "left out, the actor's backbone with a value head of zeros; in OpenRLHF the reward model", to=_of_ppo("model.critic"), aliases="critic_pretrain"),
-    carried("reward.model_name_or_path", "model.reward", "a folder", aliases="reward_pretrain"),
+    carried("reward.model_name_or_path", "model.reward rewards", "a folder; several, with commas between them, are a table each, whose scores are added up", to=_reward_models, aliases="reward_pretrain"),
     carried("reward.remote_url", "rewards", "a Python file: `module:reward_func`, to be written with the parameters of rlhfd; an address: the reward `remote`, whose requests have another form (docs/rewards.md)", to=_remote, aliases="remote_rm_url"),
     missing("train.agent_func_path", "an environment of your own answers each response (docs/environments.md)", key="rollout.environment", aliases="agent_func_path"),
     carried("ds.param_dtype", "model.dtype", to=by_value("model.dtype", {"bf16": "bfloat16"}, otherwise="gradients underflow in float16: bfloat16 or float32"), default="bf16"),

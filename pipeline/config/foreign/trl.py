@@ -178,15 +178,37 @@ def _correction(value: Any, given: Given) -> dict[str, Any]:
     return {"trainer.importance_correction": _CORRECTIONS[value]}
 
 
-def _functions(value: Any, given: Given) -> dict[str, Any]:
-    names = [value] if isinstance(value, str) else list(value or [])
-    weights = given["reward_weights"] or [1.0] * len(names)
-    if len(weights) != len(names):
-        raise NotCarriedError(f"reward_weights has {len(weights)} for {len(names)} functions")
-    return {"rewards": [_function(str(name), weight) for name, weight in zip(names, weights, strict=True)]}
+def _rewards(value: Any, given: Given) -> dict[str, Any]:
+    """Return the tables of reward model and functions, whose weights stand in this order; also for the model alone."""
+    functions = given["reward_funcs"] or []
+    names = [functions] if isinstance(functions, str) else list(functions)
+    model = given["reward_model_name_or_path"]
+    weights = list(given["reward_weights"] or [1.0] * (len(names) + (model is not None)))
+    if len(weights) != len(names) + (model is not None):
+        raise NotCarriedError(f"reward_weights has {len(weights)} for {len(names) + (model is not None)} rewards")
+    of_functions = weights[len(weights) - len(names) :]
+    tables = [_function(str(name), weight) for name, weight in zip(names, of_functions, strict=True)]
+    if model is None:
+        return {"rewards": tables}
+    if weights[0] == 1 and not any(table["name"] == "model" for table in tables):
+        return {"model.reward": model, **({"rewards": tables} if tables else {})}
+    return {"rewards": [_model(model, weights[0]), *tables]}
+
+
+def _reward_model(value: Any, given: Given) -> dict[str, Any]:
+    found = _rewards(value, given)
+    # Of functions beside it, their option writes both.
+    return {} if given["reward_funcs"] else found
+
+
+def _model(path: str, weight: Any) -> dict[str, Any]:
+    found = {"name": "model", "path": path}
+    return found if weight == 1 else {**found, "weight": weight}
 
 
 def _function(name: str, weight: Any) -> dict[str, Any]:
+    if "/" in name:
+        return _model(name, weight)
     if name == "think_format_reward":
         found: dict[str, Any] = {"name": "regex", "pattern": r"(?s)\A<think>(?!.*<think>).*?</think>"}
     elif name == "get_soft_overlong_punishment":
@@ -298,9 +320,9 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("max_tool_calling_iterations", "rollout.max_turns bounds the turns of an environment", key="rollout.max_turns"),
     needless("ds3_gather_for_generation pad_to_multiple_of", "workers have whole weights; rows are not padded"),
     # The rewards.
-    carried("reward_funcs", "rewards", "a function `a.b.c` is `a.b:c`; TRL's signature is called as it is; `accuracy_reward` is `math`, whose parsing differs in detail", to=_functions),
-    carried("reward_weights", "rewards", "the weight of each table of rewards", to=lambda value, given: {}),
-    carried("reward_model_name_or_path", "model.reward", "a folder; its score has weight 1"),
+    carried("reward_funcs", "rewards", "a function `a.b.c` is `a.b:c`; TRL's signature is called as it is; `accuracy_reward` is `math`, whose parsing differs in detail; a path with `/` is the folder of a reward model", to=_rewards),
+    carried("reward_weights", "rewards", "the weight of each table of rewards, first that of the reward model", to=lambda value, given: {}),
+    carried("reward_model_name_or_path", "model.reward rewards", "a folder; with another weight than 1, or beside other models, a table of rewards", to=_reward_model),
     missing("multi_objective_aggregation", "rewards are added up before groups are compared (sum_then_normalize)", off=("sum_then_normalize",)),
     # The batch and its updates.
     carried("per_device_train_batch_size", "trainer.micro_batch_size buffer.sample_batch_size", "rows of a pass; a step of one rank has per_device_train_batch_size x steps_per_generation rows, a whole generation", default=8, written=True, to=lambda value, given: {"trainer.micro_batch_size": value, **_rows(value, given)}),

@@ -22,15 +22,15 @@ from pipeline.rollout.generation.engines import as_stream, load_engine
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import (
     load_environment,
-    load_reward,
+    load_functions,
     prompt_readers,
     refuse_environment_for_images,
-    reward_functions,
     with_float32_logits,
 )
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.summed import load_reward
 from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.sampling import sampling_of
 from pipeline.rollout.vision_prompts import VisionPrompts
@@ -95,11 +95,11 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, F
     refuse_environment_for_images(config, takes_images=takes_images)
     tokenizer = load_tokenizer(config.model.actor)
     note_first_prompts(config, tokenizer)
-    functions = reward_functions(config, tokenizer, telemetry) if config.rewards else None
+    functions = load_functions(config, tokenizer, telemetry)
     if isinstance(functions, RewardPool):
         stack.callback(functions.close)
     device = process_device()
-    reward = load_reward(config, tokenizer, device, functions)
+    reward = load_reward(config, tokenizer, device, functions, telemetry)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     with_float32_logits(config, actor, first_tokens(config.prompts, config.daemon.seed, tokenizer), device)
     refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)

@@ -18,6 +18,7 @@ remote        the rewards `remote` and `judge`, of a service
 sandbox       the limited process of `code`
 service       requests to a service: attempts, deadline, circuit breaker
 signatures    the call of a function by its signature: batched, async, its columns
+summed        the weighted sum of reward models and functions
 trial         the configured reward on given rows: `rlhfd try-reward`
 wire          messages of a pool
 """

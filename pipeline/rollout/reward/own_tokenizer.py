@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.positions import row_limit
+from pipeline.config.rewards import RewardModel
 from pipeline.config.schema import Config
 from pipeline.config.vocabularies import NO_IMAGES
 from pipeline.errors import ConfigError, PromptError, RlhfdError
@@ -38,12 +39,14 @@ class OwnTokenizerReward(SequenceReward):
         policy_tokenizer: The tokenizer of the rows.
         text: Decodes responses.
         rendering: The use of the chat template by the prompts.
+        key: Key of the model, for the log.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, policy_tokenizer: Any, text: ResponseText, rendering: Rendering
+        self, model: Any, tokenizer: Any, policy_tokenizer: Any, text: ResponseText, rendering: Rendering, *, key: str
     ) -> None:
         super().__init__(model)
+        self._key = key
         self._tokenizer, self._text = tokenizer, text
         self._special = special_ids(policy_tokenizer)
         # The arguments are those of the policy's template.
@@ -56,8 +59,14 @@ class OwnTokenizerReward(SequenceReward):
         """Set the prompts of the rows that are scored next, each of `group_size` rows."""
         self._prompts = [prompt for prompt in prompts for _ in range(group_size)]
 
+    def advance(self, rows: int) -> None:
+        """Take the next rows as scored."""
+        del self._prompts[:rows]
+
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, **row: Any) -> Tensor:
         """Return the scores of the next rows, ``(B,)`` float32, NaN for a row that cannot be scored.
+
+        They stay the next ones until `advance`.
 
         Args:
             input_ids: ``(B, S)`` int64, right-padded, of the policy's tokenizer.
@@ -81,8 +90,6 @@ class OwnTokenizerReward(SequenceReward):
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._tokenizer.pad_token_id)
         mask = torch.arange(padded.shape[1]) < torch.tensor([len(ids) for ids in rows]).unsqueeze(1)
         scores = super().__call__(padded, mask.long())
-        # Only now: a call that runs out of memory is made again.
-        del self._prompts[: len(input_ids)]
         return scores.masked_fill(missing.to(scores.device), math.nan)
 
     def _ids(self, prompt: Prompt, ids: list[int], start: int, end: int) -> list[int]:
@@ -90,23 +97,24 @@ class OwnTokenizerReward(SequenceReward):
         try:
             found = conversation(prompt, self._text(ids[start:end]), self._tokenizer, self._rendering)
         except PromptError as error:
-            log.warning("a row has no score of model.reward: %s", error.bare)
+            log.warning("a row has no score of %s: %s", self._key, error.bare)
             return []
         if found is None:
             # Decoded as one: a text's first space may be no part of it.
             shown = [token for token in ids[:start] if token not in self._special] + ids[start:end]
             found = list(self._tokenizer(self._text(shown))["input_ids"])
         if self._most_tokens is not None and len(found) > self._most_tokens:
-            log.warning("a row has no score of model.reward: %s has %d tokens with its response, the model takes %d",
-                        prompt.named, len(found), self._most_tokens)  # fmt: skip
+            log.warning("a row has no score of %s: %s has %d tokens with its response, the model takes %d",
+                        self._key, prompt.named, len(found), self._most_tokens)  # fmt: skip
             return []
         return found
 
 
-def reward_model_of(config: Config, tokenizer: Any, device: torch.device) -> SequenceReward:
-    """Return the reward model of a configuration that names one.
+def reward_model_of(settings: RewardModel, config: Config, tokenizer: Any, device: torch.device) -> SequenceReward:
+    """Return a reward model.
 
     Args:
+        settings: Its folder and its tokenizer.
         config: The configuration.
         tokenizer: The actor's.
         device: The device of the weights.
@@ -114,12 +122,11 @@ def reward_model_of(config: Config, tokenizer: Any, device: torch.device) -> Seq
     Raises:
         ConfigError: If model or tokenizer cannot be loaded, or the actor takes images and the tokenizer is its own.
     """
-    assert config.model.reward is not None
-    if config.model.reward_tokenizer == "own" and sees_images(config.model.actor):
-        raise ConfigError(f"model.reward_tokenizer: {NO_IMAGES}")
-    reward = load_reward_model(config.model.reward, dtype=config.model.dtype, device=device)
-    if config.model.reward_tokenizer == "policy":
+    if settings.tokenizer == "own" and sees_images(config.model.actor):
+        raise ConfigError(f"{settings.tokenizer_key}: {NO_IMAGES}")
+    reward = load_reward_model(settings.path, dtype=config.model.dtype, device=device, field=settings.key)
+    if settings.tokenizer == "policy":
         return reward
-    own = load_tokenizer(config.model.reward, field="model.reward")
+    own = load_tokenizer(settings.path, field=settings.key)
     text = ResponseText(tokenizer, hidden_ids(config, tokenizer))
-    return OwnTokenizerReward(reward.model, own, tokenizer, text, rendering_of(config.prompts))
+    return OwnTokenizerReward(reward.model, own, tokenizer, text, rendering_of(config.prompts), key=settings.key)

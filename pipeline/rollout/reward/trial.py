@@ -6,13 +6,12 @@ stop token unless it was cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from pipeline.config.rewards import labels_of, rewards_in_force
+from pipeline.config.rewards import function_labels, part_names, reward_functions, reward_models
 from pipeline.config.schema import Config
 from pipeline.config.user_modules import PROMPT
 from pipeline.errors import PromptError, RewardError
@@ -26,14 +25,12 @@ from pipeline.rollout.reward.functions import FunctionReward, checked_scores, lo
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
 from pipeline.rollout.reward.wire import none_applies
 
-MODEL = "model.reward"
-
 
 class Trial(NamedTuple):
     """The reward of one row.
 
     Attributes:
-        parts: Weighted result of each function by its name, and of the reward model; their sum is the reward.
+        parts: Weighted result of each function and reward model by its name (`part_names`); their sum is the reward.
         tokens: Tokens of the response that the reward was given.
         is_cut: Whether the response did not fit beside its prompt, or was given as cut.
         problem: The reason why there is no reward; empty if there is one.
@@ -63,12 +60,12 @@ class RewardTrial:
         stop = config.rollout.stop
         self._strings = StopStrings(stop, self._tokenizer) if stop else None
         self._device = process_device()
-        rewards = rewards_in_force(config)
+        rewards = reward_functions(config)
         self._functions = [(reward.name, load_reward_function(reward), reward.weight) for reward in rewards]
-        self._labels = labels_of([reward.name for reward in rewards])
-        self._model: Callable[..., Tensor] | None = None
-        if config.model.reward is not None:
-            self._model = reward_model_of(config, self._tokenizer, self._device)
+        self._labels, self._names = function_labels(config), part_names(config)
+        self._models = [
+            (one, reward_model_of(one, config, self._tokenizer, self._device)) for one in reward_models(config)
+        ]
 
     def score(self, prompt: Prompt, response: str, *, is_cut: bool = False) -> Trial:
         """Return the parts of a response's reward.
@@ -100,7 +97,8 @@ class RewardTrial:
         functions_row = {**row, "columns": [{**prompt.columns, PROMPT: prompt.prompt}]}
         parts: dict[str, float] = {}
         numbers: dict[str, float] = {}
-        for (name, function, weight), label in zip(self._functions, self._labels, strict=True):
+        functions = zip(self._functions, self._labels, self._names, strict=False)
+        for (_, function, weight), label, name in functions:
             try:
                 reward = FunctionReward(
                     [function],
@@ -115,21 +113,20 @@ class RewardTrial:
                 parts[name] = float(reward.exact[0])
                 numbers |= reward.numbers[0]
             except RewardError as error:
-                if error.is_absent and (len(self._functions) > 1 or self._model is not None):
+                if error.is_absent and (len(self._functions) > 1 or self._models):
                     continue
                 return Trial(parts, len(response_ids), is_cut, str(error).replace(" for row 0", "", 1))
-        if not parts and self._functions and self._model is None:
+        if not parts and self._functions and not self._models:
             problem = str(none_applies([name for name, _, _ in self._functions], 0)).replace(" for row 0", "", 1)
             return Trial(parts, len(response_ids), is_cut, problem)
-        if self._model is not None:
-            if isinstance(self._model, OwnTokenizerReward):
-                self._model.begin([prompt], 1)
-            on_device = {key: value.to(self._device) if isinstance(value, Tensor) else value
-                         for key, value in row.items()}  # fmt: skip
+        for settings, model in self._models:
+            if isinstance(model, OwnTokenizerReward):
+                model.begin([prompt], 1)
             try:
-                parts[MODEL] = float(checked_scores(self._model(**on_device), 1, MODEL))
+                score = float(checked_scores(model(**row), 1, settings.label))
             except RewardError as error:
                 return Trial(parts, len(response_ids), is_cut, str(error))
+            parts[settings.label] = settings.weight * score
         return Trial(parts, len(response_ids), is_cut, numbers=numbers)
 
     def _response_ids(self, response: str, prompt_tokens: int, *, is_cut: bool) -> tuple[Sequence[int], bool]:

@@ -26,7 +26,7 @@ from pipeline.models.loading import load_tokenizer
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
-from pipeline.rollout.reward.trial import MODEL, RewardTrial
+from pipeline.rollout.reward.trial import RewardTrial
 from pipeline.supervisor.preflight import problems_of_files
 from tests.support.daemon import task  # noqa: F401 - a fixture
 
@@ -127,7 +127,7 @@ def test_texts_and_chats_are_scored_as_the_reward_model_reads_them(
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-5, rtol=1e-5)
     tried = [(source.at(row // 3), text) for row, text in enumerate(texts)][::3]
     for prompt, text in [*tried, *((source.at(position), "1<unk>2") for position in range(4))]:
-        part = RewardTrial(config).score(prompt, text).parts[MODEL]
+        part = RewardTrial(config).score(prompt, text).parts["model"]
         assert part == pytest.approx(plain_score(reward_folder, prompt.prompt, text), abs=1e-5)  # type: ignore[arg-type]
     roller.close()
     source.close()
@@ -143,8 +143,8 @@ def test_a_chat_that_its_template_refuses_has_no_score(config: Config, tmp_path:
     with PromptSourceOf(config) as prompts:
         results = {isinstance(prompt.prompt, str): trial.score(prompt, "1") for prompt in prompts}
 
-    assert MODEL in results[True].parts and not results[True].problem
-    assert MODEL not in results[False].parts and "nan" in results[False].problem
+    assert "model" in results[True].parts and not results[True].problem
+    assert "model" not in results[False].parts and "nan" in results[False].problem
 
 
 class PromptSourceOf:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.lengths import Lengths
-from pipeline.config.rewards import LengthReward, labels_of, part_labels, rewards_in_force
+from pipeline.config.rewards import LengthReward, RewardModel, labels_of, part_labels, rewards_in_force
 from pipeline.config.schema import Config
 from pipeline.errors import ShapeError
 from pipeline.experience.ragged import RaggedRows
@@ -23,11 +23,11 @@ from pipeline.prompts.source import PromptSource
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.weights import ModelWeights
-from pipeline.rollout.loader import SummedReward
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.parts import RewardParts
 from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.roller import LocalRoller
 from pipeline.telemetry.exposition import Exposition
 from pipeline.telemetry.metric import REWARD_LABELS, SlotName
@@ -48,6 +48,14 @@ def length(ids: Tensor, mask: Tensor, *, response_start: int, response_end: int,
 
 def two(**options: Any) -> FunctionReward:
     return FunctionReward([level, length], None, weights=[2.0, -0.5], labels=["level", "length"], **options)
+
+
+def of_model(scores: list[float], functions: FunctionReward | RewardPool) -> SummedReward:
+    class Model(FakeReward):
+        model = torch.nn.Linear(1, 1)
+
+    settings = RewardModel("model", "", 1.0, "policy", "model.reward", "model.reward_tokenizer")
+    return SummedReward([(settings, Model(scores))], functions)  # type: ignore[list-item]
 
 
 def test_each_of_several_functions_has_a_column_before_its_weight() -> None:
@@ -105,10 +113,7 @@ def test_one_element_of_columns_a_prompt() -> None:
 
 
 def test_a_reward_model_is_a_part_beside_the_functions_and_gets_no_columns() -> None:
-    class Model(FakeReward):
-        model = torch.nn.Linear(1, 1)
-
-    summed = SummedReward(Model([10.0, 20.0]), two())  # type: ignore[arg-type]
+    summed = of_model([10.0, 20.0], two())
 
     experience = maker(reward_model=summed).make_experience(
         PROMPTS, MASK, max_length=7, columns=[{"level": 1}, {"level": 2}]
@@ -123,16 +128,13 @@ def test_a_reward_model_is_a_part_beside_the_functions_and_gets_no_columns() -> 
 def test_the_score_of_a_reward_model_stands_alone_where_no_function_applies(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_processes: bool
 ) -> None:
-    class Model(FakeReward):
-        model = torch.nn.Linear(1, 1)
-
     name = f"rewards_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text("def level(ids, mask, *, level, **_):\n    return level\n")
     monkeypatch.chdir(tmp_path)
     functions = RewardPool([f"{name}:level"], str(task / "model"), timeout_s=60.0) if in_processes else None
     with functions or contextlib.nullcontext():
         reward = functions or FunctionReward([level], None)
-        summed = SummedReward(Model([10.0, 20.0]), reward)  # type: ignore[arg-type]
+        summed = of_model([10.0, 20.0], reward)
 
         experience = maker(reward_model=summed, drop_errored=True).make_experience(
             PROMPTS, MASK, max_length=7, columns=[{"level": None}, {"level": 2}]
@@ -226,4 +228,4 @@ def test_a_single_function_beside_the_rewards_of_turns_has_a_column() -> None:
         1.0, 0.5,
     ]  # fmt: skip
     config["rewards"] = []
-    assert part_labels(Config.model_validate({**config, "model": {"reward": "model"}})) == []
+    assert part_labels(Config.model_validate({**config, "model": {"reward": "model"}})) == ["model"]
