@@ -1,4 +1,4 @@
-"""RaggedRows: rows laid end to end, without padding; the one form of experience between the engine and the loss.
+"""RaggedRows: rows laid end to end, without padding; the form of experience from the maker to the trainer's batch.
 
     sequences         | row 0 . . . . . . | row 1 . . . . | row 2 . . . . . . . |    (T,)  one value a token
     action_log_probs  |       row 0 . . . |     row 1 . . |   row 2 . . . . . . |    (N,)  one value an action

@@ -1,4 +1,4 @@
-"""Rows laid end to end, without padding, and the actions in them: the input of every pass for log-probs or values."""
+"""Rows laid end to end, without padding, and the actions in them: the input of packed passes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Log-probs and values of action tokens, from a model and a padded batch.
 
-The maker and the trainer compute log-probs and values with the same two functions. Position ids are always derived from
-the rows, so the importance ratio of an unchanged policy is 1 for any padding.
+The padded passes of maker and trainer compute log-probs and values with these functions. Position ids are always
+derived from the rows, so the importance ratio of an unchanged policy is 1 for any padding.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Position ids restart at 0 in each row. From them transformers builds a block-diagonal mask under eager and sdpa
 attention; the variable-length kernels of flash attention and of `pipeline.models.varlen_attention` receive the start of
 each row. A model that ignores both would let a row attend to the row before it, so the first packed pass of a model
-tests it on two tokens.
+tests it on two short rows.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ generation       engines behind one interface
 hooks            optional behaviour beside a worker's tickets
 insert_gate      checks of a rollout before it is sealed
 loader           loading of a worker's models, reward and engine, tried on one prompt
-maker            `NaiveExperienceMaker`: prompts to Experience, PPO and GRPO
+maker            `NaiveExperienceMaker`: prompts to experience, PPO and GRPO
 metrics          a worker's metrics
 model_passes     forward passes over sampled rows: log-probs, values, rewards
 process          the worker process
@@ -17,8 +17,8 @@ remote           a worker's models on another machine, without Ray's part
 response_text    the text of a response for rewards and environments
 reward           reward functions, in processes that can be killed
 roll_stream      tickets one at a time, for a roller whose calls block
-roller           the interface to the models; prompts rendered, padded, passed to the maker
-rows             prompts and responses as rows of a batch
+roller           the interface to the models; prompts rendered, passed to the maker
+rows             prompts and responses end to end, as the maker computes with them
 sample_recorder  sampled rollouts, recorded for people to read
 sampled_tokens   response tokens counted as they are sampled
 sampling         sampling parameters of rollouts and held-out prompts, with the tokens that end a response

@@ -326,6 +326,9 @@ class NaiveExperienceMaker(ExperienceMaker):
             columns: As for `make_experience`.
             vision: Images and videos of each prompt; None if no prompt has any.
 
+        Returns:
+            The batch.
+
         Raises:
             ShapeError: If answers or columns are not one a prompt.
             FieldError: If pixels, grids and image tokens do not match.

@@ -174,7 +174,7 @@ class Published(Message, frozen=True):
 
 
 class PeerDied(Message, frozen=True):
-    """The supervisor has reaped this peer: its tickets and leases are free.
+    """The supervisor has reaped this peer: its tickets are handed out again, its leases go to its successor.
 
     `working_on` is its ticket or lease in work at its death, -1 for none.
     """
@@ -253,7 +253,7 @@ class ExtentRows(Message, frozen=True):
 
 
 class Lease(Message, frozen=True):
-    """One batch of `sample_batch_size` rows, the trainer's until `Ack` or `Release`.
+    """One batch of `sample_batch_size` rows, the trainer's until `Published`, `Ack`, `Release` or `Damaged`.
 
     Every prompt before `position` is trained, dropped or in a lease up to this one; a run whose shared memory is lost
     resumes there. `deaths` is the largest number of trainers that died at a row of it.

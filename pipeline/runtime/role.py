@@ -69,7 +69,7 @@ class RoleContext:
 
     @property
     def name(self) -> str:
-        """The peer name, as in `pipeline.runtime.transport`."""
+        """The name of the process, such as ``rollout-0``."""
         return self.role if self.role in ("buffer", "setup") else f"{self.role}-{self.index}"
 
     def ready(self, device: str = "") -> None:

@@ -15,7 +15,7 @@
     item        moved by                              to
     READY       `lease`                               LEASED
     LEASED      `acknowledge` (trained)               GONE
-    LEASED      `requeue` (handed back, damaged)      READY
+    LEASED      `requeue` (handed back, damaged, rolled back, second death)      READY
     READY       `drop` (reason), `seal` (filtered)    GONE
 
 Lease numbers are dense: the number alone determines the rank that gets a batch and the version that trains on it. So a

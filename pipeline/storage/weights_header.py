@@ -40,7 +40,7 @@ class WeightsVersion(NamedTuple):
 
     Attributes:
         version: Number of the version.
-        fingerprint: xxh3-64 of its bytes; 0 until it is published.
+        fingerprint: xxh3-64 of the digests of its blocks; 0 until it is published.
         trained_through: The first lease that it does not include.
         rollback: Whether it replaces a later version.
         history: Rollbacks up to this version.

@@ -1,4 +1,4 @@
-"""The built-in trainer: takes leased batches, steps the optimizer, acknowledges, publishes the weights."""
+"""The built-in trainer: takes leased batches, steps the optimizer, publishes the weights."""
 
 from __future__ import annotations
 

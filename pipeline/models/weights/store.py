@@ -1,4 +1,4 @@
-"""Policy weights in shared memory: the trainer publishes versions, workers copy the newest between rollouts.
+"""Policy weights in shared memory: the trainer publishes versions, workers copy the newest.
 
     page 0      the slots' versions (`pipeline.storage.weights_header`)
     4,096       manifest: name, dtype, shape and offset of each tensor (msgpack)

@@ -149,8 +149,8 @@ class Request:
         group_size: Responses to sample (G).
         max_new_tokens: Room for each response, its stop included.
         sampling: The sampling parameters. `max_length` is not read. `seed` is that of the ticket.
-        first_row: Number of the request's first row within its ticket. Response g draws from a stream of its own,
-            chosen by `sampling.seed` and ``first_row + g``. Requests with the same seed are of one ticket.
+        first_row: Number of the request's first row within its ticket. Response g has the draws that
+            `sampling.seed` and ``first_row + g`` determine. Requests with the same seed are of one ticket.
         vision: Images and videos of the prompt; None without.
         draws_alone: Whether that stream must not depend on the other requests of the ticket either: of a later turn,
             which not all rows of the ticket have.
