@@ -468,7 +468,8 @@ def _conflict_of_models(config: Config) -> tuple[tuple[str, ...], str] | None:
         return ("model.reward", "rewards"), message
     labels = table_labels(config.rewards)
     names = [_named(reward).rpartition(":")[2] for reward in config.rewards]
-    for label, reward in zip(labels, config.rewards, strict=True):
+    # Of two of one label the later one is told.
+    for label, reward in reversed(list(zip(labels, config.rewards, strict=True))):
         own = reward.label if isinstance(reward, ModelReward) else None
         if own is not None and (names.count(own) > 1 or labels.count(label) > 1):
             keys = (f"rewards.{label}.label", "rewards")

@@ -324,6 +324,19 @@ class TestConversions:
 
         assert {key: found.get(key) for key in expected} == expected
 
+    def test_folders_of_reward_models_are_those_of_the_current_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "run").mkdir()
+        done = converted("trl", {"reward_funcs": ["models/kind", "a.b", "/models/brief"]})
+
+        (tmp_path / "run" / "c.toml").write_text(conversion.render(done, "file", tmp_path / "run"))
+
+        rewards = config_load.load(tmp_path / "run" / "c.toml", [], {}).config.rewards
+        paths = [str(getattr(reward, "path", reward.name)) for reward in rewards]
+        assert paths == [str(tmp_path / "models" / "kind"), "a:b", "/models/brief"]
+
     @pytest.mark.parametrize(("word", "options", "expected"), CASES, ids=[str(case[1])[:60] for case in CASES])
     def test_what_is_written_is_a_configuration(
         self, tmp_path: Path, word: str, options: dict[str, Any], expected: dict[str, Any]
@@ -349,8 +362,8 @@ class TestConversions:
             ),
             (
                 "trl",
-                {"reward_model_name_or_path": "r", "reward_funcs": ["a.b"], "reward_weights": [1.0]},
-                'reward_model_name_or_path = "r": reward_weights has 1 for 2 rewards',
+                {"reward_model_name_or_path": "r", "reward_weights": [1.0, 2.0]},
+                'reward_model_name_or_path = "r": reward_weights has 2 for 1 rewards',
             ),
             (
                 "openrlhf",

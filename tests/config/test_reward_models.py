@@ -74,7 +74,7 @@ def test_a_label_of_the_command_line_is_the_label(file: Path) -> None:
     loaded = load(file, ["rewards.model.label=texts"], {})
 
     assert [one.key for one in reward_models(loaded.config)] == ["rewards.kind.path", "rewards.texts.path"]
-    assert loaded.where("rewards.texts.path") == f"{file}:12:8: rewards.texts.path"
+    assert loaded.where("rewards.texts.path") == f"{file}:13:8: rewards.texts.path"
 
 
 def test_model_reward_is_a_table_of_weight_one() -> None:
@@ -98,16 +98,16 @@ def test_model_reward_is_a_table_of_weight_one() -> None:
         ('[[rewards]]\nname = "model"\npath = "a"\ntokenizer = "theirs"',
          '4:13: rewards.model.tokenizer: must be "policy" or "own", got "theirs"'),
         ('[[rewards]]\nname = "model"\npath = "a"\nfolder = "b"',
-         "4:1: rewards.model: unknown key folder, the keys are name, weight, path, label, tokenizer"),
+         "4:10: rewards.model: unknown key folder, the keys are name, weight, path, label, tokenizer"),
         (TABLES + '[[rewards]]\nname = "model"\npath = "c"\nlabel = "kind"',
-         '4:9: rewards.kind-2.label: must be another one than that of any other function or model, got "kind"'),
+         '18:9: rewards.kind-2.label: must be another one than that of any other function or model, got "kind"'),
         (TABLES + '[[rewards]]\nname = "model"\npath = "c"\nlabel = "length"',
          'rewards.length-2.label: must be another one than that of any other function or model, got "length"'),
         (TABLES + '[model]\nreward = "c"',
          'model.reward: must be left out with a table [[rewards]] of the name "model": each reward model has a table'),
         (TABLES + '[model]\nreward_tokenizer = "own"', "model.reward_tokenizer: needs model.reward"),
         (TABLES + '[rollout]\nenvironment = "m:E"',
-         '13:13: rewards.model.tokenizer: must be "policy" with rollout.environment: '),
+         '14:13: rewards.model.tokenizer: must be "policy" with rollout.environment: '),
         (TABLES + '[evaluation]\npass_function = "texts"',
          "evaluation.pass_function: must be one of rewards (length, kind, model), got texts"),
     ],
@@ -150,8 +150,8 @@ def test_the_folder_of_each_model_is_checked(file: Path) -> None:
         found[0] == f"{file}:4:8: rewards.kind.path: {file.parent}/a is a LoRA adapter: merge it into its model first"
     )
     home = f"{file.parent}/home/b"
-    assert found[1].startswith(f"{file}:12:8: rewards.model.path: no such directory: {home} (models are local")
-    assert found[2].startswith(f"{file}:16:8: rewards.small.path: {file.parent}/c has a smaller vocabulary than model.")
+    assert found[1].startswith(f"{file}:13:8: rewards.model.path: no such directory: {home} (models are local")
+    assert found[2].startswith(f"{file}:17:8: rewards.small.path: {file.parent}/c has a smaller vocabulary than model.")
     assert found[2].endswith('; rewards.small.tokenizer = "own" gives it texts')
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
@@ -73,7 +74,7 @@ def reward_of(roller: LocalRoller) -> SummedReward:
 
 
 def rolled(roller: LocalRoller) -> Experience:
-    experience = roller.roll(0, 4).experience
+    experience = roller.roll(0, 4).rows.padded()
     assert experience is not None and experience.info is not None and experience.action_mask is not None
     return experience
 
@@ -184,9 +185,9 @@ def test_a_row_without_the_score_of_one_model_has_no_reward(two: Config, tmp_pat
 
     roller.close()
     source.close()
-    assert found.experience is not None and found.experience.reward is not None
-    assert len(found.experience.sequences) == 3 * are_texts.count(True) == 6
-    assert bool(found.experience.reward.isfinite().all())
+    assert found.rows is not None
+    assert len(found.rows) == 3 * are_texts.count(True) == 6
+    assert np.isfinite(found.rows.columns["reward"]).all()
 
 
 def test_a_call_that_one_model_has_no_memory_for_is_made_again_by_all(two: Config) -> None:
