@@ -168,7 +168,7 @@ def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Pa
         raise click.UsageError(f"no role {role}, {meant}")
     destination = _destination(path, runtime_dir)
     if not destination:
-        raise RlhfdError("no log is kept: daemon.log_file_bytes is 0")
+        raise RlhfdError("no log is kept: the daemon could not make its file, and has said why at its start")
     unit = destination.removeprefix("journal:")
     if unit != destination:
         _show_journal(unit, role, follow, lines)

@@ -26,7 +26,6 @@ from tests.support.daemon import (
     Daemon,
     Metrics,
     clean_environment,
-    get,
     task,
     total,
     wait_until,
@@ -470,11 +469,12 @@ def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path,
         assert process.wait(30) == 0
 
 
-def test_a_page_that_is_off_and_samples_that_are_none_are_not_served(tmp_path: Path, task: Path) -> None:
-    with Daemon(tmp_path, *SMALL, "metrics.page=false", "samples.per_minute=0", task=task) as daemon:
+def test_the_page_says_why_it_has_no_rollouts(tmp_path: Path, task: Path) -> None:
+    with Daemon(tmp_path, *SMALL, "samples.per_minute=0", task=task) as daemon:
         daemon.wait_answering()
         daemon.wait_until(daemon.answers_http, "it answers")
-        assert [get(daemon.url + path)[0] for path in ("/", "/page.js", "/api/live", "/api/samples")] == [404] * 4
+        answer = json.loads(daemon.get("/api/samples")[1])
+    assert "samples" not in answer and answer["hidden"] == "No rollouts are kept: samples.per_minute is 0."
 
 
 def test_rollouts_are_shown_elsewhere_only_if_that_is_asked_for(tmp_path: Path, task: Path) -> None:
