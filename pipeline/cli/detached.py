@@ -90,4 +90,4 @@ def _print_hints(record: lock.InstanceRecord, runtime_dir: Path) -> None:
     click.echo(f"  rlhfd attach{option}    its live panel")
     click.echo(f"  rlhfd stop{option}      shuts it down")
     if not record.log:
-        click.echo("no log is kept: daemon.log_file_bytes is 0", err=True)
+        click.echo("no log is kept: its file could not be made, as the line above says", err=True)

@@ -7,6 +7,7 @@ import random
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -121,7 +122,7 @@ def init(folder: Path, model: Path | None, source: tuple[str, Path] | None) -> N
     if source is not None:
         _convert(*source, folder, model)
         return
-    _write(folder, contents(model))
+    write_new(folder, contents(model))
     click.echo("Next:")
     if folder.resolve() != Path.cwd():
         click.echo(f"  cd {shlex.quote(str(folder))}")
@@ -143,7 +144,7 @@ def _convert(word: str, path: Path, folder: Path, model: Path | None) -> None:
     options = files.read(path, trainer)
     done = conversion.convert(trainer, options, {} if model is None else {"model.actor": str(model.absolute())})
     name = f"{done.algorithm}.toml"
-    _write(folder, {name: conversion.render(done, path.name, folder)})
+    write_new(folder, {name: conversion.render(done, path.name, folder)})
     for line in done.lost:
         click.echo(f"not carried: {line}", err=True)
     if done.lost:
@@ -157,7 +158,7 @@ def _convert(word: str, path: Path, folder: Path, model: Path | None) -> None:
     click.echo(f"Next:\n  {program} config check --config {file}\n  {program} start --config {file}")
 
 
-def _write(folder: Path, files: dict[str, str]) -> None:
+def write_new(folder: Path, files: Mapping[str, str]) -> None:
     """Write new files into a folder, which is made if it is missing; none if one of them is there already."""
     if present := [str(folder / name) for name in files if (folder / name).exists()]:
         raise RlhfdError(f"nothing was written, there is already {', '.join(present)}")

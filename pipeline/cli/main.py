@@ -12,7 +12,7 @@ import click
 
 from pipeline.cli.config import config
 from pipeline.cli.evaluate import evaluate
-from pipeline.cli.init import init
+from pipeline.cli.init import init, write_new
 from pipeline.cli.instances import attach, ps
 from pipeline.cli.options import (
     REQUEST_TIMEOUT_S,
@@ -226,20 +226,24 @@ def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: 
 @configured
 @click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR",
               help="Runtime directory of the running instance.")  # fmt: skip
-def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, a member for each part.")
+def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | None, as_json: bool) -> None:
     """Print the facts for a bug report: versions, machine, GPUs, limits, configuration, the last errors.
 
-    It holds no secret and no text of a prompt or response; read it before you send it nevertheless.
+    Of a running instance it has the configuration in force. It holds no secret and no text of a prompt or response;
+    read it before you send it nevertheless.
 
     \b
     Examples:
       rlhfd collect-env > report.txt
       rlhfd collect-env --config grpo.toml
+      rlhfd collect-env --json | jq -r .packages.torch
     """
     from pipeline.cli import collect_env
 
     replace_unknown_characters()
-    click.echo(collect_env.report(path, sets, os.environ, runtime_dir))
+    report = collect_env.collect(path, sets, os.environ, runtime_dir)
+    click.echo(json.dumps(report, indent=2) if as_json else collect_env.text(report))
 
 
 @main.command(short_help="Print the completion of a shell: bash, zsh or fish.")
@@ -258,6 +262,25 @@ def completion(shell: str) -> None:
     shell_class = get_completion_class(shell)
     assert shell_class is not None
     click.echo(shell_class(main, {}, "rlhfd", "_RLHFD_COMPLETE").source())
+
+
+@main.command(short_help="Write the files for Prometheus and Grafana: rules, alerts, a dashboard.")
+@click.argument("folder", default="dashboards", type=click.Path(path_type=Path, file_okay=False), metavar="[FOLDER]")
+def dashboards(folder: Path) -> None:
+    """Write prometheus.yml, its rules and alerts, and rlhfd.json for Grafana into FOLDER, by default ./dashboards.
+
+    Nothing is overwritten. docs/runbook.md has a section for each alert.
+
+    \b
+    Examples:
+      rlhfd dashboards
+      rlhfd dashboards /etc/rlhfd/dashboards
+    """
+    from importlib.resources import files
+
+    shipped = files("pipeline.telemetry") / "dashboards"
+    write_new(folder, {file.name: file.read_text(encoding="utf-8") for file in shipped.iterdir()})
+    click.echo(f"Next:\n  prometheus --config.file={folder / 'prometheus.yml'}")
 
 
 @main.command(

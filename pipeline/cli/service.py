@@ -1,4 +1,4 @@
-"""Commands for the operation of a service: `rlhfd systemd install`, `rlhfd systemd uninstall`, `rlhfd logs`."""
+"""Commands for the operation of a service: `rlhfd systemd unit`, `install` and `uninstall`, `rlhfd logs`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import contextlib
 import difflib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from pipeline.errors import NotRunningError, RlhfdError, UnreachableError
+
+if TYPE_CHECKING:
+    from pipeline.cli.systemd_units import Plan
 
 _instance = click.option(
     "--instance",
@@ -18,6 +23,24 @@ _instance = click.option(
     metavar="NAME",
     help="The unit rlhfd@NAME with a configuration of its own; without it: the unit rlhfd.",
 )
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+def _service(command: _Command) -> _Command:
+    """Give a command the options of a service."""
+    config = click.option(
+        "--config",
+        "path",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Configuration file; else RLHFD_CONFIG's or, with --instance, /etc/rlhfd/NAME.toml.",
+    )
+    user = click.option(
+        "--user", metavar="USER", help="User of the service; else the user who called sudo, else the calling one."
+    )
+    return _instance(config(user(command)))
+
 
 _ROLES = ("supervisor", "buffer", "rollout", "trainer", "setup", "forkserver", "serial")
 
@@ -28,47 +51,62 @@ def systemd() -> None:
 
     \b
     Examples:
-      sudo bin/rlhfd systemd install --config grpo.toml
-      bin/rlhfd systemd install --dry-run
-      sudo bin/rlhfd systemd install --instance b --config b.toml
-      sudo bin/rlhfd systemd uninstall --instance b
+      rlhfd systemd unit --config grpo.toml
+      sudo rlhfd systemd install --config grpo.toml
+      sudo rlhfd systemd install --instance b --config b.toml
+      sudo rlhfd systemd uninstall --instance b
     """
 
 
-@systemd.command(short_help="Write the unit of this checkout, and verify it.")
-@_instance
-@click.option("--config", "path", type=click.Path(path_type=Path), metavar="FILE",
-              help="Configuration file; else RLHFD_CONFIG's or, with --instance, /etc/rlhfd/NAME.toml.")  # fmt: skip
-@click.option(
-    "--user", metavar="USER", help="User of the service; else the user who called sudo, else the calling one."
-)
-@click.option(
-    "--dry-run", is_flag=True, help="Print the unit without writing it; systemd verifies it if it is installed."
-)
-def install(name: str | None, path: Path | None, user: str | None, dry_run: bool) -> None:
-    """Write the unit of this checkout, verify it, and print the commands that start it.
+def _planned(name: str | None, path: Path | None, user: str | None) -> Plan:
+    """Return the plan of these options, its notes printed."""
+    from pipeline.cli import systemd_units
 
-    Nothing is started. The configuration is checked first. Run it again if the checkout has moved.
+    planned = systemd_units.plan(systemd_units.Unit(name), path, user, os.environ)
+    for note in planned.notes:
+        click.echo(f"note: {note}", err=True)
+    return planned
+
+
+@systemd.command(short_help="Print the unit of this installation.")
+@_service
+def unit(name: str | None, path: Path | None, user: str | None) -> None:
+    """Print the unit that `rlhfd systemd install` would write, and install nothing.
+
+    The configuration is checked first. systemd verifies the unit where it is installed.
 
     \b
     Examples:
-      sudo bin/rlhfd systemd install --config grpo.toml
-      sudo bin/rlhfd systemd install --config grpo.toml --user trainer
-      sudo bin/rlhfd systemd install --instance b --config b.toml
+      rlhfd systemd unit --config grpo.toml
+      rlhfd systemd unit --instance b --config b.toml --user trainer
     """
     import shutil
 
     from pipeline.cli import systemd_units
 
-    unit = systemd_units.Unit(name)
-    planned = systemd_units.plan(unit, path, user, os.environ)
-    for note in planned.notes:
-        click.echo(f"note: {note}", err=True)
-    if dry_run:
-        click.echo(f"# {unit.path}\n{planned.text}")
-        if shutil.which("systemd-analyze"):
-            systemd_units.verify(planned)
-        return
+    planned = _planned(name, path, user)
+    click.echo(f"# {planned.unit.path}\n{planned.text}", nl=False)
+    if shutil.which("systemd-analyze"):
+        systemd_units.verify(planned)
+
+
+@systemd.command(short_help="Write the unit of this installation, and verify it.")
+@_service
+def install(name: str | None, path: Path | None, user: str | None) -> None:
+    """Write the unit of this installation, verify it, and print the commands that start it.
+
+    Nothing is started. The configuration is checked first. Run it again if the environment or checkout has moved.
+
+    \b
+    Examples:
+      sudo rlhfd systemd install --config grpo.toml
+      sudo rlhfd systemd install --config grpo.toml --user trainer
+      sudo rlhfd systemd install --instance b --config b.toml
+    """
+    from pipeline.cli import systemd_units
+
+    planned = _planned(name, path, user)
+    unit = planned.unit
     systemd_units.install(planned)
     click.echo(f"wrote {unit.path}")
     service = unit.name.removesuffix(".service")
@@ -89,8 +127,8 @@ def uninstall(name: str | None) -> None:
 
     \b
     Examples:
-      sudo bin/rlhfd systemd uninstall
-      sudo bin/rlhfd systemd uninstall --instance b
+      sudo rlhfd systemd uninstall
+      sudo rlhfd systemd uninstall --instance b
     """
     from pipeline.cli import systemd_units
 
@@ -130,7 +168,7 @@ def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Pa
         raise click.UsageError(f"no role {role}, {meant}")
     destination = _destination(path, runtime_dir)
     if not destination:
-        raise RlhfdError("no log is kept: daemon.log_file_bytes is 0")
+        raise RlhfdError("no log is kept: the daemon could not make its file, and has said why at its start")
     unit = destination.removeprefix("journal:")
     if unit != destination:
         _show_journal(unit, role, follow, lines)

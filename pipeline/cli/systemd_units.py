@@ -1,4 +1,4 @@
-"""The systemd units of this checkout: written with its paths, verified by systemd, installed and removed.
+"""The systemd units of this installation: written with its paths, verified by systemd, installed and removed.
 
 rlhfd.service         the one instance, of the configuration that it was installed with
 rlhfd@NAME.service    an instance beside it, likewise
@@ -25,8 +25,17 @@ from pipeline.storage.files import replacing
 from pipeline.supervisor.preflight import problems_of_files
 
 UNIT_DIR = Path("/etc/systemd/system")
-SHIPPED_DIR = Path(__file__).parents[2] / "systemd"
+SHIPPED = Path(__file__).with_name("rlhfd.service")
+"""The unit of the single instance, installed in /opt/rlhfd; every other unit is made from it."""
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+# The parts of it that hold the name of an instance, and those parts of ``rlhfd@NAME.service``.
+_NAMED = {
+    "RLHF training\n": "RLHF training (%i)\n",
+    "/etc/rlhfd/rlhfd.toml": "/etc/rlhfd/%i.toml",
+    **{f"{folder}/rlhfd": f"{folder}/rlhfd-%i" for folder in ("%t", "%S", "%C")},
+    **{f"{kind}Directory=rlhfd\n": f"{kind}Directory=rlhfd-%i\n" for kind in ("Runtime", "State", "Cache")},
+}
 # Settings that hide these folders from a service (it would exit with 203, or find no model), and their relaxed form.
 _HIDING = {
     "ProtectHome=yes": ("ProtectHome=read-only", (Path("/home"), Path("/root"), Path("/run/user"))),
@@ -111,7 +120,7 @@ class Plan:
 
 
 def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str, str]) -> Plan:
-    """Return the plan of an installation from this checkout.
+    """Return the plan of a service that this installation runs.
 
     Args:
         unit: The unit to install.
@@ -149,11 +158,11 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
     except KeyError:
         raise ConfigError(f"--user: there is no user {name}: `useradd --system {name}`") from None
     program = Path(sys.executable).with_name("rlhfd")
-    if not SHIPPED_DIR.is_dir() or not program.exists():
+    if not program.exists():
         raise ConfigError(
-            f"units are made from a checkout of rlhfd with its environment: no {SHIPPED_DIR} or {program}"
+            f"a unit runs the program of this environment, and there is no {program}: install rlhfd into it"
         )
-    text = (SHIPPED_DIR / ("rlhfd.service" if unit.instance is None else "rlhfd@.service")).read_text()
+    text = shipped(unit)
     configured = f"/etc/rlhfd/{'rlhfd' if unit.instance is None else '%i'}.toml"
     for old, new in (
         ("/opt/rlhfd/.venv/bin/rlhfd", _escaped(program)),
@@ -162,7 +171,7 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
         (configured, _escaped(path)),
     ):
         text = _replaced(text, old, new)
-    shown += [program, Path(sys.executable).resolve(), SHIPPED_DIR]
+    shown += [program, Path(sys.executable).resolve(), SHIPPED]
     for strict, (relaxed, folders) in _HIDING.items():
         if hidden := [str(found) for found in shown if any(found.is_relative_to(folder) for folder in folders)]:
             text = _replaced(text, strict, relaxed)
@@ -170,6 +179,14 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
                 f"{relaxed.splitlines()[0]}, not {strict.partition('=')[2]}: the service could not see {hidden[0]}"
             )
     return Plan(unit, name, path, text, tuple(notes))
+
+
+def shipped(unit: Unit) -> str:
+    """Return a unit file as shipped: for an installation in /opt/rlhfd, user rlhfd, configuration in /etc/rlhfd."""
+    text = SHIPPED.read_text()
+    for one, instance in () if unit.instance is None else _NAMED.items():
+        text = _replaced(text, one, instance)
+    return text
 
 
 def verify(planned: Plan) -> None:
@@ -203,7 +220,7 @@ def install(planned: Plan) -> None:
             os.write(descriptor, planned.text.encode())
             os.fchmod(descriptor, 0o644)
     except OSError as error:
-        raise RlhfdError(f"{path}: {error.strerror}; root installs a unit, --dry-run shows it") from error
+        raise RlhfdError(f"{path}: {error.strerror}; root installs a unit, `rlhfd systemd unit` prints it") from error
     _systemctl("daemon-reload")
 
 

@@ -43,8 +43,10 @@ DROPPED: Final = {
     "buffer.quarantine_bytes": "copies of quarantined experience take at most 1 GiB",
     "buffer.stale_policy": "rows that exceed buffer.max_staleness nonetheless are dropped and counted",
     "daemon.cudnn_attention": "each pass takes the attention kernel that suits it",
+    "daemon.log_file_bytes": "the log in state_dir/log takes at most 16 MiB",
     "daemon.restart_delay_max_s": "restart_delay_s doubles at each death, up to 120 times its value",
     "daemon.restart_window_s": "restart_limit counts the starts of 10 minutes",
+    "metrics.page": "the server always has the page; metrics.enabled = false runs without the server",
     "reward.code_memory_bytes": "the tests of a row have 512 MiB",
     "reward.judge_best_score": "judge scores from 0 to 10, and 10 is reward 1",
     "reward.judge_tokens": "an answer of judge has at most 256 tokens",
@@ -56,6 +58,7 @@ DROPPED: Final = {
     "trainer.balance_ranks": "the rows of a step are always dealt to the ranks for equal work, with mini_batches = 1",
     "trainer.importance_floor": "icepop masks actions of a weight below 0.5",
     "trainer.kl_coef_horizon": "kl_coef is adapted over 10,000 rows",
+    "trainer.probe_every": "the trainer answers the probe each 16 versions, where vLLM alone holds the actor each",
     "trainer.record_bytes": "recorded rows take at most 4 GiB",
     "trainer.width_multiple": "widths of passes are rounded up to 64 tokens on a GPU, and not on a CPU",
 }

@@ -20,6 +20,8 @@ POLICY_LOSSES: Final = ("ppo", "gspo", "cispo", "reinforce")
 GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 ZERO_WITHOUT_SIGNAL: Final = ("grpo", "dr_grpo", "rloo")
 ADVANTAGES: Final = (*GROUP_ADVANTAGES, "gae")
+PROBE_EVERY: Final = 16
+"""Versions between the trainer's answers to the probe, which workers compare with theirs."""
 _FUNCTION: Final = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 
 
@@ -227,7 +229,7 @@ def worker_holds_actor(config: Config) -> bool:
 
     vLLM has the actor itself. It is compared with the answers that the trainer publishes, which are of text alone.
     """
-    has_answers = config.trainer.kind == "builtin" and config.trainer.probe_every > 0
+    has_answers = config.trainer.kind == "builtin"
     if config.rollout.engine != "vllm" or not has_answers or log_probs_by(config) == "worker":
         return True
     is_reference = config.reference_on == "worker" and config.reference_folder is None
@@ -235,8 +237,8 @@ def worker_holds_actor(config: Config) -> bool:
 
 
 def answers_every(config: Config) -> int:
-    """Return the versions between two answers of the trainer to the probe; 0 for no answers."""
-    return config.trainer.probe_every if worker_holds_actor(config) else 1
+    """Return the versions between two answers of the trainer to the probe."""
+    return PROBE_EVERY if worker_holds_actor(config) else 1
 
 
 def lacks_ratio_for_staleness(config: Config) -> bool:

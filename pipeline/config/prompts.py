@@ -38,7 +38,7 @@ TemplateArguments = Annotated[
 
 
 def _parse_flag(value: object) -> object:
-    # As verl's and OpenRLHF's command lines write it.
+    # As command lines write it.
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 

@@ -70,11 +70,6 @@ class DaemonConfig(Section):
         description="Whether the log quotes the errors and return values of reward functions and chat templates, which "
         "may contain prompts, responses and answers.",
     )
-    log_file_bytes: Bytes = Field(
-        default=16 << 20,
-        ge=0,
-        description="Maximum size of the log in state_dir/log, used unless systemd's journal has the lines; 0: no log.",
-    )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
@@ -361,12 +356,6 @@ class TrainerConfig(LossSection):
         le=2**16,
         description="Keep the training state with every n-th version: a killed trainer goes back to the newest version "
         "that has one, and the prompts since are issued again.",
-    )
-    probe_every: int = Field(
-        default=16,
-        ge=0,
-        description="Versions between the trainer's answers to the probe, which workers compare with theirs (each has "
-        "one where vLLM alone holds the actor); 0: no answers, and workers hold the actor.",
     )
     record: Literal["off", "steps", "rows"] = Field(
         default="off",

@@ -101,7 +101,6 @@ class MetricsConfig(Section):
     enabled: bool = Field(default=True, description="Whether the HTTP server runs.")
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that the server listens on.")
     port: int = Field(default=9477, ge=0, le=65535, description="TCP port; 0: any free port.")
-    page: bool = Field(default=True, description="Whether the server has the page of the run at `/`.")
     tls_cert: AnyPath | None = Field(default=None, description="Certificate chain in PEM; enables TLS.")
     tls_key: AnyPath | None = Field(default=None, description="The certificate's private key, of mode 0600.")
     token_file: AnyPath | None = Field(

@@ -248,7 +248,8 @@ class RolloutSamples(WorkerHook):
         column = rows.columns.get(f"info.{COLUMN}")
         if column is None or self._numbers is None:
             return {}
-        return {name: round(value, 6) for name, value in numbers_of(column[row], self._numbers).items()}
+        # A number may have any scale: as many digits as a float32 has.
+        return {name: float(f"{value:.7g}") for name, value in numbers_of(column[row], self._numbers).items()}
 
     def _stop_string(self, ids: list[int]) -> str:
         # It is of the last tokens: no token has less than a byte of it, except for those without a text.

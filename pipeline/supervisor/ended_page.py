@@ -103,11 +103,7 @@ def _state(folder: Path, note: RunNote, last: Fields, points: list[Point]) -> Fi
         "reward_mean": last.get("reward_mean", reward),
         "reward_trend": None,
         "learning": {name: last[field] for name, field in LEARNING_FIELDS.items() if last.get(field) is not None},
-        "reward_functions": {
-            name.removeprefix(_REWARD): value
-            for name, value in last.items()
-            if name.startswith(_REWARD) and value is not None
-        },
+        "reward_functions": _reward_functions(last),
         "evaluation": _shown(evaluations[-1], folder) if evaluations else None,
         "tokens_per_s": last.get("tokens_per_s"),
         "staleness_mean_versions": sum(point.staleness_sum for point in points) / rows if rows else None,
@@ -115,6 +111,17 @@ def _state(folder: Path, note: RunNote, last: Fields, points: list[Point]) -> Fi
         "processes": [],
     }
     return {"status": status, "why": why}
+
+
+def _reward_functions(last: Fields) -> dict[str, Any]:
+    """Return the means of the functions and of their further numbers; of a single function its numbers alone.
+
+    Its score is the reward, as on the page of a running instance.
+    """
+    means = {name.removeprefix(_REWARD): value for name, value in last.items() if name.startswith(_REWARD)}
+    functions = [name for name in means if not any(name.startswith(f"{function}.") for function in means)]
+    left_out = functions if len(functions) == 1 else []
+    return {name: value for name, value in means.items() if value is not None and name not in left_out}
 
 
 def _shown(evaluation: Evaluation, folder: Path) -> Fields:

@@ -109,7 +109,7 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             "evaluation.files = []",
         ),
         (config.reference_on is None, ("model.reference_device",), "trainer.kl_coef = 0 and rollout.kl_coef = 0"),
-        (not config.metrics.enabled, ("metrics.port", "metrics.page"), "metrics.enabled = false"),
+        (not config.metrics.enabled, ("metrics.port",), "metrics.enabled = false"),
     ]
     for is_unused, keys, by in unused:
         yield from ((key, f"has no effect with {by}") for key in keys if is_unused and key in loaded.origins)

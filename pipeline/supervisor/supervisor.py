@@ -312,7 +312,7 @@ class Supervisor:
             pending=self._reload.pending,
         )
         self._page = None
-        if self._http is not None and config.metrics.page:
+        if self._http is not None:
             local = self._http.is_loopback
             self._page = PageData(config, self._workspace, self._status, self._watchdog, is_local=local)
         self._trackers = Trackers(config, writer)

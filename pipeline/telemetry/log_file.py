@@ -8,9 +8,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from pipeline.telemetry import log_lines
+
+MOST_BYTES: Final = 16 << 20
+"""Bytes of the log and its predecessor together."""
 
 _POLL_S = 0.2
 
@@ -27,7 +30,7 @@ class LogFile:
         lost: Lines that could not be written.
     """
 
-    def __init__(self, path: Path, limit_bytes: int) -> None:
+    def __init__(self, path: Path, limit_bytes: int = MOST_BYTES) -> None:
         """Open the file for appending; make it if it is missing.
 
         Raises:

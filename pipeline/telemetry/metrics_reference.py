@@ -28,8 +28,8 @@ _INTRODUCTION: Final = """\
 <!-- Made by `python -m pipeline.telemetry.metrics_reference`; checked by tests/telemetry/test_metrics_reference.py. -->
 
 Served at `/metrics` (`metrics.host`, `metrics.port`; 9477 on the loopback address), in Prometheus' text format or, if
-the scraper requests it, in OpenMetrics. `dashboards/` holds a Prometheus configuration that works unchanged, recording
-rules, alerts and a dashboard; docs/runbook.md has a section for each alert.
+the scraper requests it, in OpenMetrics. `rlhfd dashboards` writes a Prometheus configuration that works unchanged,
+recording rules, alerts and a dashboard; docs/runbook.md has a section for each alert.
 
 - Counters and histograms stay exact after a kill of any process, the supervisor included. They never fall while the
   arena is the same: a start that finds no arena begins at 0, as Prometheus expects.

@@ -30,7 +30,7 @@ class RunLog(logging.Handler):
     """Keeps this process's records and its children's output; a context manager.
 
     Attributes:
-        destination: Path of the log file, or ``journal:`` and the unit; empty if no log is kept.
+        destination: Path of the log file, or ``journal:`` and the unit; empty if the file cannot be made.
         is_journal: Whether lines go to the journal.
     """
 
@@ -48,10 +48,10 @@ class RunLog(logging.Handler):
         self.setFormatter(JsonFormatter(process) if self._as_json else TextFormatter(process))
         if journald.is_standard_error(os.environ) and (unit := journald.own_unit()):
             self._journal, self.destination = Journal(), f"{JOURNAL}{unit}"
-        elif daemon.log_file_bytes:
+        else:
             path = log_file.path_in(Path(daemon.state_dir))
             try:
-                self._file, self.destination = LogFile(path, daemon.log_file_bytes), str(path.absolute())
+                self._file, self.destination = LogFile(path), str(path.absolute())
             except OSError as error:
                 log.warning("no log file: path=%s error=%s", path, error.strerror)
         self.is_journal = self._journal is not None

@@ -122,6 +122,7 @@ class TestCommands:
             ["top"],
             ["collect-env"],
             ["completion"],
+            ["dashboards"],
             ["pause"],
             ["resume"],
             ["runs"],
@@ -133,6 +134,7 @@ class TestCommands:
             ["logs"],
             ["systemd"],
             ["systemd", "install"],
+            ["systemd", "unit"],
             ["systemd", "uninstall"],
             ["attach"],
             ["init"],
@@ -161,6 +163,7 @@ class TestCommands:
             "collect-env",
             "completion",
             "config",
+            "dashboards",
             "eval",
             "init",
             "logs",
@@ -184,7 +187,7 @@ class TestCommands:
         }
         assert isinstance(config, click.Group) and set(config.commands) == {"check", "show", "schema"}
         systemd = cli.main.commands["systemd"]
-        assert isinstance(systemd, click.Group) and set(systemd.commands) == {"install", "uninstall"}
+        assert isinstance(systemd, click.Group) and set(systemd.commands) == {"install", "uninstall", "unit"}
 
     def test_version(self) -> None:
         result = run("--version")

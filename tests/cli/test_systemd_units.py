@@ -11,12 +11,12 @@ from click.testing import CliRunner
 
 from pipeline.cli import systemd_units
 from pipeline.cli.main import main
-from pipeline.cli.systemd_units import Unit, plan, verify
+from pipeline.cli.systemd_units import Unit, plan, shipped, verify
 from pipeline.config.load import CONFIG_VARIABLE
 from pipeline.errors import ConfigError
 from pipeline.telemetry.log_file import LogFile, path_in
 
-SHIPPED = systemd_units.SHIPPED_DIR
+SHIPPED = systemd_units.SHIPPED.read_text()
 
 
 @pytest.fixture
@@ -27,10 +27,9 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.needs("systemd-analyze")
-@pytest.mark.parametrize("name", ["rlhfd.service", "rlhfd@.service"])
-def test_the_units_as_shipped_are_exposed_no_more_than_2(name: str) -> None:
+def test_the_unit_as_shipped_is_exposed_no_more_than_2() -> None:
     found = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold=20", str(SHIPPED / name)],
+        ["systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold=20", str(systemd_units.SHIPPED)],
         capture_output=True,
         text=True,
         check=False,
@@ -40,17 +39,23 @@ def test_the_units_as_shipped_are_exposed_no_more_than_2(name: str) -> None:
     assert re.search(r"Overall exposure level for \S+: 1\.\d OK", found.stdout)
 
 
-def test_both_units_are_the_same_but_for_the_name_of_the_instance() -> None:
-    one, template = ((SHIPPED / name).read_text().splitlines()[1:] for name in ("rlhfd.service", "rlhfd@.service"))
+def test_the_unit_of_an_instance_has_its_name_in_each_of_its_folders() -> None:
+    one, instance = shipped(Unit()).splitlines(), shipped(Unit("b")).splitlines()
 
-    named = [line.replace("-%i", "").replace("%i.toml", "rlhfd.toml").replace(" (%i)", "") for line in template]
-    assert named == one
-    assert sum("%i" in line for line in template) == 7
+    changed = [line for line, other in zip(instance, one, strict=True) if line != other]
+    assert changed == [
+        "Description=rlhfd, RLHF training (%i)",
+        "Environment=RLHFD_CONFIG=/etc/rlhfd/%i.toml",
+        "Environment=RLHFD_DAEMON__RUNTIME_DIR=%t/rlhfd-%i RLHFD_DAEMON__STATE_DIR=%S/rlhfd-%i",
+        "Environment=HOME=%C/rlhfd-%i",
+        "RuntimeDirectory=rlhfd-%i",
+        "StateDirectory=rlhfd-%i",
+        "CacheDirectory=rlhfd-%i",
+    ]
 
 
 def test_nothing_that_a_gpu_run_needs_is_taken_away() -> None:
-    text = (SHIPPED / "rlhfd.service").read_text()
-    settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Z]\w+=", line))
+    settings = dict(line.split("=", 1) for line in SHIPPED.splitlines() if re.match(r"[A-Z]\w+=", line))
 
     for taking in ("MemoryDenyWriteExecute", "PrivateDevices", "DeviceAllow", "ProtectClock", "ProcSubset"):
         assert taking not in settings
@@ -64,7 +69,7 @@ def test_nothing_that_a_gpu_run_needs_is_taken_away() -> None:
 
 @pytest.mark.needs("systemd-analyze")
 @pytest.mark.parametrize("instance", [None, "b"])
-def test_units_of_this_checkout_name_its_program_and_configuration(config: Path, instance: str | None) -> None:
+def test_units_of_this_installation_name_its_program_and_configuration(config: Path, instance: str | None) -> None:
     planned = plan(Unit(instance), config, "root", {"RLHFD_ROLLOUT__WORKERS": "3"})
     verify(planned)
     text = planned.text
@@ -117,8 +122,8 @@ def test_what_cannot_be_installed_is_refused_with_its_reason(config: Path, monke
     with pytest.raises(ConfigError, match="did you mean state_dir"):
         plan(Unit(), config, "root", {})
     config.write_text("")
-    monkeypatch.setattr(systemd_units, "SHIPPED_DIR", config.parent / "none")
-    with pytest.raises(ConfigError, match="from a checkout"):
+    monkeypatch.setattr(sys, "executable", str(config.parent / "python"))
+    with pytest.raises(ConfigError, match=f"there is no {config.parent}/rlhfd: install rlhfd into it"):
         plan(Unit(), config, "root", {})
 
 
@@ -137,18 +142,19 @@ def test_a_unit_is_known_by_its_runtime_directory() -> None:
         assert Unit.of_runtime_dir(Path(other)) is None
 
 
-def test_a_unit_that_cannot_be_written_is_shown_by_a_dry_run(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_that_cannot_be_written_is_printed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd_units, "UNIT_DIR", config.parent / "none")
 
     ran = CliRunner().invoke(main, ["systemd", "install", "--config", str(config)])
-    dry = CliRunner().invoke(main, ["systemd", "install", "--config", str(config), "--dry-run"])
+    printed = CliRunner().invoke(main, ["systemd", "unit", "--config", str(config)])
 
     assert ran.exit_code == 1
     assert (
-        f"{config.parent}/none/rlhfd.service: No such file or directory; root installs a unit, --dry-run" in ran.output
+        f"{config.parent}/none/rlhfd.service: No such file or directory; root installs a unit, `rlhfd systemd unit`"
+        in ran.output
     )
-    assert dry.exit_code == 0, dry.output
-    assert f"# {config.parent}/none/rlhfd.service\n" in dry.output and "Type=notify\n" in dry.output
+    assert printed.exit_code == 0, printed.output
+    assert f"# {config.parent}/none/rlhfd.service\n{plan(Unit(), config, None, {}).text}" == printed.stdout
 
 
 # rlhfd logs

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.cli import top as top_view
-from pipeline.cli.collect_env import report
+from pipeline.cli.collect_env import collect, text
 from pipeline.cli.status import devices, engine, render
 from pipeline.telemetry import log_file
 from tests.cli.test_main import STATUS
@@ -139,32 +139,46 @@ class TestReport:
     def test_a_broken_configuration_is_told_with_its_mistakes_and_the_rest_is_there(self, tmp_path: Path) -> None:
         (tmp_path / "c.toml").write_text("[rollout]\nworkers = 0\n")
 
-        told = report(tmp_path / "c.toml", (), {"PATH": os.environ["PATH"]})
+        told = text(collect(tmp_path / "c.toml", (), {"PATH": os.environ["PATH"]}, None))
 
         assert f"{tmp_path}/c.toml:2:11: rollout.workers: must be at least 1, got 0" in told
         assert f"no instance runs in {tmp_path}/run/rlhfd" in told
-        assert "## packages" in told and "msgspec " in told
+        assert "## packages" in told and "msgspec: 0." in told
 
-    @pytest.mark.parametrize("text", ["[", "\0", "[daemon]\nruntime_dir = 3"])
-    def test_nothing_makes_it_fail(self, tmp_path: Path, text: str) -> None:
-        (tmp_path / "c.toml").write_text(text)
+    @pytest.mark.parametrize("content", ["[", "\0", "[daemon]\nruntime_dir = 3"])
+    def test_nothing_makes_it_fail(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "c.toml").write_text(content)
 
-        assert report(tmp_path / "c.toml", ("x",), {}).count("## ") == 11
+        assert text(collect(tmp_path / "c.toml", ("x",), {}, None)).count("## ") == 12
 
     def test_what_cannot_be_told_costs_nothing_else(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("platform.platform", lambda: 1 / 0)
 
-        told = report(None, (), {}, tmp_path)
+        told = collect(None, (), {}, tmp_path)
 
-        assert "not available: ZeroDivisionError" in told and "open files: " in told
+        assert "not available: ZeroDivisionError: division by zero" in told["machine"]
+        assert isinstance(told["limits"], dict) and "open files" in told["limits"]
 
     def test_variables_that_hold_secrets_are_hidden(self) -> None:
-        told = report(
-            None, (), {"HF_TOKEN": "abc1", "RLHFD_X_PASSWORD": "abc2", "TOKENIZERS_PARALLELISM": "abc3", "MINE": "abc4"}
+        told = collect(
+            None, (), {"HF_TOKEN": "a1", "RLHFD_X_PASSWORD": "a2", "TOKENIZERS_PARALLELISM": "a3", "MINE": "a4"}, None
         )
 
-        assert "HF_TOKEN=(hidden)" in told and "TOKENIZERS_PARALLELISM=abc3" in told
-        assert not any(secret in told for secret in ("abc1", "abc2", "abc4"))
+        assert told["environment"] == {
+            "HF_TOKEN": "(hidden)", "RLHFD_X_PASSWORD": "(hidden)", "TOKENIZERS_PARALLELISM": "a3",
+        }  # fmt: skip
+
+    def test_secrets_in_addresses_are_masked_in_every_part(self, tmp_path: Path) -> None:
+        (tmp_path / "c.toml").write_text(
+            '[[rewards]]\nname = "remote"\nurl = "https://judge.example/v1?key=abc1&rows=3"\n'
+        )
+        environ = {"HF_ENDPOINT": "https://me:ab/c3@hub.example/", "RLHFD_SAMPLES__PER_MINUTE": "7"}
+
+        told = text(collect(tmp_path / "c.toml", (), environ, None))
+
+        assert 'url = "https://judge.example/v1?key=***&rows=3"' in told
+        assert "HF_ENDPOINT: https://***@hub.example/" in told and "RLHFD_SAMPLES__PER_MINUTE: 7" in told
+        assert not any(secret in told for secret in ("abc1", "ab/c3"))
 
 
 class TestLastErrors:
@@ -182,12 +196,12 @@ class TestLastErrors:
         return folder / "c.toml"
 
     def test_warnings_and_errors_of_a_run_that_has_ended_are_in_the_report(self, tmp_path: Path) -> None:
-        told = report(self.write(tmp_path), (), {}).partition("## last warnings and errors\n\n")[2]
+        told = collect(self.write(tmp_path), (), {}, None)
 
-        assert told.splitlines()[:2] == self.LINES.splitlines()[1:] and "fine" not in told
+        assert told["last warnings and errors"] == self.LINES.splitlines()[1:]
 
     def test_where_lines_may_quote_prompts_none_is_told(self, tmp_path: Path) -> None:
-        told = report(self.write(tmp_path, "[daemon]\nlog_texts = true\n"), (), {})
+        told = text(collect(self.write(tmp_path, "[daemon]\nlog_texts = true\n"), (), {}, None))
 
         assert "boom" not in told and "left out, for daemon.log_texts is true" in told
 

@@ -406,6 +406,16 @@ class TestConversions:
 
         assert line.startswith(reason)
 
+    def test_the_end_of_a_cosine_that_is_not_carried_has_its_own_line(self) -> None:
+        optim, steps = f"{A}.optim", {"trainer.total_training_steps": 50}
+        cosine = {f"{optim}.lr_scheduler_type": "cosine", f"{optim}.min_lr_ratio": 0.2}
+
+        assert [line.partition(":")[0] for line in lost("verl", cosine)] == [
+            f'{optim}.lr_scheduler_type = "cosine"', f"{optim}.min_lr_ratio = 0.2",
+        ]  # fmt: skip
+        assert lost("verl", {**cosine, **steps}) == []
+        assert lost("verl", {f"{optim}.min_lr_ratio": 0.2}) == [], "without a cosine verl does not read it"
+
     @pytest.mark.parametrize(
         ("word", "options"),
         [

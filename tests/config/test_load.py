@@ -77,7 +77,7 @@ class TestLayers:
             ("trainer.learning_rate=1e-5", "trainer", "learning_rate", 1e-5),
             ("trainer.clip_range=1", "trainer", "clip_range", 1.0),
             ("buffer.arena_bytes=2GiB", "buffer", "arena_bytes", 2 << 30),
-            ("metrics.page=false", "metrics", "page", False),
+            ("metrics.enabled=false", "metrics", "enabled", False),
             ("metrics.host=::1", "metrics", "host", "::1"),
             ("model.dtype=bfloat16", "model", "dtype", "bfloat16"),
         ],

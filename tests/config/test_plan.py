@@ -236,7 +236,6 @@ def test_vllm_has_a_cache_and_weights_of_its_own(
         ({"model": {"lora_rank": 4, "lora_targets": ["q_proj"]}}, True),
         ({"model": {"lora_rank": 4, "lora_targets": ["q_proj"], "reference_device": "trainer"}}, False),
         ({"model": {"reference_device": "worker"}}, False),
-        ({"trainer": {"probe_every": 0}}, True),
         ({"trainer": {"kind": "external"}, "rollout": {"log_probs": "engine"}}, True),
     ],
 )
@@ -249,7 +248,7 @@ def test_a_worker_holds_the_actor_beside_vllm_only_where_it_computes_with_it(
     found = needs(config, models_of(config), on_cards=False)
 
     assert ("actor" in found.worker, worker_holds_actor(config)) == (holds, holds)
-    assert answers_every(config) == (config.trainer.probe_every if holds else 1)
+    assert answers_every(config) == (16 if holds else 1)
 
 
 def test_a_process_loads_its_largest_model_through_host_memory(folder: Path, tmp_path: Path) -> None:

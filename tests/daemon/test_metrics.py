@@ -53,7 +53,7 @@ RATE_WINDOW_S = 60.0
 # The window has to lie wholly within Prometheus' samples; then several moments are compared.
 WATCHED_S = RATE_WINDOW_S + 12.0
 ROOT = Path(__file__).parents[2]
-DASHBOARDS = ROOT / "dashboards"
+DASHBOARDS = ROOT / "pipeline/telemetry/dashboards"
 # What Grafana would put in the place of its variables, at a scrape each second.
 VARIABLES = {"$instance": ".*", "$__rate_interval": "1m"}
 # These need a GPU; tests/grafana/test_dashboard.py tries them on made-up series.

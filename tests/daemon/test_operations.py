@@ -258,18 +258,20 @@ def test_collect_env_tells_of_the_run_and_of_no_secret(daemon: Daemon) -> None:
     parts = dict(part.partition("\n")[::2] for part in told.removeprefix("## ").split("\n## "))
     assert list(parts) == [
         "rlhfd", "machine", "GPUs", "packages", "limits", "shared memory and disks", "runs", "environment",
-        "configuration", "instance", "last warnings and errors",
+        "configuration", "instance", "configuration in force", "last warnings and errors",
     ]  # fmt: skip
-    assert "torch 2." in parts["packages"] and "/dev/shm: " in parts["shared memory and disks"]
+    assert "torch: 2." in parts["packages"] and "/dev/shm: " in parts["shared memory and disks"]
     assert str(daemon.shm_dir) in parts["shared memory and disks"]
     assert (
         'token_file = "' in parts["configuration"] and "top_p = 0.9  # RLHFD_ROLLOUT__TOP_P" in parts["configuration"]
     )
     assert f"pid {daemon.pid}" in parts["instance"]
+    assert "rollout.num_generations: 4\n" in parts["configuration in force"]
+    assert "rollout.top_p" not in parts["configuration in force"], "set here, not for the daemon"
     assert f"{daemon.status()['run']}: running, step " in parts["runs"]
     assert "configuration not reloaded" in parts["last warnings and errors"]
     assert "not available" not in told
-    assert "HF_TOKEN=(hidden)" in parts["environment"]
+    assert "HF_TOKEN: (hidden)" in parts["environment"]
     for secret in ("hf_secretsecret", "first\n", (daemon.folder / "token").read_text()):
         assert secret not in told
     prompts = Path(daemon.status()["model"]).parent / "prompts.jsonl"

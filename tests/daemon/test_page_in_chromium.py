@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -25,9 +26,7 @@ from tests.support.daemon import (
     Daemon,
     Metrics,
     clean_environment,
-    get,
     task,
-    telling_reward,
     total,
     wait_until,
 )
@@ -42,12 +41,23 @@ __all__ = ["task"]
 
 MARKUP = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 _REWARD = """
-def first(input_ids, attention_mask, *, response_start, **_):
-    return float(input_ids[response_start] % 5)
+def first(input_ids, attention_mask, *, response_start, response_end, **_):
+    length = int(response_end - response_start)
+    tiny = {"a_tiny_number_with_a_name_that_is_longer_than_a_phone_is_wide": 2.5e-7}
+    return {"reward": float(input_ids[response_start] % 5), "length": length, **tiny}
 
 
 def second(input_ids, attention_mask, *, response_end, response_start, **_):
     return 0.125 * float(input_ids[response_end - 1] % 2)
+"""
+TINY = "first.a_tiny_number_with_a_name_that_is_longer_than_a_phone_is_wide"
+# A reward that differs, and a further number; each row takes its time.
+_NUMBERED = """
+import time
+
+def score(input_ids, attention_mask, *, response_start, response_end, **_):
+    time.sleep(0.02)
+    return {"reward": float(input_ids[response_start] % 5), "length": int(response_end - response_start)}
 """
 # What has the focus, by a name of its own.
 FOCUSED = "(() => { const e = document.activeElement; return e.id || e.className || e.tagName; })()"
@@ -195,10 +205,11 @@ def test_the_values_of_a_step_stand_beside_its_reward_with_named_axes(seen: Seen
     titles = page.each("article h2", "e.textContent")
     assert {"Ratio clipped", "Cut responses", "Groups without signal"} <= set(titles) and "Clipped" not in titles
     means = {
-        name: seen.value("rlhfd_reward_function_mean", role="trainer", function=name) for name in ("first", "second")
+        name: seen.value("rlhfd_reward_function_mean", role="trainer", function=name)
+        for name in ("first", "second", "first.length", TINY)
     }
     shown_means = dict(part.split(" ") for part in page.text("#reward-functions").split(", "))
-    assert shown_means.keys() == means.keys()
+    assert shown_means.keys() == means.keys() and shown_means[TINY] == "2.5e-7"
     assert all(abs(float(shown_means[name]) - mean) <= 0.0005 + 1e-9 for name, mean in means.items())
 
 
@@ -289,6 +300,7 @@ def test_mates_stand_side_by_side_with_their_rewards_by_part_and_tokens_in_colou
     assert sorted(shown) == sorted("".join(response["pieces"]) for response in newest["responses"])
     assert best["reward"] == sum(best["parts"].values())
     assert score.startswith(f"{best['reward']:g}first {best['parts']['two:first']:g}second ")
+    assert f"first.length {best['numbers']['first.length']:g}{TINY} 2.5e\N{MINUS SIGN}7" in score
     advantages = [response["advantages"][0] for response in newest["responses"] for _ in response["pieces"]]
     classes = page.each(f"{card} .token", "e.className.split(' ')[1].slice(0, 1)")
     assert sorted(classes) == sorted("p" if a > 0 else "n" if a < 0 else "" for a in advantages)
@@ -380,7 +392,7 @@ def test_rlhfd_samples_prints_them_too(seen: Seen) -> None:
     lines = seen.daemon.ask("samples", "--json", "--last", "3", "--min-reward", "1").stdout.splitlines()
 
     assert newest["prompt"] in shown.stdout and MARKUP in shown.stdout
-    assert len(shown.stdout.strip().splitlines()) == 2 + 2 * 4, "a line a response, and one of its parts"
+    assert len(shown.stdout.strip().splitlines()) == 2 + 3 * 4, "a line a response, its parts, its numbers"
     assert len(lines) <= 3
     assert all(max(response["reward"] for response in json.loads(line)["responses"]) >= 1 for line in lines)
 
@@ -393,9 +405,10 @@ def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path,
     held_out = tmp_path / "held.jsonl"
     held_out.write_text("".join(line + "\n" for line in (task / "prompts.jsonl").read_text().splitlines()[:4]))
     settings = (
-        *SMALL, *telling_reward(tmp_path, pause_s=0.02), "samples.per_minute=600", "trainer.max_steps=12",
-        f"evaluation.files=['{held_out}']", "evaluation.every=6", "evaluation.pass_reward=2.0",
+        *SMALL, 'rewards=["telling:score"]', "rollout.reward_timeout_s=0", "samples.per_minute=600",
+        "trainer.max_steps=12", f"evaluation.files=['{held_out}']", "evaluation.every=6", "evaluation.pass_reward=2.0",
     )  # fmt: skip
+    (tmp_path / "telling.py").write_text(_NUMBERED)
     numbers = ("reward", "loss", "cut", "without_signal", "entropy", "response_length", "gradient_norm")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_step(2)
@@ -409,6 +422,7 @@ def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path,
             assert page.text("#chart-loss .to").startswith("now, step ") and page.text("#since") == "up"
             before = {name: page.text(f"#{name}") for name in numbers}
             assert page.run("document.querySelectorAll('#processes tr').length") == 3
+            assert page.text("#reward-functions").startswith("score.length ")
             daemon.ask("pause")
             # No point is added while the run rests.
             daemon.wait_until(lambda: time.time() - live(daemon)["history"][-1]["end_s"] > 3 * SPAN_S, "the run rests")
@@ -425,8 +439,11 @@ def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path,
 
     with (
         subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as ends,
         seen.browser.page() as page,
     ):
+        # A failed assertion would wait for it without end.
+        ends.callback(process.kill)
         assert process.stdout is not None
         url = process.stdout.readline().partition(" ")[0]
         page.open(url)
@@ -437,6 +454,9 @@ def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path,
         assert page.text("#checkpoint") == f"checkpoint {run / 'checkpoints' / 'step-000012'}"
         assert abs(float(shown["reward"]) - last["reward_mean"]) <= 0.0005 + 1e-9
         assert "–" not in shown.values()
+        name, _, mean = page.text("#reward-functions").partition(" ")
+        assert name == "score.length" and abs(float(mean) - last[f"reward/{name}"]) <= 0.0005 + 1e-9
+        assert "score.length " in page.text(".rollout:first-child .score")
         assert "right at version 12" in page.text("#held-out-of")
         assert page.text("#chart-loss .to").endswith(", step 12") and not page.text("#chart-loss .to").startswith("now")
         assert len(page.each("#chart-loss .pause", "1")) == 1, "the pause is left out"
@@ -449,11 +469,12 @@ def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path,
         assert process.wait(30) == 0
 
 
-def test_a_page_that_is_off_and_samples_that_are_none_are_not_served(tmp_path: Path, task: Path) -> None:
-    with Daemon(tmp_path, *SMALL, "metrics.page=false", "samples.per_minute=0", task=task) as daemon:
+def test_the_page_says_why_it_has_no_rollouts(tmp_path: Path, task: Path) -> None:
+    with Daemon(tmp_path, *SMALL, "samples.per_minute=0", task=task) as daemon:
         daemon.wait_answering()
         daemon.wait_until(daemon.answers_http, "it answers")
-        assert [get(daemon.url + path)[0] for path in ("/", "/page.js", "/api/live", "/api/samples")] == [404] * 4
+        answer = json.loads(daemon.get("/api/samples")[1])
+    assert "samples" not in answer and answer["hidden"] == "No rollouts are kept: samples.per_minute is 0."
 
 
 def test_rollouts_are_shown_elsewhere_only_if_that_is_asked_for(tmp_path: Path, task: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_last_checkpoint_that_cannot_be_written_makes_the_exit_code_1(tmp_path
 
 @pytest.mark.variant
 def test_a_worker_whose_model_is_not_what_its_weights_say_ends_the_run_it_is_alone_in(tmp_path, task):  # noqa: F811
-    settings = ("trainer.max_steps=0", "trainer.probe_every=1", "trainer.warmup_steps=0")
+    settings = ("trainer.max_steps=0", "trainer.warmup_steps=0")
 
     with daemon_in(tmp_path, *settings, task=task, environment=sabotaged(tmp_path, COPIES_ELSEWHERE)) as daemon:
         daemon.wait_logged("does not compute with the weights that it was given: version=")

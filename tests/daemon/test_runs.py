@@ -18,7 +18,7 @@ def files_of(folder):
 @pytest.mark.variant
 @pytest.mark.timeout(600)
 def test_a_finished_run_stays_whatever_is_started_after_it(tmp_path, task):  # noqa: F811
-    settings = (*SMALL, "trainer.save_every=1", "samples.per_minute=0", "metrics.page=false")
+    settings = (*SMALL, "trainer.save_every=1", "samples.per_minute=0")
     with Daemon(tmp_path, *settings, "trainer.max_steps=3", task=task) as daemon:
         assert daemon.wait() == 0, daemon.errors
     grpo = daemon.run_dir

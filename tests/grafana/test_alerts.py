@@ -16,7 +16,7 @@ from pipeline.runtime.signals import stopped_text
 from pipeline.telemetry.metrics import BY_NAME, IDLE_STEPS
 
 ROOT = Path(__file__).parents[2]
-DASHBOARDS = ROOT / "dashboards"
+DASHBOARDS = ROOT / "pipeline/telemetry/dashboards"
 STEP_S = 30
 TARGET = 'job="rlhfd",instance="a"'
 """The default origin of a test's series."""

@@ -16,7 +16,7 @@ from pipeline.telemetry.metrics import BY_NAME
 from tests.grafana.test_alerts import GPU, STEP_S, TARGET, with_target
 
 ROOT = Path(__file__).parents[2]
-DASHBOARD: dict[str, Any] = json.loads((ROOT / "dashboards/rlhfd.json").read_text())
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "pipeline/telemetry/dashboards/rlhfd.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 QUERIES = [(panel["title"], target["expr"]) for panel in PANELS for target in panel.get("targets", ())]
 

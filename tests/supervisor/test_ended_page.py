@@ -126,6 +126,24 @@ def test_the_state_is_that_of_the_end(folder: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("means", "shown"),
+    [
+        ({"exact": 0.5}, {}),
+        ({"exact": 0.5, "exact.steps": 7.0}, {"exact.steps": 7.0}),
+        ({"exact": 0.5, "exact.steps": 7.0, "format": 1.0}, {"exact": 0.5, "exact.steps": 7.0, "format": 1.0}),
+    ],
+)
+def test_of_a_single_reward_function_the_further_numbers_are_shown(
+    folder: Path, means: dict[str, float], shown: dict[str, float]
+) -> None:
+    log = StepLog(folder / "metrics.jsonl", after_step=3)
+    log.taken(taken(4)._replace(row_means={f"reward/{name}": mean for name, mean in means.items()}))
+    log.close()
+
+    assert live(folder)["status"]["reward_functions"] == shown
+
+
 def test_a_run_without_a_step_and_one_with_numbers_that_are_none_are_shown(folder: Path, tmp_path: Path) -> None:
     log = StepLog(folder / "metrics.jsonl", after_step=0)
     nothing = {"reward_mean": float("nan"), "reward_stddev": float("nan"), "response_length_mean_tokens": float("nan")}

@@ -298,10 +298,21 @@ def test_without_a_journal_records_and_childrens_lines_are_kept_in_the_file(tmp_
         assert json.loads(lines[0])["reason"] == "asked" and json.loads(lines[1])["line"] == "a print"
 
 
-def test_no_file_is_made_where_none_is_wanted(tmp_path: Path) -> None:
-    daemon = Config().daemon.model_copy(update={"state_dir": tmp_path, "log_file_bytes": 0})
+def test_a_file_that_cannot_be_made_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "log").write_text("a file in the place of the folder")
+    daemon = Config().daemon.model_copy(update={"state_dir": tmp_path})
 
     with RunLog(Config().model_copy(update={"daemon": daemon}), "supervisor") as kept:
         kept.keep("rollout-0", "a print", 1)
 
-    assert kept.destination == "" and [*tmp_path.iterdir()] == []
+    assert kept.destination == "" and "no log file: path=" in caplog.text
+
+
+def test_the_log_and_its_predecessor_take_at_most_16_mib(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log" / "rlhfd.log")
+    for _ in range(20):
+        log.append("x" * (1 << 20))
+    log.close()
+
+    files = [file.stat().st_size for file in (tmp_path / "log").iterdir()]
+    assert len(files) == 2 and 8 << 20 < sum(files) <= 16 << 20

@@ -506,12 +506,13 @@ def test_ranks_meet_before_the_probe_which_the_first_one_may_be_late_for(bench):
     assert order == ["meet", "probe", "publish"]
 
 
-def test_a_version_without_a_probe_needs_no_meeting(bench):
-    order = []
+def test_the_first_version_and_each_16th_have_an_answer_to_the_probe(bench):
+    probed = []
 
-    bench.trainer(probe=lambda: order.append("probe"), models=NotedModels(order), probe_every=0)
+    trainer = bench.trainer(probe=lambda: probed.append(len(bench.learner.batches)), max_steps=33)
+    bench.run(trainer)
 
-    assert order == ["publish"]
+    assert trainer.step == 33 and probed == [0, 16, 32]
 
 
 def test_a_run_that_drains_waits_for_no_evaluation(bench):

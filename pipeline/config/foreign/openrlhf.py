@@ -13,8 +13,11 @@ from pipeline.config.foreign.option import (
     by_value,
     carried,
     data_path,
+    estimator,
+    is_ppo,
     missing,
     needless,
+    of_ppo,
     only_if,
     passes,
     positive,
@@ -23,27 +26,6 @@ from pipeline.config.foreign.option import (
 
 _ESTIMATORS = {"rloo": "rloo", "reinforce_baseline": "reinforce_baseline", "group_norm": "grpo", "dr_grpo": "dr_grpo"}
 _ONE_GPU = "trainer.world_size is the number of ranks, rollout.workers that of workers, each with GPUs of its own: `rlhfd plan`"
-
-
-def _is_ppo(given: Given) -> bool:
-    return bool(given["algo.advantage.estimator"] == "gae")
-
-
-def _of_ppo(key: str) -> Any:
-    return only_if(_is_ppo, key)
-
-
-def _estimator(value: Any, given: Given) -> dict[str, Any]:
-    if value == "gae":
-        return {"rollout.algorithm": "ppo"}
-    if value not in _ESTIMATORS:
-        raise NotCarriedError(
-            f"the estimators that are here too are gae, {', '.join(_ESTIMATORS)}; or one of your own, rollout.advantages"
-        )
-    found = _ESTIMATORS[value]
-    if found == "grpo" and given["algo.advantage.no_std_norm"]:
-        found = "dr_grpo"
-    return {"rollout.algorithm": "grpo", "rollout.advantages": found}
 
 
 def _rows_of_a_rollout(given: Given) -> int:
@@ -64,7 +46,7 @@ def _mini_batches(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _generations(value: Any, given: Given) -> dict[str, Any]:
-    if not _is_ppo(given):
+    if not is_ppo(given):
         return {"rollout.num_generations": value}
     if value != 1:
         raise NotCarriedError("PPO has one response to a prompt here")
@@ -181,7 +163,7 @@ def _evaluated(key: str) -> Any:
 _OPTIONS: Final[tuple[Option, ...]] = (
     # The models.
     carried("actor.model_name_or_path", "model.actor", "a folder: no model is downloaded, `hf download` makes one", aliases="pretrain"),
-    carried("critic.model_name_or_path", "model.critic", "left out, the actor's backbone with a value head of zeros; in OpenRLHF the reward model", to=_of_ppo("model.critic"), aliases="critic_pretrain"),
+    carried("critic.model_name_or_path", "model.critic", "left out, the actor's backbone with a value head of zeros; in OpenRLHF the reward model", to=of_ppo("model.critic"), aliases="critic_pretrain"),
     carried("reward.model_name_or_path", "model.reward rewards", "a folder; several, with commas between them, are a table each, whose scores are added up", to=_reward_models, aliases="reward_pretrain"),
     carried("reward.remote_url", "rewards", "a Python file: `module:reward_func`, to be written with the parameters of rlhfd; an address: the reward `remote`, whose requests have another form (docs/rewards.md)", to=_remote, aliases="remote_rm_url"),
     missing("train.agent_func_path", "an environment of your own answers each response (docs/environments.md)", key="rollout.environment", aliases="agent_func_path"),
@@ -231,7 +213,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("train.num_episodes", "trainer.max_epochs", "passes over the prompts", default=1, written=True, to=_episodes, aliases="num_episodes"),
     # The optimizer.
     carried("actor.adam.lr", "trainer.learning_rate", "of adapters too; here they have 1e-5", written=True, default=1e-6, aliases="actor_learning_rate"),
-    carried("critic.adam.lr", "trainer.critic_learning_rate", default=9e-6, written=True, to=_of_ppo("trainer.critic_learning_rate"), aliases="critic_learning_rate"),
+    carried("critic.adam.lr", "trainer.critic_learning_rate", default=9e-6, written=True, to=of_ppo("trainer.critic_learning_rate"), aliases="critic_learning_rate"),
     carried("actor.adam.betas", "trainer.betas", default=[0.9, 0.95], written=True, aliases="adam_betas"),
     carried("actor.adam.weight_decay", "trainer.weight_decay", default=0.0, aliases="l2"),
     carried("actor.max_norm", "trainer.gradient_clip_norm", default=1.0, aliases="max_norm"),
@@ -239,7 +221,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("actor.lr_warmup_ratio", "trainer.warmup_ratio is a share of trainer.decay_steps or trainer.max_steps, not of steps that follow from the prompts", key="trainer.warmup_ratio", default=0.03, written=True, unless=lambda value, given: not value, aliases="lr_warmup_ratio"),
     missing("actor.min_lr_ratio", "trainer.final_learning_rate_ratio, with the fall that it ends", key="trainer.final_learning_rate_ratio", aliases="min_lr_ratio"),
     missing("actor.optim actor.muon.* critic.optim critic.muon.* actor.adam.eps critic.adam.eps ds.adam_offload ds.grad_accum_dtype", "the optimizer is AdamW with float32 state and an epsilon of 1e-8", off=("adam", 1e-8), aliases="adam_offload grad_accum_dtype"),
-    missing("critic.adam.betas critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio critic.min_lr_ratio critic.max_norm", "the critic has the actor's optimizer, with a learning rate of its own", key="trainer.critic_learning_rate", unless=lambda value, given: not _is_ppo(given)),
+    missing("critic.adam.betas critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio critic.min_lr_ratio critic.max_norm", "the critic has the actor's optimizer, with a learning rate of its own", key="trainer.critic_learning_rate", unless=lambda value, given: not is_ppo(given)),
     missing("train.enable_ema train.ema_beta ptx_coef", "the weights of a checkpoint are those of its step", aliases="enable_ema ema_beta"),
     # The loss.
     carried("actor.policy_loss_type", "trainer.policy_loss", default="ppo", aliases="policy_loss_type"),
@@ -249,11 +231,11 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("actor.dual_clip", "trainer.dual_clip", aliases="dual_clip"),
     carried("actor.entropy_coef", "trainer.entropy_coef", aliases="entropy_loss_coef"),
     missing("actor.aux_loss_coef", "no loss of a router's balance", off=(0,), aliases="aux_loss_coef"),
-    carried("critic.value_clip", "trainer.value_clip_range", default=0.5, written=True, to=_of_ppo("trainer.value_clip_range"), aliases="value_clip"),
-    carried("critic.freezing_steps", "trainer.critic_warmup_steps", default=-1, written=True, to=lambda value, given: {"trainer.critic_warmup_steps": max(0, value)} if _is_ppo(given) else {}, aliases="freezing_actor_steps"),
-    carried("algo.advantage.estimator", "rollout.algorithm rollout.advantages", "gae: ppo, group_norm: grpo; reinforce and flash_reinforce are missing", default="gae", to=_estimator, written=True, aliases="advantage_estimator"),
+    carried("critic.value_clip", "trainer.value_clip_range", default=0.5, written=True, to=of_ppo("trainer.value_clip_range"), aliases="value_clip"),
+    carried("critic.freezing_steps", "trainer.critic_warmup_steps", default=-1, written=True, to=lambda value, given: {"trainer.critic_warmup_steps": max(0, value)} if is_ppo(given) else {}, aliases="freezing_actor_steps"),
+    carried("algo.advantage.estimator", "rollout.algorithm rollout.advantages", "gae: ppo, group_norm: grpo; reinforce and flash_reinforce are missing", default="gae", to=estimator(_ESTIMATORS, lambda given: bool(given["algo.advantage.no_std_norm"])), written=True, aliases="advantage_estimator"),
     carried("algo.advantage.gamma", "rollout.gamma", default=1, aliases="gamma"),
-    carried("algo.advantage.lambd", "rollout.lam", default=1, written=True, to=_of_ppo("rollout.lam"), aliases="lambd"),
+    carried("algo.advantage.lambd", "rollout.lam", default=1, written=True, to=of_ppo("rollout.lam"), aliases="lambd"),
     carried("algo.advantage.no_std_norm", "rollout.advantages", "with group_norm: dr_grpo", default=False, to=lambda value, given: {}, aliases="no_advantage_std_norm"),
     carried("algo.advantage.is_correction_level", "trainer.importance_correction", default="off", written=True, to=_correction),
     carried("algo.advantage.is_correction_mode", "trainer.importance_correction", default="mask", to=lambda value, given: {}),

@@ -210,6 +210,37 @@ def only_if(condition: Callable[[Given], bool], key: str) -> Convert:
     return lambda value, given: {key: value} if condition(given) else {}
 
 
+def is_ppo(given: Given) -> bool:
+    """Return whether verl's or OpenRLHF's estimator is GAE, that of PPO."""
+    return "gae" in (given["algorithm.adv_estimator"], given["algo.advantage.estimator"])
+
+
+def of_ppo(key: str) -> Convert:
+    """Return a conversion of the same value with PPO; elsewhere the option has no effect."""
+    return only_if(is_ppo, key)
+
+
+def estimator(names: Mapping[str, str], without_std: Callable[[Given], bool]) -> Convert:
+    """Return the conversion of an estimator: PPO for gae, else GRPO with the advantages of that name.
+
+    Args:
+        names: The names of `rollout.advantages` by the trainer's.
+        without_std: Whether an option leaves out the division by the group's standard deviation.
+    """
+
+    def convert(value: Any, given: Given) -> dict[str, Any]:
+        if value == "gae":
+            return {"rollout.algorithm": "ppo"}
+        if value not in names:
+            raise NotCarriedError(
+                f"the estimators that are here too are gae, {', '.join(names)}; or one of your own, rollout.advantages"
+            )
+        is_plain = names[value] == "grpo" and without_std(given)
+        return {"rollout.algorithm": "grpo", "rollout.advantages": "dr_grpo" if is_plain else names[value]}
+
+    return convert
+
+
 def positive(key: str, otherwise: Any) -> Convert:
     """Return a conversion of a number above 0; any other one, or none, stands for `otherwise`."""
     return lambda value, given: {key: value if isinstance(value, int | float) and value > 0 else otherwise}

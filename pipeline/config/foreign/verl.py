@@ -13,9 +13,12 @@ from pipeline.config.foreign.option import (
     by_value,
     carried,
     data_path,
+    estimator,
     in_file_order,
+    is_ppo,
     missing,
     needless,
+    of_ppo,
     only_if,
     passes,
     positive,
@@ -34,26 +37,6 @@ _AGGREGATIONS = {
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
-def _is_ppo(given: Given) -> bool:
-    return bool(given["algorithm.adv_estimator"] == "gae")
-
-
-def _of_ppo(key: str) -> Any:
-    return only_if(_is_ppo, key)
-
-
-def _estimator(value: Any, given: Given) -> dict[str, Any]:
-    if value == "gae":
-        return {"rollout.algorithm": "ppo"}
-    if value not in _ESTIMATORS:
-        raise NotCarriedError(
-            f"the estimators that are here too are gae, {', '.join(_ESTIMATORS)}; or one of your own, rollout.advantages"
-        )
-    found = _ESTIMATORS[value]
-    is_plain = found == "grpo" and given["algorithm.norm_adv_by_std_in_grpo"] is False
-    return {"rollout.algorithm": "grpo", "rollout.advantages": "dr_grpo" if is_plain else found}
-
-
 def _responses(given: Given) -> int:
     return given.count(f"{_R}n")
 
@@ -70,7 +53,7 @@ def _mini_batches(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _generations(value: Any, given: Given) -> dict[str, Any]:
-    if not _is_ppo(given):
+    if not is_ppo(given):
         return {"rollout.num_generations": value}
     if value != 1:
         raise NotCarriedError("PPO has one response to a prompt here")
@@ -162,6 +145,13 @@ def _schedule(value: Any, given: Given) -> dict[str, Any]:
         "trainer.decay_steps": given.count("trainer.total_training_steps"),
         "trainer.final_learning_rate_ratio": float(given.number(f"{_A}optim.min_lr_ratio")),
     }
+
+
+def _floor(value: Any, given: Given) -> dict[str, Any]:
+    # A part of the schedule, which writes its key; the option has no effect in verl without a cosine.
+    if given[f"{_A}optim.lr_scheduler_type"] == "cosine" and "trainer.total_training_steps" not in given:
+        raise NotCarriedError("the end of a cosine, which needs trainer.total_training_steps in the same file")
+    return {}
 
 
 def _epochs(value: Any, given: Given) -> dict[str, Any]:
@@ -324,7 +314,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_A}optim.lr_scheduler_type", "trainer.schedule trainer.decay_steps", "a cosine needs trainer.total_training_steps", default="constant", to=_schedule, aliases=f"{_A}optim.warmup_style"),
     carried(f"{_A}optim.weight_decay", "trainer.weight_decay", default=0.01, written=True),
     carried(f"{_A}optim.betas", "trainer.betas", default=[0.9, 0.999]),
-    carried(f"{_A}optim.min_lr_ratio", "trainer.final_learning_rate_ratio", "with cosine", to=lambda value, given: {}),
+    carried(f"{_A}optim.min_lr_ratio", "trainer.final_learning_rate_ratio", "with cosine", to=_floor),
     missing(f"{_A}optim.num_cycles {_A}optim.total_training_steps {_A}optim.zero_indexed_step", "a cosine has half a cycle, over trainer.decay_steps", key="trainer.decay_steps", unless=lambda value, given: given[f"{_A}optim.lr_scheduler_type"] == "constant"),
     missing(f"{_A}optim.optimizer {_A}optim.optimizer_impl {_A}optim.override_optimizer_config {_A}optim.override_optimizer_config.*", "the optimizer is AdamW with float32 state", off=("AdamW", "torch.optim")),
     needless(" ".join(f"{_A}fsdp_config.{name}" for name in _FSDP) + f" {_A}strategy {_A}fsdp_config.* {_A}megatron.* {_A}veomni.* {_A}torchtitan.* {_A}ulysses_sequence_parallel_size {_A}router_replay.*", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit"),
@@ -360,10 +350,10 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_R}multi_turn.max_assistant_turns", "rollout.max_turns", "of an environment (docs/environments.md)"),
     missing(" ".join(f"{_R}multi_turn.{name}" for name in ("enable", "max_user_turns", "max_parallel_calls", "tool_config_path", "interaction_config_path", "max_tool_response_length", "format", "*")), "several turns are an environment of your own", key="rollout.environment", unless=lambda value, given: not given[f"{_R}multi_turn.enable"]),
     # The algorithm.
-    carried("algorithm.adv_estimator", "rollout.algorithm rollout.advantages", "gae: ppo; reinforce_plus_plus_baseline: reinforce_baseline; reinforce_plus_plus, remax, opo, gpg and others are missing", default="gae", to=_estimator, written=True),
+    carried("algorithm.adv_estimator", "rollout.algorithm rollout.advantages", "gae: ppo; reinforce_plus_plus_baseline: reinforce_baseline; reinforce_plus_plus, remax, opo, gpg and others are missing", default="gae", to=estimator(_ESTIMATORS, lambda given: given["algorithm.norm_adv_by_std_in_grpo"] is False), written=True),
     carried("algorithm.norm_adv_by_std_in_grpo", "rollout.advantages", "false: dr_grpo", default=True, to=lambda value, given: {}),
     carried("algorithm.gamma", "rollout.gamma", default=1.0),
-    carried("algorithm.lam", "rollout.lam", default=1.0, to=_of_ppo("rollout.lam"), written=True),
+    carried("algorithm.lam", "rollout.lam", default=1.0, to=of_ppo("rollout.lam"), written=True),
     carried("algorithm.use_kl_in_reward", "rollout.kl_coef", "the weight, 0 without it; with GRPO rlhfd takes the mean of a response, verl the sum", default=False, to=_kl_in_reward, written=True),
     carried("algorithm.kl_ctrl.kl_coef", "rollout.kl_coef", "with use_kl_in_reward", default=0.001, to=lambda value, given: {}),
     carried("algorithm.kl_penalty", "rollout.kl_estimator", "with use_kl_in_reward", default="kl", to=_estimates("algorithm.use_kl_in_reward", "rollout.kl_estimator")),
@@ -376,13 +366,13 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing(" ".join(f"algorithm.rollout_correction.{name}" for name in ("rollout_rs", "rollout_rs_threshold", "bypass_mode", "rollout_is_batch_normalize", "*")), "token_mask, sequence_mask and icepop leave out weights beyond a bound", key="trainer.importance_correction"),
     missing("algorithm.use_pf_ppo algorithm.pf_ppo.*", "rows are trained once, as they are", unless=lambda value, given: not given["algorithm.use_pf_ppo"]),
     # The critic.
-    carried(f"{_C}optim.lr", "trainer.critic_learning_rate", default=1e-5, to=_of_ppo("trainer.critic_learning_rate")),
-    carried(f"{_C}model.path", "model.critic", "left out, the actor's backbone with a value head of zeros", to=_of_ppo("model.critic")),
-    carried(f"{_C}cliprange_value", "trainer.value_clip_range", default=0.5, to=_of_ppo("trainer.value_clip_range"), written=True),
-    carried("trainer.critic_warmup", "trainer.critic_warmup_steps", default=0, to=_of_ppo("trainer.critic_warmup_steps"), written=True),
+    carried(f"{_C}optim.lr", "trainer.critic_learning_rate", default=1e-5, to=of_ppo("trainer.critic_learning_rate")),
+    carried(f"{_C}model.path", "model.critic", "left out, the actor's backbone with a value head of zeros", to=of_ppo("model.critic")),
+    carried(f"{_C}cliprange_value", "trainer.value_clip_range", default=0.5, to=of_ppo("trainer.value_clip_range"), written=True),
+    carried("trainer.critic_warmup", "trainer.critic_warmup_steps", default=0, to=of_ppo("trainer.critic_warmup_steps"), written=True),
     needless(f"{_C}enable {_C}strategy {_C}fsdp.* {_C}megatron.* {_C}ppo_* {_C}forward_* {_C}use_dynamic_bsz {_C}rollout_n {_C}shuffle {_C}data_loader_seed {_C}ulysses_sequence_parallel_size {_C}model.fsdp_config.* {_C}model.enable_gradient_checkpointing {_C}model.use_remove_padding {_C}model.use_shm {_C}model.trust_remote_code {_C}model.enable_activation_offload",
              "the critic is trained with the actor's passes, updates and sharding; rollout.algorithm = ppo has one"),
-    missing(f"{_C}optim.* {_C}grad_clip {_C}loss_agg_mode {_C}loss_scale_factor {_C}model.*", "the critic has the actor's optimizer, with a learning rate of its own; its loss is the mean over actions", key="trainer.critic_learning_rate", unless=lambda value, given: not _is_ppo(given)),
+    missing(f"{_C}optim.* {_C}grad_clip {_C}loss_agg_mode {_C}loss_scale_factor {_C}model.*", "the critic has the actor's optimizer, with a learning rate of its own; its loss is the mean over actions", key="trainer.critic_learning_rate", unless=lambda value, given: not is_ppo(given)),
     # The rewards.
     carried("reward.custom_reward_function.path", "rewards", "`module:function`, the file beside the configuration; verl's signature is called as it is", to=_reward("reward.custom_reward_function.path", "reward.custom_reward_function.name")),
     carried("reward.custom_reward_function.name", "rewards", default="compute_score", to=lambda value, given: {}),

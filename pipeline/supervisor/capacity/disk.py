@@ -13,7 +13,7 @@ from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
 from pipeline.storage import recording
 from pipeline.supervisor.capacity.budgets import Budget, size
-from pipeline.telemetry import samples
+from pipeline.telemetry import log_file, samples
 
 _SPOOLS = 3
 """Arenas on disk at most: the spool, a snapshot, and the next snapshot while it is written."""
@@ -30,7 +30,7 @@ def disk_budget(config: Config, models: Models, capacity_bytes: int | None = Non
     folder = Path(config.daemon.state_dir)
     terms: Terms = {
         "spool and snapshots of the arena": _SPOOLS * config.buffer.arena_bytes,
-        "quarantine, samples, log": quarantine.MOST_BYTES + samples.MOST_BYTES + config.daemon.log_file_bytes,
+        "quarantine, samples, log": quarantine.MOST_BYTES + samples.MOST_BYTES + log_file.MOST_BYTES,
     }
     if config.trainer.kind == "builtin":
         kept = config.trainer.keep_checkpoints or 1

@@ -21,7 +21,7 @@ from pipeline.storage.recording import Recording, TrainerStart
 
 _WITHOUT_EFFECT = frozenset({
     "max_steps", "max_epochs", "save_every", "keep_checkpoints", "resume", "keep_state", "keep_state_every",
-    "probe_every", "publish_every", "record", "devices", "sharding",
+    "publish_every", "record", "devices", "sharding",
 })  # fmt: skip
 """Keys of ``[trainer]`` that change no step of one rank."""
 

@@ -196,8 +196,7 @@ class Publishing:
 
     def _probe_answer(self, number: int, *, first: bool) -> Probe | None:
         """Return the probe answer of a version; None if it carries no probe."""
-        every = self._answers_every
-        if self._probe is None or not every or not (first or number % every == 0):
+        if self._probe is None or not (first or number % self._answers_every == 0):
             return None
         # The first rank may wait for its checkpoint. Inside the model's own collectives the others would seem hung.
         self._models.meet()

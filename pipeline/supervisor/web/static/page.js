@@ -13,6 +13,8 @@ const bytes = (count) => {
 };
 // Losses and norms differ by powers of ten between runs.
 const digits = (value) => value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5) ? value.toExponential(1) : value.toLocaleString("en", { maximumSignificantDigits: 3 });
+// Scores have a common scale, a further number of a reward function has any.
+const mean = (value) => (value !== 0 && Math.abs(value) < 1e-3 ? digits : fixed(3))(value);
 const percent = (value) => `${digits(100 * value)} %`;
 const LEARNING = [
   ["pass_at_1", "Share of right responses to held-out prompts", "share", percent],
@@ -64,7 +66,7 @@ function showRun({ status, why }) {
   write("reward", shown(status.reward_mean, fixed(3)));
   const change = status.reward_trend;
   write("reward-spread", change === null || change === undefined ? "mean of the last step" : `mean of the last step, ${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} since step ${shown(status.reward_since_step, fixed(0))}`);
-  write("reward-functions", Object.entries(status.reward_functions).map(([name, mean]) => `${name} ${fixed(3)(mean)}`).join(", "));
+  write("reward-functions", Object.entries(status.reward_functions).map(([name, value]) => `${name} ${mean(value)}`).join(", "));
   for (const [key, , , format] of LEARNING) write(key, shown(status.learning[key], format));
   showEvaluation(status.evaluation);
   write("speed", shown(status.tokens_per_s, fixed(0)));

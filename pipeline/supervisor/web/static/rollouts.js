@@ -9,6 +9,8 @@ const COLOURS = {
 };
 
 const number = (value, digits = 3) => value === undefined ? "–" : `${+value.toFixed(digits)}`.replace("-", "−");
+// A further number of a reward function may be far below 1.
+const figure = (value) => value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1).replaceAll("-", "−") : number(value);
 
 function make(tag, className, text, parent) {
   const made = document.createElement(tag);
@@ -137,7 +139,7 @@ function mateOf(response) {
   make("b", "", number(response.reward), score);
   const parts = Object.entries(response.parts);
   if (parts.length > 1) for (const [name, value] of parts) make("span", "part", `${name.split(":").at(-1)} ${number(value)}`, score);
-  for (const [name, value] of Object.entries(response.numbers || {})) make("span", "part", `${name} ${number(value)}`, score);
+  for (const [name, value] of Object.entries(response.numbers || {})) make("span", "part", `${name} ${figure(value)}`, score);
   if (response.advantages.length === 1) make("span", "", `advantage ${number(response.advantages[0], 2)}`, score);
   make("span", "", `${response.tokens} tokens${response.stopped ? "" : ", cut at the limit"}${response.stop ? `, ended with ${response.stop}` : ""}`, score);
   const text = make("div", "text", undefined, mate);
