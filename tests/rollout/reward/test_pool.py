@@ -22,7 +22,7 @@ from tests.support.daemon import is_alive, task, wait_until  # noqa: F401 - a fi
 from tests.support.told import Told
 
 FUNCTIONS = """
-import os, signal, threading
+import gc, os, signal, threading
 
 def length(input_ids, attention_mask, *, gt_answer, response_start, response_end, tokenizer):
     return 2 if response_end - response_start == 2 and response_start == 1 else 1000
@@ -57,6 +57,9 @@ def pixels(input_ids, attention_mask, *, gt_answer, pixel_values, image_grid_thw
 def pid_of(input_ids, attention_mask, *, tokenizer, **_):
     assert tokenizer.decode(input_ids)
     return os.getpid()
+
+def kept_from_collections(*_, **__):
+    return gc.get_freeze_count() if gc.isenabled() else 0
 """
 
 
@@ -239,11 +242,13 @@ def test_two_processes_share_the_rows_with_their_images_and_end_with_the_pool(fo
         video_grid_thws=[None, torch.tensor([[2, 1, 1]])] * 4,
         raw_images=[["a.png"], None] * 4,
     )
-    with RewardPool(["judges:pixels", "judges:pid_of"], tokenizer, timeout_s=30.0, processes=2) as rewards:
+    functions = ["judges:pixels", "judges:pid_of", "judges:kept_from_collections"]
+    with RewardPool(functions, tokenizer, timeout_s=30.0, processes=2) as rewards:
         rewards.wait_ready()
         score(rewards, ["image", "video"] * 4, vision=vision)
-        values, pids = rewards.parts.T.tolist()
+        values, pids, kept = rewards.parts.T.tolist()
 
     assert values == [28.0 + 4 + 5, 4.0 + 2] * 4
     assert len(set(pids)) == 2
+    assert min(kept) > 100_000, "a collection in a scorer does not copy the objects of the imports"
     assert not any(is_alive(int(pid)) for pid in pids), "they die with it"
