@@ -36,6 +36,7 @@ def identity_of(config: Config) -> str:
         config.prompts_per_ticket,
         _RANKS, config.trainer.kind, config.buffer.arena_bytes,
         *(() if config.lengths.response is None else (config.lengths.response,)),
+        *(() if config.trainer.optimizer == "adamw" else (config.trainer.optimizer,)),
     )  # fmt: skip
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
@@ -52,6 +53,7 @@ def identifying_settings(config: Config) -> dict[str, Any]:
         "buffer.sample_batch_size": config.sample_batch_size,
         "buffer.arena_bytes": config.buffer.arena_bytes,
         "trainer.kind": config.trainer.kind,
+        "trainer.optimizer": config.trainer.optimizer,
     }
     for section, kept in (
         ("model", _of_model(config).model_dump(mode="json", exclude=_left_out(config))),

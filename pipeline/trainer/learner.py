@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.config.optimizers import Optimizer
 from pipeline.config.rates import Decay
 from pipeline.errors import FieldError
 from pipeline.experience.advantages import k3_kl
@@ -55,6 +56,7 @@ SCALE_EPS = 1e-4
 class TrainerSettings(LossSettings, Protocol):
     """The fields of `pipeline.config.schema.TrainerConfig` that the learner reads."""
 
+    optimizer: Optimizer
     learning_rate: float
     critic_learning_rate: float
     betas: tuple[float, float]
@@ -121,8 +123,8 @@ class Learner:
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
-            ConfigError: If activations cannot be checkpointed, rows not packed or prompts not shared, as configured, or
-                the policy loss of `trainer` is a function that does not exist.
+            ConfigError: If activations cannot be checkpointed, rows not packed or prompts not shared, as configured,
+                the policy loss of `trainer` is a function that does not exist, or its optimizer cannot be used.
         """
         if (critic is None) == (algorithm == "ppo"):
             raise ValueError(f"{algorithm} {'without' if critic is None else 'with'} a critic: PPO has one, GRPO none")
@@ -167,6 +169,7 @@ class Learner:
                 weight_decay=trainer.weight_decay,
                 clip_norm=trainer.gradient_clip_norm,
                 process_group=process_group,
+                kind=trainer.optimizer,
             )
             for model, rate in zip(self._models, rates, strict=False)
         ]

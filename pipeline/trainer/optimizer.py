@@ -8,14 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.config.optimizers import Optimizer
 from pipeline.errors import FieldError
+from pipeline.trainer.update_rules import RuleSettings, new_rule
 
 _BUCKET_ELEMENTS = 1 << 25
 """Gradients that ranks reduce in one call: 128 MiB."""
 
 
 class ModelOptimizer:
-    """AdamW over one model: gradients summed over ranks, clipped by their norm, and applied in float32.
+    """The optimizer of one model: gradients summed over ranks, clipped by their norm, and applied in float32.
 
     For weights of lower precision the optimizer works on float32 copies: a step of 1e-6 is lost in bfloat16.
     The calls of one step: `collect` after every backward pass, `reduce` once, `step` unless the step is skipped, and
@@ -31,6 +33,7 @@ class ModelOptimizer:
         weight_decay: float,
         clip_norm: float,
         process_group: dist.ProcessGroup | None = None,
+        kind: Optimizer = "adamw",
     ) -> None:
         """Take over the model's parameters; on several ranks, copy their values from the group's first rank.
 
@@ -41,9 +44,11 @@ class ModelOptimizer:
             weight_decay: AdamW's weight decay.
             clip_norm: Largest norm of the gradient of all parameters together.
             process_group: The ranks that take each step together; None for this process alone.
+            kind: The rule by which gradients change weights (`pipeline.trainer.update_rules`).
 
         Raises:
             FieldError: If no parameter requires a gradient.
+            ConfigError: If the rule lacks its package, or has nothing to train in this model.
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not trained:
@@ -56,16 +61,8 @@ class ModelOptimizer:
         self._learning_rate = learning_rate
         self._clip_norm = clip_norm
         self._norm = torch.zeros(())
-        self._adamw = torch.optim.AdamW(
-            self._masters, lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True
-        )
-        # AdamW would create this state in the first step; created now, it has its final shape from the start.
-        for master in self._masters:
-            self._adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
-            }
+        settings = RuleSettings(learning_rate, betas, weight_decay)
+        self._rule = new_rule(kind, self._masters, list(trained.values()), model, settings)
 
     def _taken_over(self, trained: dict[str, nn.Parameter]) -> list[Tensor]:
         """Return the tensors that a step changes, with the same values on every rank."""
@@ -103,9 +100,7 @@ class ModelOptimizer:
         """Apply the gradients at `ratio` of the largest learning rate; return the learning rate."""
         nn.utils.clip_grads_with_norm_(self._masters, self._clip_norm, self._norm)
         learning_rate = self._learning_rate * ratio
-        for parameters in self._adamw.param_groups:
-            parameters["lr"] = learning_rate
-        self._adamw.step()
+        self._rule.step(learning_rate)
         with torch.no_grad():
             for weight, master in self._copies():
                 weight.copy_(master)
@@ -113,9 +108,8 @@ class ModelOptimizer:
 
     def clear(self) -> None:
         """Clear the gradients, also those of a backward pass that was not collected."""
-        self._adamw.zero_grad()
-        for weight in self._weights:
-            weight.grad = None
+        for tensor in (*self._masters, *self._weights):
+            tensor.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return moments, step counts and float32 copies by name: the tensors that a step changes, not copies.
@@ -124,7 +118,7 @@ class ModelOptimizer:
         """
         found: dict[str, Tensor] = {}
         for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
-            found |= {f"{kind}.{name}": tensor for kind, tensor in self._adamw.state[master].items()}
+            found |= {f"{kind}.{name}": tensor for kind, tensor in self._rule.state(master).items()}
             if weight is not master:
                 found[f"float32.{name}"] = master
         return found
