@@ -38,8 +38,9 @@ _SHM = Path("/dev/shm")
 _TEXT = """*tests*: the tests that need a GPU. *embedded*: the embedded task, with SIGKILL of a worker, the trainer, the
 buffer and a worker again. *transformers*, *vllm*: a run on a random model of Qwen2.5-0.5B's shape with each engine that
 is installed, {new} tokens a response; memory is what the card has in use beside what it had before. *train*: steps on
-ragged rows of the same model, up to {longest} tokens, padded and packed. *publish*: weights through shared memory,
-against page-locked memory of the card. All figures of a run are those of its own metrics."""
+ragged rows of the same model, up to {longest} tokens, padded and packed; its head and the log-probs alone. *publish*:
+weights through shared memory, against page-locked memory of the card. All figures of a run are those of its own
+metrics."""
 
 
 Report = Mapping[str, Sequence[Row]]

@@ -24,6 +24,7 @@ from benches.measure import Sample, figure, interleaved
 from benches.report import ROOT
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerFast
 
 MODEL = "model"
@@ -223,6 +224,42 @@ def train(place: Place) -> Iterator[Row]:
         gc.collect()
         if place.device:
             torch.cuda.empty_cache()
+    yield from _head(place, device, vocabulary)
+
+
+def _head(place: Place, device: torch.device, vocabulary: int) -> Iterator[Row]:
+    """Time log-probs from hidden states, forward and backward, and with each chunk of the head checkpointed."""
+    import torch
+    from torch import nn
+
+    from pipeline.models.chunked_log_probs import CHUNK_ELEMENTS, head_log_probs
+
+    tokens, hidden = place.size((256, 128), (16_384, _QWEN_05B["hidden_size"]))
+    dtype, found = place.size(torch.float32, torch.bfloat16), {}
+    labels = torch.randint(vocabulary, (tokens,), device=device)
+    for name in ("one backward pass", "each chunk checkpointed"):
+        head = nn.Linear(hidden, vocabulary, bias=False, device=device, dtype=dtype)
+        if len(found):
+            # A hook: the head is called for each chunk, and again in the backward pass.
+            head.register_forward_hook(lambda _module, _inputs, output: output)
+        states = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+
+        def step(head: nn.Linear = head, states: torch.Tensor = states) -> float:
+            began_s = time.perf_counter()
+            most = place.size(100, CHUNK_ELEMENTS // vocabulary)
+            head_log_probs(head, states, labels, temperature=1.0, chunk_tokens=most)[0].sum().backward()
+            if place.device:
+                torch.cuda.synchronize()
+            head.zero_grad()
+            return 1e3 * (time.perf_counter() - began_s)
+
+        step()
+        if place.device:
+            torch.cuda.reset_peak_memory_stats()
+        found[name] = Sample.of(interleaved({name: step}, place.size(1, 5))[name])
+        peak = f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if place.device else ""
+        times = figure(found[name].median / found["one backward pass"].median)
+        yield Row(f"head of {tokens:,} tokens, {name}", f"{found[name]} ms{peak}", f"{times} times one backward pass")
 
 
 def publish(place: Place) -> Iterator[Row]:

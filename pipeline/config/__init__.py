@@ -11,6 +11,7 @@ lengths         tokens of prompt, response and row; bounds on their bytes
 load            file, environment and --set merged into one configuration
 losses          keys of losses and advantages
 model_files     a model's sizes, from its files' headers
+optimizers      the optimizers by name: their packages, bytes of their moments
 own_model       defaults of a run with a model of its own
 plan            bytes that a run needs on each device
 positions       tokens that a model has positions for

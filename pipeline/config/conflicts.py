@@ -131,7 +131,23 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.normalize_values and trainer.kind == "external":
         keys = ("trainer.normalize_values", "trainer.kind")
         found.append(Conflict(keys, 'must be false with trainer.kind = "external", whose loss is its own'))
-    return found + _conflicts_of_rates(config)
+    return found + _conflicts_of_rates(config) + _conflicts_of_optimizer(config)
+
+
+def _conflicts_of_optimizer(config: Config) -> list[Conflict]:
+    trainer, keys = config.trainer, ("trainer.optimizer",)
+    if trainer.optimizer == "adamw":
+        return []
+    if trainer.kind == "external":
+        message = 'must be left out with trainer.kind = "external", which has its own optimizer'
+        return [Conflict((*keys, "trainer.kind"), message)]
+    if config.shards_trainer:
+        message = f'must be "adamw" with trainer.sharding = "full": {trainer.optimizer} needs whole matrices'
+        return [Conflict((*keys, "trainer.sharding", "trainer.world_size"), message)]
+    if trainer.optimizer == "muon" and config.model.lora_rank:
+        message = 'must be "adamw" or "adamw_8bit" with model.lora_rank: Muon trains whole matrices, not adapters'
+        return [Conflict((*keys, "model.lora_rank"), message)]
+    return []
 
 
 def _conflicts_of_rates(config: Config) -> list[Conflict]:

@@ -38,6 +38,7 @@ def identity_of(config: Config) -> str:
         _RANKS, config.trainer.kind, config.buffer.arena_bytes,
         *(() if config.lengths.response is None else (config.lengths.response,)),
         *(() if len(models := _reward_models(config)) < 2 else (models,)),
+        *(() if config.trainer.optimizer == "adamw" else (config.trainer.optimizer,)),
     )  # fmt: skip
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
@@ -54,6 +55,7 @@ def identifying_settings(config: Config) -> dict[str, Any]:
         "buffer.sample_batch_size": config.sample_batch_size,
         "buffer.arena_bytes": config.buffer.arena_bytes,
         "trainer.kind": config.trainer.kind,
+        "trainer.optimizer": config.trainer.optimizer,
     }
     for section, kept in (
         ("model", _of_model(config).model_dump(mode="json", exclude=_left_out(config))),

@@ -76,6 +76,16 @@ class ModelSizes(NamedTuple):
         return max(found.values(), default=0)
 
     @property
+    def matrix_parameters(self) -> int:
+        """Parameters of the matrices of decoder layers, of the largest stack of layers."""
+        found: dict[str, int] = {}
+        for name, shape in self.tensors.items():
+            if (layer := _layer_of(name)) and len(shape) == 2:
+                stack = layer.rpartition(".")[0]
+                found[stack] = found.get(stack, 0) + math.prod(shape)
+        return max(found.values(), default=0)
+
+    @property
     def end_parameters(self) -> int:
         """Parameters of the embedding, or of the head, which is as large; 0 if both are one tensor."""
         ends = [math.prod(shape) for shape in self.tensors.values() if shape == (self.vocabulary, self.hidden)]

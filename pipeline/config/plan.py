@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from pipeline.config.losses import worker_holds_actor
 from pipeline.config.model_files import ModelSizes, model_sizes
+from pipeline.config.optimizers import moment_bytes
 from pipeline.config.rewards import reward_models
 from pipeline.config.schema import Config
 from pipeline.config.sections import ReferenceRole
 
 WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COPY_BYTES = {"bfloat16": 4, "float16": 4, "float32": 0}
-MOMENT_BYTES = 8
 GRADIENT_BYTES = {"bfloat16": 6, "float16": 6, "float32": 4}
 WEIGHT_SLOTS, STATE_SLOTS = 3, 2
 LEDGER_BYTES = 71_000_000
@@ -137,7 +137,7 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
     """
     trained, frozen = _trained_and_frozen(config, models)
     width = WEIGHT_BYTES[config.model.dtype]
-    state = _state_bytes(config) * trained if config.trainer.keep_state != "disk" else 0
+    state = _state_bytes(config, models, trained) if config.trainer.keep_state != "disk" else 0
     is_ours = config.trainer.kind == "builtin"
     held = _reference_on("worker", config, models)
     streams = config.model.reference_device == "host"
@@ -178,7 +178,7 @@ def process_bytes(config: Config, role: str) -> int:
 def checkpoint_bytes(config: Config, models: Models) -> int:
     """Return the bytes of a checkpoint: the trained weights in `model.dtype`, and the training state."""
     trained, _ = _trained_and_frozen(config, models)
-    return (WEIGHT_BYTES[config.model.dtype] + _state_bytes(config)) * trained
+    return WEIGHT_BYTES[config.model.dtype] * trained + _state_bytes(config, models, trained)
 
 
 def card_bytes(config: Config, role: str, terms: Terms) -> Terms:
@@ -192,8 +192,13 @@ def card_bytes(config: Config, role: str, terms: Terms) -> Terms:
     return {"kept by the allocator": round(KEPT_SHARE * of_passes), "contexts and libraries": CONTEXT_BYTES * processes}
 
 
-def _state_bytes(config: Config) -> int:
-    return COPY_BYTES[config.model.dtype] + MOMENT_BYTES
+def _state_bytes(config: Config, models: Models, trained: int) -> int:
+    return COPY_BYTES[config.model.dtype] * trained + _moment_bytes(config, models, trained)
+
+
+def _moment_bytes(config: Config, models: Models, trained: int) -> int:
+    matrices = sum(model.matrix_parameters for model in (models.actor, models.critic) if model is not None)
+    return moment_bytes(config.trainer.optimizer, trained, matrices)
 
 
 def _trained_and_frozen(config: Config, models: Models) -> tuple[int, int]:
@@ -225,7 +230,7 @@ def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards
             "weights": width * (trained + frozen),
             **held,
             "float32 copies": COPY_BYTES[dtype] * trained,
-            "moments": MOMENT_BYTES * trained,
+            "moments": _moment_bytes(config, models, trained),
             "gradients": GRADIENT_BYTES[dtype] * trained,
             **passes,
         }
@@ -233,7 +238,7 @@ def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards
     gathered = max(2 * _at_once(actor), 0 if reference is None else _at_once(reference))
     return {
         "weights": math.ceil((_SHARD_BYTES * trained + width * frozen) / ranks),
-        "moments": math.ceil(MOMENT_BYTES * trained / ranks),
+        "moments": math.ceil(_moment_bytes(config, models, trained) / ranks),
         "gradients": math.ceil(4 * trained / ranks),
         **{name: math.ceil(nbytes / ranks) for name, nbytes in held.items()},
         "gathered layers and root": width * gathered,

@@ -19,6 +19,7 @@ from pipeline.config.conflicts import conflicts
 from pipeline.config.evaluation import EvaluationConfig
 from pipeline.config.lengths import Lengths, lengths_of, row_bytes_bound
 from pipeline.config.losses import AdvantageSection, AlgorithmName, LossSection
+from pipeline.config.optimizers import Optimizer
 from pipeline.config.prompts import PromptsConfig
 from pipeline.config.rates import Decay, Schedule
 from pipeline.config.rewards import DEFAULT_REWARD, EnvironmentSection, Reward
@@ -260,10 +261,15 @@ class TrainerConfig(LossSection):
         description="Passes over the prompts after which the run ends, unless it has taken max_steps before; the last "
         "rows that are fewer than a step's are dropped; 0: no end.",
     )
-    learning_rate: float = Field(default=4e-4, gt=0, description="Maximum learning rate of the actor (AdamW).")
+    optimizer: Optimizer = Field(
+        default="adamw",
+        description="AdamW; AdamW with moments of 8 bits, a quarter of the bytes (adamw_8bit, needs the package "
+        "bitsandbytes); or Muon for the matrices of decoder layers with AdamW for all other weights (muon).",
+    )
+    learning_rate: float = Field(default=4e-4, gt=0, description="Maximum learning rate of the actor.")
     critic_learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate of the critic (PPO).")
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's decay rates of both moments.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay.")
     schedule: Schedule = Field(
         default="linear",
         description="Way in which the learning rate falls after the warm-up: on a line, along half a cosine, or not at "

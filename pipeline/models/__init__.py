@@ -6,6 +6,7 @@ critic             a language model with a value head
 device             the process's device and its allocator
 expected           the tensors that a publish must hold
 flat_rows          rows end to end and their actions, the input of passes
+float32_linear     a linear layer of 16 bits with a result in float32
 float32_logits     logits in float32 from a model of 16 bits
 inputs             arguments of a forward pass over whole rows
 layer_streaming    decoder layers in host memory, copied to the device one after the other

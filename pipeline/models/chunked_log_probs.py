@@ -5,11 +5,14 @@ If the head alone produces them, it runs over a chunk of positions at a time, an
 cost of one more product with the head there: 2**26 logits exist at once, not rows x positions x V. A model that changes
 its logits after the head (caps or scales them), or has only ``.logits``, returns all of them; then only the number of
 rows in the caller's batch bounds them.
+
+The backward pass of all chunks is one autograd function: a chunk's logits become their own gradient in place, and each
+chunk adds to one gradient of the weight, in float32. A head with an adapter or hooks is checkpointed chunk by chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,12 +20,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.models.float32_linear import float32_forward, float32_product
 from pipeline.models.lora import without_other_hooks
 
 CHUNK_ELEMENTS = 2**26
 """Logits at once if `chunk_tokens` is None: 256 MiB in float32, and as much again for their exp."""
+
+_Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _plain_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Cache of `plain_head`: its test, a forward pass over two tokens, runs once a model."""
@@ -77,24 +84,37 @@ def head_log_probs(
     computed: Any = getattr(head, "computed", None)
     # The call of a sharded head would gather its weight for each chunk.
     apply: Any = head if computed is None else partial(without_other_hooks, head)
+    settings: Any = {"temperature": temperature, "chunk_tokens": most, "with_entropy": with_entropy}
 
     def of_chunk(states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return logits_log_probs(
-            apply(states), labels, temperature=temperature, chunk_tokens=most, with_entropy=with_entropy
-        )
+        return logits_log_probs(apply(states), labels, **settings)
 
     def of_all(states: Tensor) -> tuple[Tensor, Tensor]:
-        return _in_chunks(of_chunk, states, labels, most)
+        if len(states) <= most:
+            return of_chunk(states, labels)
+        if (product := _product_of(head, hooks_count=computed is None)) is None:
+            return _checkpointed(of_chunk, states, labels, most)
+        result: tuple[Tensor, Tensor] = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
+            states, head.weight, head.bias, labels.to(states.device), product, temperature, most, with_entropy
+        )
+        return result
 
     result: tuple[Tensor, Tensor] = of_all(states) if computed is None else computed(of_all, states)
     return result
 
 
-def _in_chunks(
+def _product_of(head: nn.Linear, *, hooks_count: bool) -> _Product | None:
+    """Return the function of states, weight and bias that a head is; None if it is more than that."""
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    if hasattr(head, "lora_scale") or (hooks_count and any(hooks)):
+        return None
+    products: dict[Any, _Product] = {nn.Linear.forward: functional.linear, float32_forward: float32_product}
+    return products.get(getattr(head.forward, "__func__", None))
+
+
+def _checkpointed(
     of_chunk: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], states: Tensor, labels: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
-    if len(states) <= most:
-        return of_chunk(states, labels)
     # Without checkpointing, autograd keeps the logits of every chunk for the backward pass.
     again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
     run: Any = again if torch.is_grad_enabled() else of_chunk
@@ -127,6 +147,63 @@ def _head_makes_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, d
     return states is not None and bool(logits.any()) and torch.equal(head(states).float(), logits.float())
 
 
+class _Forward:
+    """Log-probs, normalizers and entropies of chunks, joined at the end."""
+
+    def __init__(self, labels: Tensor, temperature: float, *, with_entropy: bool) -> None:
+        self._labels = labels
+        self._temperature = temperature
+        self._with_entropy = with_entropy
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, logits: Tensor, rows: slice) -> None:
+        """Take the logits of the next rows."""
+        scaled = logits.float() if self._temperature == 1 else logits.float() / self._temperature
+        normalizer = scaled.logsumexp(dim=-1)
+        log_probs = scaled.gather(-1, self._labels[rows].unsqueeze(-1)).squeeze(-1) - normalizer
+        entropy = normalizer.new_empty(0)
+        if self._with_entropy:
+            probs = (scaled - normalizer.unsqueeze(-1)).exp()
+            entropy = torch.special.entr(probs).sum(dim=-1)
+        self._parts.append((log_probs, normalizer, entropy))
+
+    def joined(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probs, normalizers and entropies, float32; without entropies ``(0,)``."""
+        if not self._parts:
+            empty = torch.empty(0, device=self._labels.device)
+            return empty, empty.clone(), empty.clone()
+        log_probs, normalizers, entropies = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+        return log_probs, normalizers, entropies
+
+
+class _Backward:
+    """Gradients of chunks of logits, from those of their log-probs and entropies."""
+
+    def __init__(self, ctx: Any, saved: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
+        self._labels, self._normalizers, self._entropies = saved
+        self._of_log_probs, self._of_entropies = upstream
+        self._temperature = ctx.temperature
+
+    def of(self, logits: Tensor, rows: slice) -> Tensor:
+        """Return the gradient of the logits of some rows, float32, in the memory of the logits, which are float32."""
+        scaled = logits if self._temperature == 1 else logits.div_(self._temperature)
+        # In place, here and below: a chunk of logits is a large part of a step's memory.
+        probs = scaled.sub_(self._normalizers[rows].unsqueeze(-1)).exp_()
+        upstream = self._of_log_probs[rows].unsqueeze(-1)
+        slope = None
+        if len(self._entropies):
+            # dH/dx = -p (log p + H); xlogy keeps 0 log 0 at 0.
+            slope = torch.special.xlogy(probs, probs) + probs * self._entropies[rows].unsqueeze(-1)
+        gradient = probs.mul_(-upstream).scatter_add_(-1, self._labels[rows].unsqueeze(-1), upstream)
+        if slope is not None:
+            gradient -= slope.mul_(self._of_entropies[rows].unsqueeze(-1))
+        return gradient if self._temperature == 1 else gradient.div_(self._temperature)
+
+
+def _chunks(rows: int, chunk_tokens: int) -> Iterator[slice]:
+    return (slice(start, start + chunk_tokens) for start in range(0, rows, chunk_tokens))
+
+
 class _ChunkedLogProbs(torch.autograd.Function):
     """Log-probs and entropies of rows of logits; only one chunk is ever in float32, forward and backward."""
 
@@ -134,37 +211,70 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        log_probs, normalizers, entropies = [], [], []
-        for chunk, chunk_labels in zip(logits.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-            scaled = chunk.float() if temperature == 1 else chunk.float() / temperature
-            normalizer = scaled.logsumexp(dim=-1)
-            log_probs.append(scaled.gather(-1, chunk_labels.unsqueeze(-1)).squeeze(-1) - normalizer)
-            normalizers.append(normalizer)
-            if with_entropy:
-                probs = (scaled - normalizer.unsqueeze(-1)).exp()
-                entropies.append(torch.special.entr(probs).sum(dim=-1))
-        empty = logits.new_empty(0, dtype=torch.float32)
-        entropy = torch.cat(entropies) if entropies else empty
-        ctx.save_for_backward(logits, labels, torch.cat(normalizers) if normalizers else empty, entropy)
+        found = _Forward(labels, temperature, with_entropy=with_entropy)
+        for rows in _chunks(len(logits), chunk_tokens):
+            found.add(logits[rows], rows)
+        log_probs, normalizers, entropies = found.joined()
+        ctx.save_for_backward(logits, labels, normalizers, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        return torch.cat(log_probs) if log_probs else empty, entropy
+        return log_probs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, labels, normalizers, entropies = ctx.saved_tensors
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, *saved = ctx.saved_tensors
+        gradients = _Backward(ctx, saved, upstream)
         gradient = torch.empty_like(logits)
-        for start in range(0, len(logits), ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            # In place, here and below: a chunk of logits is a large part of a step's memory.
-            probs = (logits[rows].float() / ctx.temperature).sub_(normalizers[rows].unsqueeze(-1)).exp_()
-            upstream = grad_log_probs[rows].unsqueeze(-1)
-            slope = None
-            if len(entropies):
-                # dH/dx = -p (log p + H); xlogy keeps 0 log 0 at 0.
-                slope = torch.special.xlogy(probs, probs) + probs * entropies[rows].unsqueeze(-1)
-            chunk = probs.mul_(-upstream).scatter_add_(-1, labels[rows].unsqueeze(-1), upstream)
-            if slope is not None:
-                chunk -= slope.mul_(grad_entropy[rows].unsqueeze(-1))
-            gradient[rows] = chunk.div_(ctx.temperature)
+        for rows in _chunks(len(logits), ctx.chunk_tokens):
+            gradient[rows] = gradients.of(logits[rows].to(torch.float32, copy=True), rows)
         return gradient, None, None, None, None
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """Log-probs and entropies of the rows of a head's result, which exists a chunk at a time, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        product: _Product,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        found = _Forward(labels, temperature, with_entropy=with_entropy)
+        for rows in _chunks(len(states), chunk_tokens):
+            found.add(product(states[rows], weight, bias), rows)
+        log_probs, normalizers, entropies = found.joined()
+        ctx.save_for_backward(states, weight, bias, labels, normalizers, entropies)
+        ctx.product, ctx.temperature, ctx.chunk_tokens = product, temperature, chunk_tokens
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, bias, *saved = ctx.saved_tensors
+        gradients = _Backward(ctx, saved, upstream)
+        wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_states = weight.new_empty(states.shape) if wants_states else None
+        # Summed in float32: of 37 chunks in bfloat16, the sum is three times as far from that of float64.
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        for rows in _chunks(len(states), ctx.chunk_tokens):
+            gradient = gradients.of(ctx.product(states[rows], weight, bias).float(), rows)
+            if of_bias is not None:
+                of_bias += gradient.sum(dim=0)
+            gradient = gradient.to(weight.dtype)
+            if of_states is not None:
+                torch.mm(gradient, weight, out=of_states[rows])
+            if of_weight is not None and weight.dtype == torch.float32:
+                of_weight.addmm_(gradient.t(), states[rows])
+            elif of_weight is not None:
+                of_weight += gradient.t() @ states[rows]
+            # Freed before the next chunk's logits exist.
+            del gradient
+        sums = (None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))
+        return of_states, *sums, *[None] * 5

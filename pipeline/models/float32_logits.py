@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from pipeline.errors import ConfigError
+from pipeline.models.float32_linear import float32_forward
 from pipeline.models.log_probs import action_log_probs
 
 MOST_SPREAD = 0.02
@@ -89,7 +89,7 @@ def compute_in_float32(model: nn.Module) -> None:
     # The method, not the layer: its hooks stay, such as adapters, whose change is not rounded to 16 bits either.
     for layer in (head, getattr(head, "lora_B", None)):
         if isinstance(layer, nn.Linear):
-            layer.forward = types.MethodType(_float32_forward, layer)  # type: ignore[method-assign]
+            layer.forward = types.MethodType(float32_forward, layer)  # type: ignore[method-assign]
 
 
 def log_prob_spread(
@@ -135,37 +135,3 @@ def _head_of(model: Any) -> nn.Linear | None:
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
     return head if isinstance(head, nn.Linear) else None
-
-
-def _float32_forward(head: nn.Linear, states: Tensor) -> Tensor:
-    logits: Tensor = _Float32Linear.apply(states, head.weight, head.bias)  # type: ignore[no-untyped-call]
-    return logits
-
-
-class _Float32Linear(torch.autograd.Function):
-    """``states @ weight.T + bias`` in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(states, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        rows = states.flatten(0, -2)
-        if states.is_cuda and states.dtype == weight.dtype and weight.dtype.itemsize == 2:
-            logits = torch.mm(rows, weight.t(), out_dtype=torch.float32)
-        else:
-            logits = rows.float() @ weight.float().t()
-        if bias is not None:
-            logits += bias.float()
-        return logits.view(*states.shape[:-1], len(weight))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        states, weight = ctx.saved_tensors
-        of_states, of_weight, of_bias = ctx.needs_input_grad
-        rounded = gradient.to(weight.dtype)
-        return (
-            rounded @ weight if of_states else None,
-            rounded.flatten(0, -2).t() @ states.flatten(0, -2) if of_weight else None,
-            gradient.flatten(0, -2).sum(dim=0).to(ctx.bias_dtype) if of_bias else None,
-        )

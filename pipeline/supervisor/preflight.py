@@ -17,6 +17,7 @@ from pipeline.config import own_model, user_modules
 from pipeline.config.evaluation import held_out
 from pipeline.config.load import FOLDER_KEYS, FUNCTION_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
 from pipeline.config.model_files import VLLM_IMAGE_MODELS, has_images, model_type, problem_of_model, problem_of_pointers
+from pipeline.config.optimizers import missing_package as missing_optimizer
 from pipeline.config.positions import problem_of_positions
 from pipeline.config.rewards import OwnReward, missing_package, reward_models
 from pipeline.config.sections import missing_tracker
@@ -94,6 +95,8 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         for name in (reward.name for reward in loaded.config.rewards)
         if (problem := missing_package(name)) and loaded.config.cluster.engine == "local"
     ]
+    if problem := missing_optimizer(loaded.config.trainer.optimizer):
+        errors.append(f"{loaded.where('trainer.optimizer')}: {problem}")
     errors += [
         f"{loaded.where('metrics.tracker')}: {problem}"
         for name in loaded.config.metrics.tracker

@@ -27,4 +27,5 @@ state             the training state beside the weights; the learner's interface
 step_log          a line of `metrics.jsonl` for each step
 step_stats        the statistics of one step
 trainer           a rank's decisions: step, publish, end
+update_rules      AdamW, AdamW of 8 bits, Muon
 """

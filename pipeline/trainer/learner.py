@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.config.optimizers import Optimizer
 from pipeline.config.rates import Decay
 from pipeline.errors import FieldError
 from pipeline.experience.advantages import k3_kl
@@ -59,6 +60,7 @@ _VALUE_HEAD = ("value_head.weight", "value_head.bias")
 class TrainerSettings(LossSettings, Protocol):
     """The fields of `pipeline.config.schema.TrainerConfig` that the learner reads."""
 
+    optimizer: Optimizer
     learning_rate: float
     critic_learning_rate: float
     betas: tuple[float, float]
@@ -128,8 +130,8 @@ class Learner:
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
-            ConfigError: If activations cannot be checkpointed, rows not packed or prompts not shared, as configured, or
-                the policy loss of `trainer` is a function that does not exist.
+            ConfigError: If activations cannot be checkpointed, rows not packed or prompts not shared, as configured,
+                the policy loss of `trainer` is a function that does not exist, or its optimizer cannot be used.
         """
         if (critic is None) == (algorithm == "ppo"):
             raise ValueError(f"{algorithm} {'without' if critic is None else 'with'} a critic: PPO has one, GRPO none")
@@ -177,6 +179,7 @@ class Learner:
                 clip_norm=trainer.gradient_clip_norm,
                 process_group=process_group,
                 in_units=_VALUE_HEAD if model is critic and trainer.normalize_values else (),
+                kind=trainer.optimizer,
             )
             for model, rate in zip(self._models, rates, strict=False)
         ]

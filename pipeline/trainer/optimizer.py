@@ -8,14 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.config.optimizers import Optimizer
 from pipeline.errors import FieldError
+from pipeline.trainer.update_rules import AdamW, RuleSettings, UpdateRule, new_rule
 
 _BUCKET_ELEMENTS = 1 << 25
 """Gradients that ranks reduce in one call: 128 MiB."""
 
 
 class ModelOptimizer:
-    """AdamW over one model: gradients summed over ranks, clipped by their norm, and applied in float32.
+    """The optimizer of one model: gradients summed over ranks, clipped by their norm, and applied in float32.
 
     For weights of lower precision the optimizer works on float32 copies: a step of 1e-6 is lost in bfloat16.
     The calls of one step: `collect` after every backward pass, `reduce` once, `step` unless the step is skipped, and
@@ -42,6 +44,7 @@ class ModelOptimizer:
         clip_norm: float,
         process_group: dist.ProcessGroup | None = None,
         in_units: Collection[str] = (),
+        kind: Optimizer = "adamw",
     ) -> None:
         """Take over the model's parameters; on several ranks, copy their values from the group's first rank.
 
@@ -53,9 +56,11 @@ class ModelOptimizer:
             clip_norm: Largest norm of the gradient of all parameters together.
             process_group: The ranks that take each step together; None for this process alone.
             in_units: Names of the parameters that are trained in units.
+            kind: The rule by which gradients change weights (`pipeline.trainer.update_rules`).
 
         Raises:
             FieldError: If no parameter requires a gradient.
+            ConfigError: If the rule lacks its package, or has nothing to train in this model.
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not trained:
@@ -70,22 +75,18 @@ class ModelOptimizer:
         self._norm = torch.zeros(())
         self.unit = 1.0
         self._weight_decay = weight_decay
-        self._in_units = [master for name, master in zip(self._names, self._masters, strict=True) if name in in_units]
-        others = [master for name, master in zip(self._names, self._masters, strict=True) if name not in in_units]
-        self._adamw = torch.optim.AdamW(
-            [{"params": each} for each in (others, self._in_units) if each],
-            lr=learning_rate,
-            betas=betas,
-            weight_decay=weight_decay,
-            fused=True,
-        )
-        # AdamW would create this state in the first step; created now, it has its final shape from the start.
-        for master in self._masters:
-            self._adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
-            }
+        settings = RuleSettings(learning_rate, betas, weight_decay)
+        named = list(zip(self._names, self._masters, trained.values(), strict=True))
+        self._in_units = [master for name, master, _ in named if name in in_units]
+        others = [(master, parameter) for name, master, parameter in named if name not in in_units]
+        masters, parameters = [master for master, _ in others], [parameter for _, parameter in others]
+        self._rule = new_rule(kind, masters, parameters, model, settings) if others else None
+        # A head of few weights: AdamW trains it beside any rule.
+        self._rule_of_units = AdamW(self._in_units, settings) if self._in_units else None
+        in_force = ((self._rule, masters), (self._rule_of_units, self._in_units))
+        self._rule_of: dict[int, UpdateRule] = {
+            id(master): rule for rule, ruled in in_force if rule is not None for master in ruled
+        }
 
     def _taken_over(self, trained: dict[str, nn.Parameter]) -> list[Tensor]:
         """Return the tensors that a step changes, with the same values on every rank."""
@@ -130,13 +131,11 @@ class ModelOptimizer:
         """Apply the gradients at `ratio` of the largest learning rate; return the learning rate."""
         nn.utils.clip_grads_with_norm_(self._masters, self._clip_norm, self._norm)
         learning_rate = self._learning_rate * ratio
-        for parameters in self._adamw.param_groups:
-            parameters["lr"] = learning_rate
-        if self._in_units:
+        if self._rule is not None:
+            self._rule.step(learning_rate)
+        if self._rule_of_units is not None:
             # A decay of W / s is one of W by as much.
-            of_head = self._adamw.param_groups[-1]
-            of_head["lr"], of_head["weight_decay"] = learning_rate * self.unit, self._weight_decay / self.unit
-        self._adamw.step()
+            self._rule_of_units.step(learning_rate * self.unit, weight_decay=self._weight_decay / self.unit)
         with torch.no_grad():
             for weight, master in self._copies():
                 weight.copy_(master)
@@ -144,9 +143,8 @@ class ModelOptimizer:
 
     def clear(self) -> None:
         """Clear the gradients, also those of a backward pass that was not collected."""
-        self._adamw.zero_grad()
-        for weight in self._weights:
-            weight.grad = None
+        for tensor in (*self._masters, *self._weights):
+            tensor.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return moments, step counts and float32 copies by name: the tensors that a step changes, not copies.
@@ -155,7 +153,7 @@ class ModelOptimizer:
         """
         found: dict[str, Tensor] = {}
         for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
-            found |= {f"{kind}.{name}": tensor for kind, tensor in self._adamw.state[master].items()}
+            found |= {f"{kind}.{name}": tensor for kind, tensor in self._rule_of[id(master)].state(master).items()}
             if weight is not master:
                 found[f"float32.{name}"] = master
         return found

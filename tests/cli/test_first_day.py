@@ -30,6 +30,7 @@ names the file before the start |
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -491,6 +492,19 @@ def test_mistakes_in_evaluation_and_trackers_are_named_with_their_place(
 
     assert result.exit_code == ExitCode.BAD_CONFIG
     assert result.stderr.startswith(error.replace("{folder}", str(folder)))
+
+
+def test_an_optimizer_without_its_package_is_named_with_its_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+
+    result = check('[trainer]\noptimizer = "adamw_8bit"\n')
+
+    assert result.exit_code == ExitCode.BAD_CONFIG
+    place, install = "c.toml:2:13: trainer.optimizer:", f"{sys.executable} -m pip install bitsandbytes"
+    assert result.stderr.splitlines() == [f"{place} adamw_8bit needs the package bitsandbytes: {install}"]
 
 
 @pytest.mark.parametrize("path", ["config.toml", "examples/own_reward/grpo.toml"])

@@ -114,7 +114,7 @@ class TestAnswers:
                 "OpenRLHF's actor.eps_clip_low_high is trainer.clip_low and trainer.clip_high here (",
             ),
             ("param_offload", f"verl's {A}.fsdp_config.param_offload is needless here: trainer.sharding shards"),
-            ("optim", "TRL's optim is missing here: the optimizer is AdamW"),
+            ("optim_args", "TRL's optim_args is missing here: the optimizers have no further options"),
             ("zero_stage", "OpenRLHF's ds.zero_stage is needless here: trainer.sharding"),
         ],
     )
@@ -219,6 +219,7 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"prompts.sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}, {"path": "datasets:c/d", "split": "test"}]},
     ),
     ({"adam_beta2": 0.95}, {"trainer.betas": [0.9, 0.95]}),
+    ({"optim": "adamw_bnb_8bit"}, {"trainer.optimizer": "adamw_8bit"}),
     ({"report_to": ["wandb", "none"], "save_strategy": "no"}, {"metrics.tracker": ["wandb"], "trainer.save_every": 0}),
     ({"vllm_max_model_length": 2048}, {"rollout.max_length": 2048}),
 ]  # fmt: skip
@@ -261,6 +262,8 @@ VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({f"{A}.clip_ratio": 0.3, f"{A}.clip_ratio_low": None, f"{A}.clip_ratio_high": None}, {"trainer.clip_range": 0.3}),
     ({f"{A}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
      {"trainer.warmup_ratio": 0.1, "trainer.max_steps": 50}),
+    ({f"{A}.optim.optimizer": "AdamW8bit", f"{A}.optim.optimizer_impl": "bitsandbytes.optim"},
+     {"trainer.optimizer": "adamw_8bit"}),
     ({f"{A}.optim.lr_scheduler_type": "cosine", f"{A}.optim.min_lr_ratio": 0.2, "trainer.total_training_steps": 50},
      {"trainer.schedule": "cosine", "trainer.decay_steps": 50, "trainer.final_learning_rate_ratio": 0.2}),
     ({f"{A}.optim.lr_warmup_steps": -1, f"{A}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
@@ -305,6 +308,7 @@ OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"buffer.max_staleness": 3, "rollout.weight_updates": "in_flight"}),
     ({"algo.advantage.is_correction_level": "token"},
      {"trainer.importance_correction": "icepop", "trainer.importance_cap": 5.0}),
+    ({"actor.optim": "muon"}, {"trainer.optimizer": "muon"}),
     ({"actor.eps_clip_low_high": [0.2, 0.27], "vllm.num_engines": 4},
      {"trainer.clip_low": 0.2, "trainer.clip_high": 0.27, "rollout.engine": "vllm", "rollout.workers": 4}),
 ]  # fmt: skip

@@ -349,6 +349,23 @@ MISTAKES = [
         '[trainer]\nkind = "external"\nsharding = "full"',
         '3:12: trainer.sharding: must not be "full" with trainer.kind = "external", which shards its own models',
     ),
+    (
+        '[trainer]\noptimizer = "adafactor"',
+        '2:13: trainer.optimizer: must be "adamw", "adamw_8bit" or "muon", got "adafactor"',
+    ),
+    (
+        '[trainer]\noptimizer = "muon"\nsharding = "full"\nworld_size = 2',
+        '2:13: trainer.optimizer: must be "adamw" with trainer.sharding = "full": muon needs whole matrices',
+    ),
+    (
+        '[trainer]\noptimizer = "muon"\n[model]\nlora_rank = 4',
+        '2:13: trainer.optimizer: must be "adamw" or "adamw_8bit" with model.lora_rank: Muon trains whole matrices, '
+        "not adapters",
+    ),
+    (
+        '[trainer]\noptimizer = "muon"\nkind = "external"',
+        '2:13: trainer.optimizer: must be left out with trainer.kind = "external", which has its own optimizer',
+    ),
     ('[trainer]\nsharding = "fsdp"', '2:12: trainer.sharding: must be "auto", "none" or "full", got "fsdp"'),
     ("[trainer]\nworld_size = 2\ndevices = [0]", "3:11: trainer.devices: names 1 for 2 ranks, each needs its own"),
     (

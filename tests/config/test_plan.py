@@ -20,7 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from pipeline.config import plan
 from pipeline.config.losses import answers_every, worker_holds_actor
 from pipeline.config.model_files import model_sizes
-from pipeline.config.plan import models_of, needs
+from pipeline.config.plan import checkpoint_bytes, models_of, needs
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models.lora import adapt
@@ -456,6 +456,23 @@ def test_what_a_run_does_not_have_needs_nothing(folder: Path) -> None:
     assert found.publish == {"weights": 4 * adapters, "training state": 0}
     assert found.rank["moments"] == 8 * adapters
     assert found.rank["weights"] == 4 * (adapters + models.actor.parameters)
+
+
+@pytest.mark.parametrize(("optimizer", "of_matrix", "of_other"), [("adamw_8bit", 65 / 32, 65 / 32), ("muon", 4, 8)])
+def test_moments_are_those_of_the_optimizer(folder: Path, optimizer: str, of_matrix: float, of_other: float) -> None:
+    config = configured(folder, model={"dtype": "bfloat16"}, trainer={"optimizer": optimizer})
+    models = models_of(config)
+
+    found = needs(config, models, on_cards=True)
+
+    sizes = {name: math.prod(shape) for name, shape in models.actor.tensors.items()}
+    matrices = sum(size for name, size in sizes.items() if ".layers." in name and "norm" not in name)
+    total = sum(sizes.values())
+    assert 0 < matrices < total
+    moments = round(of_matrix * matrices + of_other * (total - matrices))
+    assert found.rank["moments"] == moments
+    assert found.shared["training state"] == 2 * (4 * total + moments)
+    assert checkpoint_bytes(config, models) == 6 * total + moments
 
 
 def test_a_publish_writes_the_training_state_of_every_nth_version(folder: Path) -> None:

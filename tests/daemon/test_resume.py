@@ -113,6 +113,20 @@ def test_a_trainer_killed_at_any_moment_ends_with_the_weights_of_an_undisturbed_
         assert len(re.findall(r"^\S+ INFO trainer-0 \S+ resumed from shared memory", daemon.errors, re.MULTILINE)) == 2
 
 
+@pytest.mark.variant
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw_8bit", marks=pytest.mark.needs("bitsandbytes"))])
+def test_with_another_optimizer_a_killed_trainer_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, optimizer):  # noqa: F811
+    sets = (*PPO, f"trainer.optimizer={optimizer}")
+    with daemon_in(tmp_path / "undisturbed", *sets, task=task) as daemon:
+        expected = ended(daemon)
+
+    with daemon_in(tmp_path / "killed", *sets, task=task) as daemon:
+        daemon.wait_step(2)
+        daemon.signal(signal.SIGKILL, "trainer-0")
+        assert ended(daemon) == expected
+        assert "resumed from shared memory" in daemon.errors
+
+
 def test_a_trainer_killed_while_it_publishes_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, undisturbed):  # noqa: F811
     # Two a publish, the training state's and the weights'; two a restart.
     code = DIES_WHILE_PUBLISHING.format(ledger=str(tmp_path / "publishes"), deaths={3, 8})

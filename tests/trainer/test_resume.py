@@ -18,7 +18,7 @@ from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime import checkpoint_note
 from pipeline.runtime.checkpoint_note import CheckpointNote
 from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
-from pipeline.trainer import resume
+from pipeline.trainer import resume, update_rules
 from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.resume import Resumption, Start
@@ -29,17 +29,20 @@ from tests.trainer.test_checkpoints import Tokenizer
 from tests.trainer.test_connection import House
 
 CPU = torch.device("cpu")
+OPTIMIZERS = ("adamw", "muon", pytest.param("adamw_8bit", marks=pytest.mark.needs("bitsandbytes")))
 
 
 class Site:
     """A state directory, an instance's folder, and trainers that start and die in it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, optimizer="adamw"):
         self.folder = folder
+        self.optimizer = optimizer
         self.root = checkpoints_dir(self.config())
         self.house = House(folder)
 
     def config(self, **trainer):
+        trainer = {"optimizer": self.optimizer, **trainer}
         return Config.model_validate({"daemon": {"state_dir": str(self.folder / "state")}, "trainer": trainer})
 
     def trainer(self, *, seed=0, **settings):
@@ -109,8 +112,10 @@ class Trainer:
 
 
 @pytest.fixture
-def site(tmp_path):
-    site = Site(tmp_path)
+def site(tmp_path, request, monkeypatch):
+    # Else the matrices of the tiny model are too small for moments of 8 bits.
+    monkeypatch.setattr(update_rules, "_LEAST", 64)
+    site = Site(tmp_path, getattr(request, "param", "adamw"))
     yield site
     site.house.close()
 
@@ -123,6 +128,7 @@ def test_without_a_checkpoint_a_run_starts_anew(site):
     assert trainer.holds(before)
 
 
+@pytest.mark.parametrize("site", OPTIMIZERS, indirect=True)
 def test_a_start_goes_on_from_the_last_checkpoint_bit_for_bit(site, caplog):
     site.save(50)
     saved = site.save(73)
@@ -254,6 +260,7 @@ def test_when_no_checkpoint_can_be_used_the_start_is_refused(site):
         site.trainer().resumption.find()
 
 
+@pytest.mark.parametrize("site", OPTIMIZERS, indirect=True)
 def test_a_dead_trainers_place_is_taken_exactly(site):
     dead = site.trainer()
     dead.publish(0, Progress())

@@ -8,13 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.errors import DeviceMemoryError
+from pipeline.errors import ConfigError, DeviceMemoryError
 from pipeline.trainer.optimizer import ModelOptimizer
 from pipeline.trainer.sharding.models import is_sharded, shards_of
 
 
 def new_optimizer(model: nn.Module, **settings: Any) -> ModelOptimizer:
-    """Return the optimizer of a model, sharded or not; arguments: those of `ModelOptimizer`."""
+    """Return the optimizer of a model, sharded or not; arguments: those of `ModelOptimizer`.
+
+    Raises:
+        ConfigError: If the model is sharded, and the optimizer is not AdamW.
+    """
+    kind = settings.get("kind", "adamw")
+    if kind != "adamw" and is_sharded(model):
+        raise ConfigError(f'trainer.optimizer: "{kind}" needs whole matrices, and a rank has shards of them')
     return (ShardOptimizer if is_sharded(model) else ModelOptimizer)(model, **settings)
 
 
@@ -75,7 +82,7 @@ class ShardOptimizer(ModelOptimizer):
         """
         found: dict[str, Tensor] = {}
         for name, master, is_copied in zip(self._names, self._masters, self._is_copied, strict=True):
-            found |= {f"{kind}.{name}": tensor for kind, tensor in self._adamw.state[master].items()}
+            found |= {f"{kind}.{name}": tensor for kind, tensor in self._rule_of[id(master)].state(master).items()}
             if is_copied:
                 found[f"float32.{name}"] = master
         return found

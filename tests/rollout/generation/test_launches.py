@@ -14,19 +14,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
+from tests.support.launches import launches
 
 PROMPT_TOKENS = 16
 FEW_TOKENS = 3
-NO_LAUNCH = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "contiguous", "detach", "empty", "empty_like",
-        "empty_strided", "expand", "expand_as", "is_nonzero", "item", "lift_fresh", "narrow", "permute", "reshape",
-        "resize_", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "split", "squeeze", "t", "to",
-        "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
-    )
-)  # fmt: skip
-"""Views, shapes and memory: no kernel of a GPU."""
 READS = "aten::_local_scalar_dense"
 
 
@@ -53,15 +44,12 @@ def of_a_step(loops: Mapping[str, Callable[[int], Any]]) -> dict[str, Counter[st
             for tokens in (FEW_TOKENS, FEW_TOKENS + 1):
                 with record_function(f"{name} {tokens}"):
                     loop(tokens)
-    events = [event for event in profiler.events() if event.name not in NO_LAUNCH]
-    parents = {event.cpu_parent.id for event in events if event.cpu_parent is not None}
     found: dict[str, Counter[str]] = {}
-    for event in events:
-        if event.id not in parents:
-            outermost = event
-            while outermost.cpu_parent is not None:
-                outermost = outermost.cpu_parent
-            found.setdefault(outermost.name, Counter())[event.name] += 1
+    for event in launches(profiler):
+        outermost = event
+        while outermost.cpu_parent is not None:
+            outermost = outermost.cpu_parent
+        found.setdefault(outermost.name, Counter())[event.name] += 1
     for name in loops:
         found[f"{name} {FEW_TOKENS + 1}"].subtract(found[f"{name} {FEW_TOKENS}"])
     return {name: found[f"{name} {FEW_TOKENS + 1}"] for name in loops}
