@@ -15,8 +15,8 @@ from tests.support.daemon import Daemon
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHOTS = {
-    "page-light": {"width": 1180, "height": 1800},
-    "page-dark": {"width": 1180, "height": 1800, "dark": True},
+    "page-light": {"width": 1180, "height": 2160},
+    "page-dark": {"width": 1180, "height": 2160, "dark": True},
     "page-phone": {"width": 390, "height": 844, "phone": True},
 }
 
