@@ -97,10 +97,10 @@ class ModelOptimizer:
 
     def collect(self) -> None:
         """Add the gradients of one backward pass to the float32 copies: micro-batches are summed in float32."""
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            if weight is not master and weight.grad is not None:
-                gradient = weight.grad.float()
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        for weight, master in self._copies():
+            if weight.grad is not None:
+                # Added as they are: a copy in float32 would be a launch more for each weight, and as much memory.
+                master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
                 weight.grad = None
 
     def reduce(self) -> float:
@@ -136,9 +136,10 @@ class ModelOptimizer:
         if self._rule_of_units is not None:
             # A decay of W / s is one of W by as much.
             self._rule_of_units.step(learning_rate * self.unit, weight_decay=self._weight_decay / self.unit)
-        with torch.no_grad():
-            for weight, master in self._copies():
-                weight.copy_(master)
+        if copies := list(self._copies()):
+            weights, masters = zip(*copies, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(weights, masters)
         return learning_rate
 
     def clear(self) -> None:
