@@ -293,7 +293,7 @@ def test_a_run_whose_disk_takes_nothing_more_goes_on_and_its_end_stays_in_shared
     assert end_of(again) == end_of(whole)
 
 
-@pytest.mark.parametrize("name", ["metrics", "arena", "weights", "training"])
+@pytest.mark.parametrize("name", ["metrics", "arena", "weights", pytest.param("training", marks=pytest.mark.variant)])
 def test_a_file_in_shared_memory_that_is_cut_off_ends_the_run_which_names_it_and_leaves_nothing(
     tmp_path: Path, task: Path, name: str
 ) -> None:

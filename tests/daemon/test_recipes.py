@@ -164,6 +164,8 @@ def test_ppo_learns_what_a_reward_model_prefers(checkout: Path, record_property:
     assert sum(changes) / len(changes) > chance + 3 * (chance * (1 - chance) / len(changes)) ** 0.5, words
 
 
+# A usual run takes two steps of it (tests/project/test_examples.py).
+@pytest.mark.variant
 @pytest.mark.integration
 @pytest.mark.timeout(1800)
 def test_a_model_learns_to_use_the_calculator(checkout: Path, record_property: Callable[[str, object], None]) -> None:

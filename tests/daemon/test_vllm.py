@@ -50,7 +50,14 @@ def task(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("alone", [(), ALONE], ids=["beside the worker's actor", "the engine alone has the actor"])
+@pytest.mark.parametrize(
+    "alone",
+    [
+        pytest.param((), id="beside the worker's actor"),
+        # The run of the kills below is of this kind.
+        pytest.param(ALONE, id="the engine alone has the actor", marks=pytest.mark.variant),
+    ],
+)
 def test_the_embedded_task_is_learned_with_vllm(tmp_path, task, record_property, alone):
     with Daemon(tmp_path, *SETTINGS, *LEARNING, *alone, task=task) as daemon:
         assert daemon.wait() == 0, daemon.errors[-4000:]
@@ -115,6 +122,7 @@ def test_engine_worker_and_supervisor_are_killed_nothing_is_lost_and_nothing_is_
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
+        assert "the engine alone holds the actor" in daemon.errors
 
         worker, engine = daemon.pids()["rollout-0"], engine_of(daemon)
         os.kill(engine, signal.SIGKILL)

@@ -99,7 +99,6 @@ def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> N
     assert "trained 64" in daemon.errors and "errored" not in daemon.errors
 
 
-@pytest.mark.variant
 @pytest.mark.integration
 def test_a_model_calls_the_calculator_and_sees_its_answer(tmp_path: Path, task: Path) -> None:  # noqa: F811
     shutil.copytree(EXAMPLES / "calculator", tmp_path, dirs_exist_ok=True)
