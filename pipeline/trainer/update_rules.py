@@ -126,7 +126,8 @@ class AdamW8bit:
         self._others = AdamW(others, settings) if (others := [w for w in weights if id(w) not in large]) else None
         device = weights[0].device
         # The numbers that a byte stands for, as shares of the scale.
-        self._numbers = [create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
+        new_map: Callable[..., Tensor] = create_dynamic_map
+        self._numbers = [new_map(signed=signed).to(device) for signed in (True, False)]
         self._states = {id(weight): self._new_state(weight) for weight in self._large}
 
     def _new_state(self, weight: Tensor) -> dict[str, Tensor]:

@@ -93,7 +93,7 @@ def by_hand(config: Config, experience: Experience, token_folder: Path, text_fol
     columns, found = experience.action_mask.shape[1], []
     source = PromptSource(config.prompts, config.daemon.seed)
     for row, (tokens, mask) in enumerate(zip(experience.sequences, experience.attention_mask, strict=True)):
-        response = tokens[-columns:][mask[-columns:] != 0].tolist()
+        response = tokens[-columns:][experience.action_mask[row]].tolist()
         text = tokenizer.decode([one for one in response if one not in (tokenizer.eos_token_id, PAD)])
         prompt: Any = source.at(row // 3).prompt
         found.append([score_of_ids(token_folder, tokens[mask != 0].tolist()), plain_score(text_folder, prompt, text)])
