@@ -44,7 +44,9 @@ def test_a_micro_batch_is_collected_by_one_launch_a_weight_and_weights_are_copie
     stepping = profiled(lambda: optimizer.step(1.0))
 
     assert outermost(collecting, "aten::add_", "aten::copy_", "aten::_to_copy") == {"aten::add_": len(parameters)}
-    assert outermost(stepping, "aten::copy_", "aten::_foreach_copy_") == {"aten::_foreach_copy_": 1}
+    # Those of AdamW and of the norm are within operations of theirs.
+    copies = [event for event in stepping.events() or () if event.name in ("aten::_foreach_copy_", "aten::copy_")]
+    assert [event.name for event in copies if event.cpu_parent is None] == ["aten::_foreach_copy_"]
     masters = [master for name, master in optimizer.tensors().items() if name.startswith("float32.")]
     for parameter, master, total in zip(parameters, masters, sums, strict=True):
         assert master.grad is not None and torch.equal(master.grad, total)
