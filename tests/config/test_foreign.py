@@ -101,6 +101,9 @@ class TestAnswers:
             ("deepspeed", "TRL's deepspeed is needless here: trainer.sharding shards the models"),
             ("eval_strategy", "TRL's eval_strategy is missing here: evaluation.files names files of held-out prompts"),
             ("filter_groups", "verl's algorithm.filter_groups.enable is rollout.max_refill here: "),
+            ("val_kwargs", f"a table of verl: {PAGE} has the key of each of its options"),
+            ("kl_ctrl", f"a table of verl: {PAGE} has the key of each of its options"),
+            ("normalize_advantages", "TRL's normalize_advantages is missing here: options of `trl rloo`, which is not"),
             ("init_kl_coef", "OpenRLHF's init_kl_coef is rollout.kl_coef and trainer.kl_coef here: in the reward"),
             ("save_steps", "TRL's save_steps and OpenRLHF's ckpt.save_steps are trainer.save_every here, with differ"),
             ("kl_cov_ratio", f"verl's {A}.policy_loss.kl_cov_ratio is missing here: the losses of these options"),
@@ -277,6 +280,20 @@ VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({f"{R}.top_k": -1, "trainer.logger": ["console", "wandb"]}, {"rollout.top_k": 0, "metrics.tracker": ["wandb"]}),
     ({"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.rollout_is_threshold": 3.0},
      {"trainer.importance_correction": "token", "trainer.importance_cap": 3.0}),
+    # Of releases before 0.6, whose default is no correction.
+    ({f"{A}.tis_imp_ratio_cap": 2.5}, {"trainer.importance_correction": "token", "trainer.importance_cap": 2.5}),
+    ({"algorithm.rollout_correction.rollout_is": "token",
+      "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"},
+     {"trainer.importance_correction": "icepop", "trainer.importance_cap": 5.0}),
+    ({"algorithm.rollout_correction.rollout_is": "token",
+      "algorithm.rollout_correction.rollout_is_threshold": "0.2_5.0"},
+     {"trainer.importance_correction": "none", "trainer.importance_cap": None}),
+    ({"reward_model.reward_kwargs.overlong_buffer_cfg.enable": True,
+      "reward_model.reward_kwargs.overlong_buffer_cfg.len": 100,
+      "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": 1.0},
+     {"rollout.overlong_buffer_tokens": 100, "rollout.overlong_penalty": 1.0}),
+    # The actor is trained from step 5 on.
+    ({"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 5}, {"trainer.critic_warmup_steps": 4}),
 ]  # fmt: skip
 OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Rows of an update are counted there, updates here; the KL is in the reward.
@@ -309,6 +326,15 @@ OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"algo.advantage.is_correction_level": "token"},
      {"trainer.importance_correction": "icepop", "trainer.importance_cap": 5.0}),
     ({"actor.optim": "muon"}, {"trainer.optimizer": "muon"}),
+    ({"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_threshold": 3.0},
+     {"trainer.importance_correction": "token_mask", "trainer.importance_cap": 3.0}),
+    ({"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_threshold": [3.0]},
+     {"trainer.importance_correction": "token_mask", "trainer.importance_cap": 3.0}),
+    ({"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_gating": "binary_kl",
+      "algo.advantage.is_correction_threshold": 0.05},
+     {"trainer.importance_correction": "none", "trainer.importance_cap": None}),
+    # Steps 0 to 5 are the critic's.
+    ({"critic.freezing_steps": 5}, {"trainer.critic_warmup_steps": 6}),
     ({"actor.eps_clip_low_high": [0.2, 0.27], "vllm.num_engines": 4},
      {"trainer.clip_low": 0.2, "trainer.clip_high": 0.27, "rollout.engine": "vllm", "rollout.workers": 4}),
 ]  # fmt: skip
@@ -401,6 +427,27 @@ class TestConversions:
             ),
             ("openrlhf", {"reward.clip_range": [-1, 2]}, "reward.clip_range = [-1, 2]: rollout.reward_clip is a range"),
             ("openrlhf", {"ds.zero_stag": 3}, f"ds.zero_stag: no option that {PAGE} has"),
+            (
+                "openrlhf",
+                {"algo.advantage.no_std_norm": True},
+                "algo.advantage.no_std_norm = true: advantages of gae are divided by their deviation here too",
+            ),
+            (
+                "openrlhf",
+                {"algo.advantage.estimator": "reinforce_baseline", "algo.dynamic_filtering_enable": True},
+                "algo.dynamic_filtering_enable = true: prompts come in the place of groups with group_norm",
+            ),
+            (
+                "verl",
+                {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 1},
+                "algorithm.filter_groups.enable = true: with one batch no prompt comes in the place of another",
+            ),
+            (
+                "verl",
+                {"data.val_files": "v.parquet", "trainer.test_freq": 5, f"{R}.val_kwargs.n": 4},
+                f"{R}.val_kwargs.n = 4: without val_kwargs.do_sample the responses to a prompt are equal",
+            ),
+            ("trl", {"normalize_advantages": True}, "normalize_advantages = true: options of `trl rloo`, which is not"),
         ],
     )
     def test_what_cannot_be_carried_is_listed_with_the_reason(
@@ -512,6 +559,13 @@ class TestFiles:
             "trainer.device": "cpu",
             "$unknown": None,
         }
+
+    def test_a_script_of_another_run_of_trl_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.sh"
+        path.write_text("trl rloo --model_name_or_path m --reward_clip_range -5 5\n")
+
+        with pytest.raises(ConfigError, match="a run of `trl rloo`; of TRL those of `trl grpo` are converted"):
+            files.read(path, next(trainer for trainer in TRAINERS if trainer.word == "trl"))
 
     def test_a_list_of_overrides_needs_no_program(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, "overrides", "data.train_batch_size=8\n# no\nalgorithm.lam=0.9\n", "verl")

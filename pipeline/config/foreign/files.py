@@ -109,6 +109,9 @@ def _of_script(path: Path, text: str, trainer: Trainer) -> Iterator[tuple[str, A
     words = list(_words(path, text))
     programs = [number for number, word in enumerate(words) if _is_program(word, trainer)]
     first = programs[-1] + 1 if programs else 0
+    if programs and first < len(words) and words[first] in trainer.others:
+        kind = f"{words[first - 1]} {words[first]}"
+        raise ConfigError(f"{path}: a run of `{kind}`; of {trainer.name} those of `trl grpo` are converted")
     variables: dict[str, str] = {}
     for word in words[:first] if programs else words:
         if match := _ASSIGNMENT.fullmatch(word):

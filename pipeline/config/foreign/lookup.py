@@ -70,7 +70,7 @@ def answer(name: str) -> str:
     found = {trainer.word: (trainer, option, full) for trainer, option, full in reversed(_index().get(name, ()))}
     found |= {one[0].word: one for one in reversed(_index().get(name, ())) if one[1].kind == "carried"}
     if not found:
-        return ""
+        return _answer_to_table(name)
     matches = [found[trainer.word] for trainer in TRAINERS if trainer.word in found]
     keys = {option.key for _, option, _ in matches}
     is_one = len(keys) == 1 and all(option.kind == "carried" for _, option, _ in matches)
@@ -84,6 +84,22 @@ def answer(name: str) -> str:
         said.setdefault(_said(option), []).append(f"{trainer.name}'s {full}")
     answers = (f"{' and '.join(names)} {'are' if names[1:] else 'is'} {text}" for text, names in said.items())
     return f"{'; '.join(answers)} ({PAGE})"
+
+
+def _answer_to_table(name: str) -> str:
+    """Return the answer to a table within a section that is one of verl or OpenRLHF; empty for any other one."""
+    within = [
+        (trainer, option) for trainer in TRAINERS for option in trainer.options
+        if any(name in full.lower().split(".")[1:-1] for full in option.names)
+    ]  # fmt: skip
+    if name in _TOO_GENERAL or not within:
+        return ""
+    carried = [(trainer, option) for trainer, option in within if option.kind == "carried"]
+    if len({option.key for _, option in carried}) == 1 and all(option.kind != "missing" for _, option in within):
+        trainer, option = carried[0]
+        return f"{trainer.name}'s {option.name} is {_said(option)} ({PAGE})"
+    trainers = dict.fromkeys(trainer.name for trainer, _ in within)
+    return f"a table of {' and '.join(trainers)}: {PAGE} has the key of each of its options"
 
 
 def answer_to_section(name: str) -> str:
@@ -103,7 +119,7 @@ def _said(option: Option) -> str:
 
 @functools.cache
 def _index() -> dict[str, tuple[tuple[Trainer, Option, str], ...]]:
-    """Return the options by each name that a key may have: the whole one, its last part, and a table in it."""
+    """Return the options by each name that a key may have: the whole one, and its last part."""
     found: dict[str, list[tuple[Trainer, Option, str]]] = {}
     for trainer in TRAINERS:
         seen = set[tuple[str, tuple[str, ...]]]()
@@ -115,7 +131,4 @@ def _index() -> dict[str, tuple[tuple[Trainer, Option, str], ...]]:
                     if "*" not in end and (end, option.names) not in seen:
                         seen.add((end, option.names))
                         found.setdefault(end, []).append((trainer, option, full.removesuffix(".*")))
-                for table in parts[1:-1]:
-                    if table not in _TOO_GENERAL and "*" not in table and table not in found:
-                        found[table] = [(trainer, option, full)]
     return {name: tuple(options) for name, options in found.items()}

@@ -130,12 +130,12 @@ def _schedule(value: Any, given: Given) -> dict[str, Any]:
 def _correction(value: Any, given: Given) -> dict[str, Any]:
     if value == "off":
         return {"trainer.importance_correction": "none"}
-    mode = given["algo.advantage.is_correction_mode"]
-    low, high = (
-        [0.0, *given["algo.advantage.is_correction_threshold"]]
-        if isinstance(given["algo.advantage.is_correction_threshold"], list)
-        else [0.0, 5.0]
-    )[-2:]
+    if given["algo.advantage.is_correction_gating"] not in (None, "ratio"):
+        # The gate is listed, and its threshold is no ratio: no weight of another kind takes its place.
+        return {"trainer.importance_correction": "none"}
+    mode, threshold = given["algo.advantage.is_correction_mode"], given["algo.advantage.is_correction_threshold"]
+    # One number is the upper bound.
+    low, high = [0.0, *(threshold if isinstance(threshold, list) else [threshold])][-2:]
     if value == "token" and mode == "mask" and low == 0.5:
         return {"trainer.importance_correction": "icepop", "trainer.importance_cap": high}
     if value == "token" and low == 0:
@@ -144,8 +144,29 @@ def _correction(value: Any, given: Given) -> dict[str, Any]:
             "trainer.importance_cap": high,
         }
     raise NotCarriedError(
-        "a token's weight is cut or masked at a cap, with icepop masked below 0.5 too; by sequence it is the product, not OpenRLHF's mean"
+        "a token's weight is cut or masked at a cap, with icepop masked below 0.5 too; by sequence it is the product, not OpenRLHF's mean; as it stands trainer.importance_correction has its default"
     )
+
+
+def _gate(value: Any, given: Given) -> dict[str, Any]:
+    if given["algo.advantage.is_correction_gating"] not in (None, "ratio"):
+        raise NotCarriedError("the bound of another statistic than the ratio")
+    return {}
+
+
+def _no_std(value: Any, given: Given) -> dict[str, Any]:
+    estimator_name = given["algo.advantage.estimator"]
+    if value and estimator_name in ("gae", "reinforce", "reinforce_baseline"):
+        raise NotCarriedError(
+            f"advantages of {estimator_name} are divided by their deviation here too; with PPO trainer.whiten_advantages = false leaves out mean and deviation"
+        )
+    return {}
+
+
+def _filtering(value: Any, given: Given) -> dict[str, Any]:
+    if value and _ESTIMATORS.get(str(given["algo.advantage.estimator"])) not in ("grpo", "dr_grpo", "rloo"):
+        raise NotCarriedError("prompts come in the place of groups with group_norm, dr_grpo and rloo alone")
+    return {"rollout.max_refill": 1000} if value else {}
 
 
 def _staleness(value: Any, given: Given) -> dict[str, Any]:
@@ -233,15 +254,15 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("actor.entropy_coef", "trainer.entropy_coef", aliases="entropy_loss_coef"),
     missing("actor.aux_loss_coef", "no loss of a router's balance", off=(0,), aliases="aux_loss_coef"),
     carried("critic.value_clip", "trainer.value_clip_range", default=0.5, written=True, to=of_ppo("trainer.value_clip_range"), aliases="value_clip"),
-    carried("critic.freezing_steps", "trainer.critic_warmup_steps", default=-1, written=True, to=lambda value, given: {"trainer.critic_warmup_steps": max(0, value)} if is_ppo(given) else {}, aliases="freezing_actor_steps"),
+    carried("critic.freezing_steps", "trainer.critic_warmup_steps", "plus 1: OpenRLHF counts steps from 0, and trains the actor in those above", default=-1, written=True, to=lambda value, given: {"trainer.critic_warmup_steps": max(0, value + 1)} if is_ppo(given) else {}, aliases="freezing_actor_steps"),
     carried("algo.advantage.estimator", "rollout.algorithm rollout.advantages", "gae: ppo, group_norm: grpo; reinforce and flash_reinforce are missing", default="gae", to=estimator(_ESTIMATORS, lambda given: bool(given["algo.advantage.no_std_norm"])), written=True, aliases="advantage_estimator"),
     carried("algo.advantage.gamma", "rollout.gamma", default=1, aliases="gamma"),
     carried("algo.advantage.lambd", "rollout.lam", default=1, written=True, to=of_ppo("rollout.lam"), aliases="lambd"),
-    carried("algo.advantage.no_std_norm", "rollout.advantages", "with group_norm: dr_grpo", default=False, to=lambda value, given: {}, aliases="no_advantage_std_norm"),
+    carried("algo.advantage.no_std_norm", "rollout.advantages", "with group_norm: dr_grpo; missing with gae, reinforce and reinforce_baseline", default=False, to=_no_std, aliases="no_advantage_std_norm"),
     carried("algo.advantage.is_correction_level", "trainer.importance_correction", default="off", written=True, to=_correction),
     carried("algo.advantage.is_correction_mode", "trainer.importance_correction", default="mask", to=lambda value, given: {}),
-    missing("algo.advantage.is_correction_gating", "the weight is a ratio", key="trainer.importance_correction", off=("ratio",)),
-    carried("algo.advantage.is_correction_threshold", "trainer.importance_cap", "the upper bound; the lower one is 0.5 with icepop", default=[0.5, 5.0], to=lambda value, given: {}),
+    missing("algo.advantage.is_correction_gating", "the gate is the ratio: trainer.importance_correction is none in its place", key="trainer.importance_correction", off=("ratio",)),
+    carried("algo.advantage.is_correction_threshold", "trainer.importance_cap", "the upper bound; the lower one is 0.5 with icepop", default=[0.5, 5.0], to=_gate),
     carried("enable_vllm_is_correction", "trainer.importance_correction", "of OpenRLHF before 0.10: token", to=lambda value, given: {"trainer.importance_correction": "token"} if value else {}),
     carried("vllm_is_truncated_threshold", "trainer.importance_cap", "of OpenRLHF before 0.10", to=only_if(lambda given: bool(given["enable_vllm_is_correction"]), "trainer.importance_cap")),
     carried("algo.kl.init_coef", "rollout.kl_coef trainer.kl_coef", "in the reward, with algo.kl.use_loss in the loss; in the reward of GRPO rlhfd takes the mean of a response, OpenRLHF the sum from each token on", default=0.01, written=True, to=_kl, aliases="init_kl_coef"),
@@ -249,7 +270,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("algo.kl.estimator", "rollout.kl_estimator trainer.kl_estimator", "of the weight in force", default="k1", written=True, to=_kl_estimator, aliases="kl_estimator use_kl_estimator_k3"),
     missing("algo.kl.target algo.kl.horizon", "the weight in the reward is constant; trainer.kl_coef_target adapts the one in the loss, over 10,000 rows", key="trainer.kl_coef_target", unless=lambda value, given: "algo.kl.target" not in given and "kl_target" not in given, aliases="kl_target kl_horizon"),
     missing("algo.kl.unbiased_gradient", "the KL of the loss is not multiplied by the ratio of the policies"),
-    carried("algo.dynamic_filtering_enable", "rollout.max_refill", "prompts in the place of groups with equal rewards; of OpenRLHF's range 0 1", default=False, to=lambda value, given: {"rollout.max_refill": 1000} if value else {}, aliases="dynamic_filtering"),
+    carried("algo.dynamic_filtering_enable", "rollout.max_refill", "prompts in the place of groups with equal rewards; of OpenRLHF's range 0 1, and of estimators that compare a group", default=False, to=_filtering, aliases="dynamic_filtering"),
     missing("algo.dynamic_filtering_range", "groups of equal rewards are left out, whatever the reward", key="rollout.max_refill", unless=lambda value, given: not given["algo.dynamic_filtering_enable"] or value == [0, 1], aliases="dynamic_filtering_reward_range"),
     # The rewards.
     carried("reward.clip_range", "rollout.reward_clip", "OpenRLHF clips to -10 ... 10, rlhfd not", default=[-10, 10], written=True, to=_clip, aliases="reward_clip_range"),

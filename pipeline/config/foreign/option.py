@@ -118,6 +118,7 @@ class Trainer:
         options: The table.
         sections: First parts of the names of its options that are sections; empty where names have one part.
         programs: Parts of the name of its program in a shell script; the options come after it.
+        others: Words behind its program that begin a run of another kind.
         always: Keys that a conversion always sets, with the reason.
     """
 
@@ -128,6 +129,7 @@ class Trainer:
     sections: tuple[str, ...]
     programs: tuple[str, ...]
     always: tuple[tuple[str, Any, str], ...]
+    others: tuple[str, ...] = ()
 
     def find(self, name: str) -> Option | None:
         """Return the row of an option, by its name or an earlier one; None if the table lacks it."""

@@ -351,6 +351,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("gradient_checkpointing", "trainer.activation_checkpointing", "on a GPU where it is left out; false alone is written", default=True, to=unless_true("trainer.activation_checkpointing"), aliases="activation_checkpointing"),
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs average_tokens_across_devices", "divisors are counted over all ranks"),
     # The loss.
+    missing("normalize_advantages reward_clip_range missing_eos_penalty", "options of `trl rloo`, which is not converted: rollout.algorithm = \"rloo\", rollout.reward_clip, rollout.kl_coef", key="rollout.reward_clip"),
     carried("beta", "trainer.kl_coef", "TRL multiplies the KL by the ratio of the policies (use_bias_correction_kl), rlhfd does not", default=0.0, written=True),
     missing("use_bias_correction_kl", "the KL of the loss is k3, not times the ratio of the policies; no difference where beta is 0", default=True, written=True, unless=lambda value, given: not given["beta"]),
     carried("loss_type", "trainer.loss_aggregation trainer.policy_loss", "bnpo divides by the tokens of a micro-batch, here by those of the update; sapo, luspo and vespo are missing", default="dapo", to=_loss, written=True),
@@ -407,6 +408,7 @@ TRL: Final = Trainer(
     options=_OPTIONS,
     sections=(),
     programs=("trl", "grpo"),
+    others=("rloo", "sft", "dpo", "kto", "reward", "vllm-serve"),
     always=(
         ("trainer.loss_rows", "all", "TRL counts rows of groups with equal rewards in the loss"),
         ("rollout.max_prompt_length", PROMPT_TOKENS, "TRL bounds no prompt; a longer one is set aside here"),

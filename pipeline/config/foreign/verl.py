@@ -215,6 +215,8 @@ def _refill(value: Any, given: Given) -> dict[str, Any]:
     if not given["algorithm.filter_groups.enable"]:
         return {}
     most = int(given.number("algorithm.filter_groups.max_num_gen_batches"))
+    if most == 1:
+        raise NotCarriedError("with one batch no prompt comes in the place of another, and its groups stay as they are")
     return {"rollout.max_refill": most - 1 if most > 1 else 1000}
 
 
@@ -222,11 +224,36 @@ def _correction(value: Any, given: Given) -> dict[str, Any]:
     found = {None: "none", "token": "token", "sequence": "sequence"}.get(value)
     if found is None:
         raise NotCarriedError("must be token or sequence")
+    if isinstance(given["algorithm.rollout_correction.rollout_is_threshold"], str):
+        # Two bounds leave weights out; where they are not carried no weight is cut in their place.
+        found = "none"
     return {"trainer.importance_correction": found}
 
 
 def _cap(value: Any, given: Given) -> dict[str, Any]:
-    return {"trainer.importance_cap": value} if "algorithm.rollout_correction.rollout_is" in given else {}
+    if "algorithm.rollout_correction.rollout_is" not in given:
+        return {}
+    if not isinstance(value, str):
+        return {"trainer.importance_cap": value}
+    low, _, high = value.partition("_")
+    if given["algorithm.rollout_correction.rollout_is"] != "token" or not high or float(low) != 0.5:
+        raise NotCarriedError(
+            "two bounds are those of icepop, of tokens and with 0.5 below: no weight is cut in their place"
+        )
+    return {"trainer.importance_correction": "icepop", "trainer.importance_cap": float(high)}
+
+
+def _former_cap(value: Any, given: Given) -> dict[str, Any]:
+    if not value or value <= 0:
+        return {}
+    return {"trainer.importance_correction": "token", "trainer.importance_cap": value}
+
+
+def _responses_of_evaluation(value: Any, given: Given) -> dict[str, Any]:
+    found = dict(_of_evaluation("evaluation.num_generations")(value, given))
+    if found and value != 1 and not given[f"{_R}val_kwargs.do_sample"]:
+        raise NotCarriedError("without val_kwargs.do_sample the responses to a prompt are equal: one is sampled")
+    return found
 
 
 def _tokens(value: Any, given: Given) -> dict[str, Any]:
@@ -252,7 +279,10 @@ def _no_tools(value: Any) -> dict[str, Any]:
 
 _FSDP = ("param_offload", "optimizer_offload", "grad_offload", "offload_policy", "reshard_after_forward", "fsdp_size",
          "forward_prefetch", "wrap_policy", "wrap_policy.min_num_params", "model_dtype", "use_orig_params")  # fmt: skip
-_OVERLONG = ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg")
+_OVERLONG = (
+    "reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+)  # fmt: skip
 _OPTIONS: Final[tuple[Option, ...]] = (
     # The data.
     carried("data.train_files", "prompts.path prompts.sources", "verl joins several files; here they are mixed by weight", to=_files),
@@ -344,7 +374,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
             "vLLM's own options have no keys"),
     carried(f"{_R}log_prob_micro_batch_size_per_gpu", "rollout.logits_forward_batch_size", "rows of a log-prob pass of a worker", aliases=f"{_R}log_prob_micro_batch_size"),
     needless(f"{_R}log_prob_use_dynamic_bsz {_R}log_prob_max_token_len_per_gpu", "a pass that does not fit is halved"),
-    carried(f"{_R}val_kwargs.n", "evaluation.num_generations", default=1, to=_of_evaluation("evaluation.num_generations")),
+    carried(f"{_R}val_kwargs.n", "evaluation.num_generations", default=1, to=_responses_of_evaluation),
     carried(f"{_R}val_kwargs.temperature", "evaluation.temperature", "0 unless val_kwargs.do_sample", default=0, to=_greedy, written=True),
     carried(f"{_R}val_kwargs.do_sample", "evaluation.temperature", "false: 0, the most likely token", default=False, to=lambda value, given: {}),
     carried(f"{_R}val_kwargs.top_p", "evaluation.top_p", default=1.0, to=_of_evaluation("evaluation.top_p")),
@@ -361,17 +391,18 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("algorithm.kl_penalty", "rollout.kl_estimator", "with use_kl_in_reward", default="kl", to=_estimates("algorithm.use_kl_in_reward", "rollout.kl_estimator")),
     missing("algorithm.kl_ctrl.type algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl", "the weight in the reward is constant; trainer.kl_coef_target adapts the one in the loss", key="trainer.kl_coef_target", unless=lambda value, given: not given["algorithm.use_kl_in_reward"] or given["algorithm.kl_ctrl.type"] != "adaptive"),
     carried("algorithm.filter_groups.enable", "rollout.max_refill", "prompts in the place of groups with equal rewards; of rewards, not of another metric", default=False, to=_refill),
-    carried("algorithm.filter_groups.max_num_gen_batches", "rollout.max_refill", "less 1: further batches; 0, no bound, is 1,000 here", default=0, to=lambda value, given: {}),
+    carried("algorithm.filter_groups.max_num_gen_batches", "rollout.max_refill", "less 1: further batches; 0, no bound, is 1,000 here; the trainer of 0.9 (trainer.use_v1) has no bound", default=0, to=lambda value, given: {}),
     needless("algorithm.filter_groups.metric algorithm.filter_groups.max_inflight_gen_batches", "groups are compared by their reward"),
     carried("algorithm.rollout_correction.rollout_is", "trainer.importance_correction", to=_correction, written=True),
-    carried("algorithm.rollout_correction.rollout_is_threshold", "trainer.importance_cap", default=2.0, to=_cap, aliases=f"{_A}tis_imp_ratio_cap"),
+    carried("algorithm.rollout_correction.rollout_is_threshold", "trainer.importance_cap", "two bounds with _ between them: icepop", default=2.0, to=_cap),
+    carried(f"{_A}tis_imp_ratio_cap", "trainer.importance_correction trainer.importance_cap", "of verl before 0.6: token", to=_former_cap),
     missing(" ".join(f"algorithm.rollout_correction.{name}" for name in ("rollout_rs", "rollout_rs_threshold", "bypass_mode", "rollout_is_batch_normalize", "*")), "token_mask, sequence_mask and icepop leave out weights beyond a bound", key="trainer.importance_correction"),
     missing("algorithm.use_pf_ppo algorithm.pf_ppo.*", "rows are trained once, as they are", unless=lambda value, given: not given["algorithm.use_pf_ppo"]),
     # The critic.
     carried(f"{_C}optim.lr", "trainer.critic_learning_rate", default=1e-5, to=of_ppo("trainer.critic_learning_rate")),
     carried(f"{_C}model.path", "model.critic", "left out, the actor's backbone with a value head of zeros", to=of_ppo("model.critic")),
     carried(f"{_C}cliprange_value", "trainer.value_clip_range", default=0.5, to=of_ppo("trainer.value_clip_range"), written=True),
-    carried("trainer.critic_warmup", "trainer.critic_warmup_steps", default=0, to=of_ppo("trainer.critic_warmup_steps"), written=True),
+    carried("trainer.critic_warmup", "trainer.critic_warmup_steps", "less 1: verl counts steps from 1, and trains the actor from that one on", default=0, to=lambda value, given: {"trainer.critic_warmup_steps": max(0, value - 1)} if is_ppo(given) else {}, written=True),
     needless(f"{_C}enable {_C}strategy {_C}fsdp.* {_C}megatron.* {_C}ppo_* {_C}forward_* {_C}use_dynamic_bsz {_C}rollout_n {_C}shuffle {_C}data_loader_seed {_C}ulysses_sequence_parallel_size {_C}model.fsdp_config.* {_C}model.enable_gradient_checkpointing {_C}model.use_remove_padding {_C}model.use_shm {_C}model.trust_remote_code {_C}model.enable_activation_offload",
              "the critic is trained with the actor's passes, updates and sharding; rollout.algorithm = ppo has one"),
     missing(f"{_C}optim.* {_C}grad_clip {_C}loss_agg_mode {_C}loss_scale_factor {_C}model.*", "the critic has the actor's optimizer, with a learning rate of its own; its loss is the mean over actions", key="trainer.critic_learning_rate", unless=lambda value, given: not is_ppo(given)),
@@ -388,7 +419,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     *(carried(f"{names}.enable", "rollout.overlong_buffer_tokens", "DAPO's penalty of length", to=_overlong(names)) for names in _OVERLONG),
     *(carried(f"{names}.len", "rollout.overlong_buffer_tokens", to=lambda value, given: {}) for names in _OVERLONG),
     *(carried(f"{names}.penalty_factor", "rollout.overlong_penalty", to=lambda value, given: {}) for names in _OVERLONG),
-    needless("reward_model.overlong_buffer.log reward.reward_kwargs.overlong_buffer_cfg.log reward.reward_kwargs.max_resp_len reward_model.reward_manager reward.reward_manager.* reward.reward_manager reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async",
+    needless("reward_model.overlong_buffer.log reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log reward.reward_kwargs.max_resp_len reward_model.reward_kwargs.max_resp_len reward_model.reward_manager reward.reward_manager.* reward.reward_manager reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async",
              "rollout.reward_processes rows are scored at a time; every function is known by its parameters"),
     missing("reward_model.* reward.reward_model.* reward.*", "the reward model runs in each worker, with the actor's token ids or its own tokenizer (model.reward_tokenizer)", key="model.reward_tokenizer"),
     missing("sandbox_fusion.* reward.sandbox_fusion.*", "the reward `code` runs tests in a process of its own", key="rewards"),
