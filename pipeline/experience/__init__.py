@@ -10,8 +10,8 @@ field_arrays          fields of a padded batch as arrays, and their headers
 quarantine_reader     quarantine files, read back into tensors
 ragged                RaggedRows: rows end to end, and the doors from and to padded batches
 recorded_batches      the batches of recorded steps, read back into tensors
-running_moments       running mean and deviation of numbers of each step
 row_spans             spans of rows within their padding
+running_moments       running mean and deviation of numbers of each step
 tensor_pool           memory of batches, reused
 types                 Experience, BufferItem and their vision-language kin
 vision                checks of pixels, grids and image counts

@@ -13,6 +13,7 @@ Padding exists at two doors: `RaggedRows.of` takes a padded `Experience`, `in_co
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,8 +107,8 @@ class RaggedRows:
             tokens: ``(T,)``, the tokens of all rows.
             lengths: Tokens of each row.
             counts: Actions of each row, its last tokens.
-            actions: Fields with a value an action, ``(N,)``; `action_mask` only if it has holes.
-            rows: Fields with a value a row, ``(B, ...)``.
+            actions: Fields of an experience with a value an action, ``(N,)``; `action_mask` only if it has holes.
+            rows: Fields of an experience with a value a row, ``(B, ...)``.
             info: The entries of `info`, ``(B, ...)``.
             vision: As the attribute.
 
@@ -163,6 +164,10 @@ class RaggedRows:
     def __len__(self) -> int:
         """Return the number of rows, B."""
         return len(self.lengths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes alone: views that were made of them would be sent as copies."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
     def columns(self) -> dict[str, Array]:
@@ -225,7 +230,7 @@ class RaggedRows:
             out[...] = found
             return
         for field, values in zip(fields, out, strict=True):
-            values[...] = 1 if field.name in self.full_masks else self.columns[field.name]
+            values[...] = self.columns[field.name]
 
     def without(self, name: str) -> Self:
         """Return the rows as if they had no field of this name; the memory is shared."""

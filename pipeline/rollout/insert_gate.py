@@ -3,7 +3,8 @@
     reason      refused
     malformed   token ids that are not integers
     lengths     fields whose rows or columns disagree; a response without a token, or with more than its room
-    mask        a response that begins or ends with a token of its environment, or has one where there is none
+    mask        a row without a prompt or a response; a response that begins or ends with a token of an environment, or
+                has one where there is none
     vocabulary  a token that the model does not have
     not_finite  a log-prob, score or pixel that is NaN or infinite
 
@@ -71,12 +72,14 @@ def _problem_of_masks(rows: RaggedRows, *, has_observations: bool) -> str:
         return ""
     starts = np.array(rows.starts("A"))
     first, last = starts[:-1], starts[1:] - 1
-    for problem, places in (
+    problems = [
         ("begins with a token of its environment", first[mask[first] == 0]),
         ("ends with a token of its environment", last[mask[last] == 0]),
-        ("has a token of an environment, and there is none", np.flatnonzero(mask == 0)),
-    ):
-        if len(places) and not (has_observations and problem.startswith("has")):
+    ]
+    if not has_observations:
+        problems.append(("has a token of an environment, and there is none", np.flatnonzero(mask == 0)))
+    for problem, places in problems:
+        if len(places):
             return f"row {_row_of(rows, 'A', int(places[0]))[0]}: its response {problem}"
     return ""
 

@@ -362,7 +362,7 @@ class NaiveExperienceMaker(ExperienceMaker):
 
         Args:
             batch: The result of `begin`.
-            rows: Its prompts with their responses (`PromptBatch.joined`), ``prompts * G`` rows.
+            rows: Its prompts with their responses (`PromptBatch.joined` or `rows`), ``prompts * G`` rows.
 
         Returns:
             The fields of `make_experience`, without padding; with `drop_errored` without the rows left out.
@@ -407,7 +407,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             "action_log_probs": log_probs,
             "base_action_log_probs": base_log_probs,
             "behaviour_log_probs": rows.sampled_log_probs if self.shaping.keeps_engine_log_probs else None,
-            "action_mask": None if rows.turns is None else ~rows.turns.observed,
+            "action_mask": None if rows.turns is None or not bool(rows.turns.observed.any()) else ~rows.turns.observed,
             **{name: rows.flat(values) for name, values in learned.items() if name in by_columns},
         }
         return RaggedRows.of_columns(

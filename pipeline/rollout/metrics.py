@@ -8,8 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-import torch
-
+from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
 from pipeline.models.device import allocator_bytes
 from pipeline.progress import Telemetry
@@ -183,7 +182,7 @@ class RolloutMetrics(Telemetry):
         prompts: int,
         prompts_failed: int,
         group_size: int,
-        stopped: torch.Tensor,
+        stopped: Array,
         prompts_cut: int = 0,
     ) -> None:
         """Count a sealed rollout.

@@ -89,10 +89,9 @@ class PromptBatch:
                 f"the engine returned {len(responses)} responses for {len(self.prompts)} prompts, "
                 f"{self.group_size} of each were requested"
             )
-        log_probs = [response.log_probs for response in responses if response.log_probs is not None]
         return self._rows(
             [response.token_ids for response in responses],
-            torch.cat(log_probs) if len(log_probs) == len(responses) else None,
+            [response.log_probs for response in responses],
             TurnColumns.of(responses),
         )
 
@@ -105,32 +104,49 @@ class PromptBatch:
         """
         check_responses(responses, len(self.answers), self.prompt_columns, self.sampling.max_length)
         ends: list[int] = responses.lengths.tolist()
-        log_probs = responses.log_probs
+        log_probs = [None] * len(ends) if responses.log_probs is None else list(responses.log_probs)
         return self._rows(
             [ids[:end] for ids, end in zip(responses.sequences[:, self.prompt_columns :], ends, strict=True)],
-            None if log_probs is None else torch.cat([of[:end] for of, end in zip(log_probs, ends, strict=True)]),
+            [None if of is None else of[:end] for of, end in zip(log_probs, ends, strict=False)],
         )
 
-    def _rows(self, responses: list[Tensor], log_probs: Tensor | None, turns: TurnColumns | None = None) -> Rows:
+    def _rows(self, responses: list[Tensor], log_probs: list[Tensor | None], turns: TurnColumns | None = None) -> Rows:
+        """Return the rows; an engine of the user's may give tensors of any device and dtype."""
         lengths = np.array([len(ids) for ids in responses], np.int64)
         check_lengths(lengths, self.num_actions)
         for row, ids in enumerate(responses):
             if ids.is_floating_point() or ids.dtype == torch.bool:
                 raise FieldError(f"row {row}: the tokens of its response are {ids.dtype}; token ids are integers")
-        if log_probs is not None and len(log_probs) != lengths.sum():
-            raise ShapeError(f"the engine returned {len(log_probs)} log-probs for {lengths.sum()} tokens of responses")
+        if turns is not None and bool((ends := turns.observed[lengths.cumsum() - 1]).any()):
+            raise ShapeError(f"row {int(ends.nonzero()[0])}: its last response has no token")
         prompts = [prompt for prompt in self.prompts for _ in range(self.group_size)]
+        halves = (half.cpu() for row in zip(prompts, responses, strict=True) for half in row)
         return Rows(
-            tokens=torch.cat([half for row in zip(prompts, responses, strict=True) for half in row]),
+            tokens=torch.cat(list(halves)).long(),
             prompts=np.array([len(ids) for ids in prompts], np.int64),
             lengths=lengths,
             prompt_columns=self.prompt_columns,
             num_actions=self.num_actions,
             pad_token_id=self.sampling.pad_token_id,
-            sampled_log_probs=log_probs,
+            sampled_log_probs=_joined(log_probs, lengths.tolist()),
             vision=None if self.vision is None else self.vision.repeated(self.group_size),
             turns=turns,
         )
+
+
+def _joined(log_probs: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+    """Return the log-probs of all responses, ``(N,)`` float32 on the CPU; None unless each response has them.
+
+    Raises:
+        ShapeError: If a response has another number of them than tokens.
+    """
+    found = [values for values in log_probs if values is not None]
+    if len(found) != len(lengths):
+        return None
+    for row, (values, length) in enumerate(zip(found, lengths, strict=True)):
+        if values.shape != (length,):
+            raise ShapeError(f"row {row}: log-probs of shape {tuple(values.shape)} for {length} tokens of its response")
+    return torch.cat([values.detach().to("cpu", torch.float32) for values in found])
 
 
 def sample_all(engine: Engine, requests: Sequence[Request]) -> list[Completed]:

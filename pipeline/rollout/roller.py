@@ -18,6 +18,7 @@ import xxhash
 from pipeline.config.lengths import Lengths
 from pipeline.config.user_modules import PROMPT
 from pipeline.errors import ConfigError, PromptError
+from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.weights.store import WeightsReader
@@ -58,7 +59,7 @@ class Maker(Protocol):
         """Return prompts with their sampling parameters."""
 
     def finish(self, batch: PromptBatch, rows: Rows) -> RaggedRows:
-        """Return the experience of prompts and their responses."""
+        """Return the experience of prompts and their responses; its `info` has "cut"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +88,10 @@ class Rolled:
     prompts_cut: int = 0
 
     @property
-    def stopped(self) -> torch.Tensor:
+    def stopped(self) -> Array:
         """``(B,)`` bool, whether each response ended by itself, or by its environment."""
-        cut = None if self.rows is None else self.rows.tensor("info.cut")
-        assert cut is not None
-        return ~cut
+        assert self.rows is not None
+        return ~self.rows.columns["info.cut"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,8 @@ class Rows:
     @functools.cached_property
     def action_mask(self) -> Tensor:
         """``(B, A)`` bool; observations of an environment, which the actor did not sample, are left out."""
-        return self.is_response if self.turns is None else self.columns(~self.turns.observed)
+        # A copy: an estimator of the user's may change it.
+        return self.is_response.clone() if self.turns is None else self.columns(~self.turns.observed)
 
     def columns(self, values: Tensor) -> Tensor:
         """Return the values ``(N,)`` of responses by columns, ``(B, A)``, 0 behind the end of a response."""
@@ -231,7 +232,7 @@ def check_responses(responses: Responses, rows: int, prompt_width: int, max_leng
             f"generator returned sequences {shape} and lengths {tuple(lengths.shape)}, "
             f"not ({rows}, {max_length}) and ({rows},)"
         )
-    check_lengths(lengths.numpy(), max_length - prompt_width)
+    check_lengths(np.array(lengths.tolist()), max_length - prompt_width)
 
 
 def check_lengths(lengths: Index, num_actions: int) -> None:

@@ -138,7 +138,7 @@ class Shaping:
 def is_cut(rows: Rows, sampling: Sampling) -> Tensor:
     """Return which responses have the maximum length and do not end with a stop, ``(B,)`` bool."""
     whole = np.flatnonzero(rows.lengths == rows.num_actions)
-    responses = rows.columns(rows.response_tokens)[torch.from_numpy(whole)]
+    responses = rows.response_tokens[torch.from_numpy(rows.actions_of(whole))].reshape(-1, rows.num_actions)
     cut = torch.zeros(len(rows), dtype=torch.bool)
     cut[torch.from_numpy(whole)] = ~ends_with_stop(
         responses, sampling.stop_sequences, sampling.eos_token_ids, sampling.stop_strings

@@ -328,12 +328,12 @@ class RolloutWorker:
         return held[rolled.versions[0]] if rolled.versions else in_hand.weights[-1]
 
     def _seal(self, ticket: Ticket, weights: WeightsVersion, rolled: Rolled) -> Sealed:
-        assert rolled.rows is not None
+        rows = rolled.rows
+        assert rows is not None
         with self._metrics.activity("seal"):
             if self._numbers is not None:
-                rolled = dataclasses.replace(rolled, rows=pack(rolled.rows, self._numbers))
-            rows = rolled.rows
-            assert rows is not None
+                rows = pack(rows, self._numbers)
+                rolled = dataclasses.replace(rolled, rows=rows)
             encoded = self._encode(ticket, rows)
         self._metrics.rolled(
             rows,
@@ -360,7 +360,7 @@ class RolloutWorker:
         if rows is not None:
             try:
                 encoded, count = self._encode(ticket, rows), len(rows)
-            except ArenaFullError as error:
+            except (FieldError, ShapeError, ArenaFullError) as error:
                 log.warning("rollout refused without a copy: ticket=%d reason=%s", ticket.ticket, str(error))
         return Faulty(
             self._name, ticket.ticket, fault.reason, fault.detail, count, encoded.nbytes, encoded.checksum,
@@ -409,7 +409,7 @@ class RolloutWorker:
 
 def flat_groups(rows: RaggedRows, group_size: int) -> list[int]:
     """Return the numbers of the groups that carry no training signal, in order; none if the maker does not tell."""
-    mixed = rows.tensor("info.group_mixed")
+    mixed = rows.columns.get("info.group_mixed")
     if mixed is None or group_size < 2 or len(mixed) % group_size:
         return []
     return [group for group, signal in enumerate(mixed[::group_size].tolist()) if not signal]

@@ -1,6 +1,7 @@
 """Metrics, logs and samples; no torch.
 
 activity           wall time of a process by activity
+dashboards         alerts and dashboards for Prometheus and Grafana
 engine_view        the workers' engines, from readings
 evaluations        results of held-out prompts, and evaluations.jsonl
 exposition         the text that Prometheus scrapes

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -150,7 +151,7 @@ def test_clipped_rows_are_counted_and_logged_at_one_and_ten(tmp_path: Path, capl
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
             metrics.rolled(
-                RaggedRows.of(experience), prompts=2, prompts_failed=0, group_size=2, stopped=torch.ones(4).bool()
+                RaggedRows.of(experience), prompts=2, prompts_failed=0, group_size=2, stopped=np.ones(4, bool)
             )
 
     assert [record.getMessage() for record in caplog.records] == [

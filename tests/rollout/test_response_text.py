@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.rollout.loader import load_environment, reward_functions
+from pipeline.rollout.loader import load_environment, load_functions
 from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.answers import opened_by
@@ -109,7 +109,7 @@ def test_rewards_and_environments_of_a_worker_get_the_same_text_in_a_process_too
     config, telemetry = config_of(tmp_path, f"{module}:seen", **settings), NodeTelemetry()
 
     # With all special tokens hidden the tags would be, too, and the score 0.
-    reward = reward_functions(config, tokenizer, telemetry)
+    reward = load_functions(config, tokenizer, telemetry)
     try:
         score = reward(ids, torch.ones_like(ids), torch.tensor([1]), torch.tensor([ids.shape[1]]), [None])
     finally:

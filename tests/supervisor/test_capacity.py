@@ -272,7 +272,7 @@ def test_a_card_that_is_too_full_with_the_reference_has_it_moved_to_the_other_ro
 
     # In GB: the trainer 2, the worker 0.2 and a reward model of 3 or none, the reference 2.
     models = small._replace(
-        actor=larger(10**8), reference=larger(10**9), reward=None if reward is None else larger(reward)
+        actor=larger(10**8), reference=larger(10**9), rewards={} if reward is None else {"model": larger(reward)}
     )
     machine = CARDS._replace(gpus=2, gpu_bytes=round(card_gb * GB))
 
@@ -314,7 +314,7 @@ def test_a_worker_beside_vllm_is_told_how_it_needs_no_actor(folder: Path) -> Non
     more = {"more": (10**9,)}
     # A reward model makes the worker larger than the trainer.
     models = small._replace(actor=small.actor._replace(tensors=small.actor.tensors | more),
-                            reward=small.actor._replace(tensors={"most": (8 * 10**9,)}))  # fmt: skip
+                            rewards={"model": small.actor._replace(tensors={"most": (8 * 10**9,)})})  # fmt: skip
     worker = next(budget for budget in budgets_of(config, models, CARDS) if "rollout" in budget.name)
     machine = CARDS._replace(gpu_bytes=worker.total_bytes - 4 * models.actor.parameters)
 

@@ -78,7 +78,8 @@ class Responses:
     """The responses of an engine; row i * group_size + g is response g of prompt i.
 
     Attributes:
-        sequences: ``(B, max_length)`` int64, the prompts at full width, the responses, then pad tokens.
+        sequences: ``(B, max_length)`` int64, on any device as all of them: the prompts at full width, the responses,
+            then pad tokens.
         lengths: ``(B,)`` int64, tokens of each response, its stop included.
         log_probs: ``(B, max_length - P)`` float32, of the sampled tokens at the temperature, before top_k, top_p and
             min_p; zero after the end. None if the engine does not compute them.
@@ -152,7 +153,7 @@ class Request:
         first_row: Number of the request's first row within its ticket. Response g has the draws that
             `sampling.seed` and ``first_row + g`` determine. Requests with the same seed are of one ticket.
         vision: Images and videos of the prompt; None without.
-        draws_alone: Whether that stream must not depend on the other requests of the ticket either: of a later turn,
+        draws_alone: Whether its draws must not depend on the other requests of the ticket either: of a later turn,
             which not all rows of the ticket have.
         prompt_log_probs: Whether the first response has those of the prompt, computed anew; of vLLM alone.
     """

@@ -214,7 +214,7 @@ def test_code_with_a_lone_surrogate_is_wrong_and_one_in_an_escape_is_a_text() ->
 
 def test_every_name_is_known() -> None:
     for name in REWARD_NAMES:
-        if name not in ("length", "math", "remote", "judge"):
+        if name not in ("length", "math", "model", "remote", "judge"):
             assert callable(load_reward_function(name))
     assert callable(load_reward_function(LengthReward(name="length", limit_tokens=2, buffer_tokens=1)))
     assert math.isfinite(score("exact", "a", "b"))

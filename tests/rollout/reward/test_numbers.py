@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -287,7 +288,7 @@ def test_a_workers_metric_has_the_name_of_the_number(tmp_path: Path) -> None:
     reader = MetricsReader(slab)
     metrics = RolloutMetrics(slab.writer("rollout", 1), reward_source="function")
 
-    metrics.rolled(made, prompts=1, prompts_failed=0, group_size=2, stopped=torch.tensor([True, True]))
+    metrics.rolled(made, prompts=1, prompts_failed=0, group_size=2, stopped=np.array([True, True]))
     metrics.number_left_out("invalid")
     reader.name(dict(zip(NUMBER_LABELS, names.names, strict=False)))
     reading = reader.read()

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -152,9 +153,7 @@ def test_the_means_are_shown_by_name(tmp_path: Path) -> None:
         PROMPTS, MASK, max_length=7, columns=[{"level": 1.5}, {"level": 3}]
     )
 
-    metrics.rolled(
-        RaggedRows.of(experience), prompts=2, prompts_failed=0, group_size=1, stopped=torch.ones(2, dtype=torch.bool)
-    )
+    metrics.rolled(RaggedRows.of(experience), prompts=2, prompts_failed=0, group_size=1, stopped=np.ones(2, bool))
 
     names = dict(zip(REWARD_LABELS, ["level", "length"], strict=False))
     lines = Exposition(MetricsReader(slab, names=names)).text().decode().splitlines()
