@@ -90,7 +90,7 @@ def _measured(folder: Path, shape: Shape, rounds: int) -> Section:
     config = Config.model_validate(
         {
             "model": {"actor": str(folder / "model")},
-            "trainer": {"warmup_steps": 0, "decay_steps": 0, "probe_every": 0, "micro_batch_size": shape.rows // 2},
+            "trainer": {"warmup_steps": 0, "decay_steps": 0, "micro_batch_size": shape.rows // 2},
             "rollout": {"max_length": shape.tokens},
             "buffer": {"sample_batch_size": shape.rows},
         }

@@ -15,13 +15,13 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.cli.runs import entries_of
 from pipeline.cli.status import render, size
 from pipeline.config import load as config_load
-from pipeline.config.rewards import labels_of
+from pipeline.config.rewards import table_labels
 from pipeline.config.schema import Config
 from pipeline.errors import NotRunningError, RlhfdError
 from pipeline.runtime import control, lock
@@ -47,10 +47,13 @@ _VARIABLES = re.compile(
     r"(RLHFD|CUDA|NVIDIA|NCCL|TORCH|PYTORCH|TRITON|VLLM|RAY|OMP|MKL|OPENBLAS|HF|TRANSFORMERS|TOKENIZERS|GLOO|LD_|PYTHON"
     r"|VIRTUAL_ENV|TMPDIR|XDG_RUNTIME).*"
 )
-_SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET = re.compile(
+    r"TOKEN(?!IZERS)|SECRET|PASS|PWD|KEY|CREDENTIAL|AUTH|BEARER|COOKIE|SIGNATURE|_PAT$|_SAS$", re.IGNORECASE
+)
 # User and password of an address, and the value of such a parameter of it.
 _IN_ADDRESS = re.compile(
-    r"(?<=://)[^\s\"']+(?=@)|(?<=[?&])([\w.-]*(?:token|secret|passw|key|auth)[\w.-]*=)[^&\s\"']+", re.IGNORECASE
+    r"(?<=://)[^\s\"']+(?=@)|(?<=[?&])([\w.-]*(?:token|secret|pass|pwd|key|auth|sig|credential)[\w.-]*=)[^&\s\"']+",
+    re.IGNORECASE,
 )
 _TIMEOUT_S = 5.0
 _LAST_LINES = 5000
@@ -84,7 +87,7 @@ def collect(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], 
         "limits": _limits,
         "shared memory and disks": lambda: _storage(path, sets, environ),
         "runs": lambda: _runs(path, sets, environ),
-        "environment": lambda: _environment(environ),
+        "environment": lambda: _environment(environ, _key_variables(path, sets, environ)),
         "configuration": lambda: _configuration(path, sets, environ),
         "instance": lambda: _instance(folder()),
         "configuration in force": lambda: _in_force(folder()),
@@ -196,10 +199,20 @@ def _used(folder: Path) -> tuple[str, str]:
     return str(folder), f"{size(usage.free)} of {size(usage.total)} free"
 
 
-def _environment(environ: Mapping[str, str]) -> _Lines:
+def _key_variables(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> set[str | None]:
+    """Return the variables that hold keys of services, by the configuration."""
+    try:
+        rewards = config_load.load(path, sets, environ).config.rewards
+    except RlhfdError:
+        # It is told in the part of the configuration.
+        return set()
+    return {getattr(reward, "api_key_variable", None) for reward in rewards}
+
+
+def _environment(environ: Mapping[str, str], keys: Collection[str | None]) -> _Lines:
     for name in sorted(environ):
         if _VARIABLES.fullmatch(name):
-            yield name, "(hidden)" if _SECRET.search(name) else environ[name]
+            yield name, "(hidden)" if name in keys or _SECRET.search(name) else environ[name]
 
 
 def _configuration(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> _Lines:
@@ -223,7 +236,7 @@ def _instance(folder: Path) -> _Lines:
 def _in_force(folder: Path) -> _Lines:
     config = Config.model_validate_json((Path(lock.find(folder).shm_dir) / "config.json").read_bytes())
     values, defaults = config.model_dump(mode="json"), Config().model_dump(mode="json")
-    labels = labels_of([reward["name"] for reward in values["rewards"]])
+    labels = table_labels(config.rewards)
     values["rewards"] = dict(zip(labels, values["rewards"], strict=True))
     for section, keys in values.items():
         for name, value in keys.items():

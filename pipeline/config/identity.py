@@ -39,6 +39,9 @@ def identity_of(config: Config) -> str:
         *(() if config.lengths.response is None else (config.lengths.response,)),
         *(() if len(models := _reward_models(config)) < 2 else (models,)),
         *(() if config.trainer.optimizer == "adamw" else (config.trainer.optimizer,)),
+        # The state of training, and what is published with the weights, are others with these.
+        *(("normalize_values",) if config.trainer.normalize_values else ()),
+        *(("reward_scale",) if config.rollout.reward_scale != "none" else ()),
     )  # fmt: skip
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
@@ -56,6 +59,8 @@ def identifying_settings(config: Config) -> dict[str, Any]:
         "buffer.arena_bytes": config.buffer.arena_bytes,
         "trainer.kind": config.trainer.kind,
         "trainer.optimizer": config.trainer.optimizer,
+        "trainer.normalize_values": config.trainer.normalize_values,
+        "rollout.reward_scale": config.rollout.reward_scale,
     }
     for section, kept in (
         ("model", _of_model(config).model_dump(mode="json", exclude=_left_out(config))),

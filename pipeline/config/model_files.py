@@ -80,7 +80,8 @@ class ModelSizes(NamedTuple):
         """Parameters of the matrices of decoder layers, of the largest stack of layers."""
         found: dict[str, int] = {}
         for name, shape in self.tensors.items():
-            if (layer := _layer_of(name)) and len(shape) == 2:
+            # The experts of a layer, a matrix each in the files, are one parameter of three dimensions in the model.
+            if (layer := _layer_of(name)) and len(shape) == 2 and ".experts." not in name:
                 stack = layer.rpartition(".")[0]
                 found[stack] = found.get(stack, 0) + math.prod(shape)
         return max(found.values(), default=0)

@@ -475,6 +475,9 @@ def _conflict_of_models(config: Config) -> tuple[tuple[str, ...], str] | None:
             keys = (f"rewards.{label}.label", "rewards")
             return keys, f'must be another one than that of any other function or model, got "{own}"'
     for model in reward_models(config):
+        if model.label == "environment" and config.rollout.environment is not None:
+            message = "must be another one than that of the part that the environment's turns give"
+            return (f"rewards.{model.label}.label", "rollout.environment"), message
         if model.tokenizer == "own" and config.rollout.environment is not None:
             message = 'must be "policy" with rollout.environment: the turns of a row are no one response'
             return (model.tokenizer_key, "rollout.environment"), message

@@ -168,6 +168,23 @@ class TestReport:
             "HF_TOKEN": "(hidden)", "RLHFD_X_PASSWORD": "(hidden)", "TOKENIZERS_PARALLELISM": "a3",
         }  # fmt: skip
 
+    def test_the_key_of_a_service_is_hidden_under_any_name(self, tmp_path: Path) -> None:
+        (tmp_path / "c.toml").write_text(
+            '[[rewards]]\nname = "remote"\nurl = "https://judge.example/v1"\napi_key_variable = "VLLM_JUDGE"\n'
+        )
+        environ = {
+            "VLLM_JUDGE": "abc1",
+            "VLLM_BEARER": "abc2",
+            "NVIDIA_PAT": "abc3",
+            "RAY_DB_PWD": "abc4",
+            "VLLM_A": "5",
+        }
+
+        told = collect(tmp_path / "c.toml", (), environ, None)
+
+        assert told["environment"] == {**dict.fromkeys(environ, "(hidden)"), "VLLM_A": "5"}
+        assert "abc" not in text(told)
+
     def test_secrets_in_addresses_are_masked_in_every_part(self, tmp_path: Path) -> None:
         (tmp_path / "c.toml").write_text(
             '[[rewards]]\nname = "remote"\nurl = "https://judge.example/v1?key=abc1&rows=3"\n'

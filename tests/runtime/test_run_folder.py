@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.buffer.sizing import checked_layout
-from pipeline.config.identity import identity_of, run_dir, run_name
+from pipeline.config.identity import identifying_settings, identity_of, run_dir, run_name
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
@@ -98,9 +98,31 @@ def test_the_identity_of_a_configuration_is_that_of_earlier_releases():
     of = Config.model_validate({"model": {"actor": "/m"}, "prompts": {"path": "/p"}})
 
     assert identity_of(of) == "1645503f1785013e54d28218d182c7e8"
+
     for change in ({"float32_logits": True}, {"reference_device": "trainer"}):
         other = of.model_copy(update={"model": of.model.model_copy(update=change)})
         assert identity_of(other) == identity_of(of), "a run goes on with logits of another precision"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"trainer": {"normalize_values": True}},
+        {"rollout": {"reward_scale": "running"}},
+        {"trainer": {"optimizer": "muon"}},
+    ],
+    ids=str,
+)
+def test_another_state_of_training_is_another_run(changed):
+    """A start takes the memory of a killed one over by its identity: other tensors there would cost its steps."""
+    plain = {"trainer": {}, "rollout": {"algorithm": "ppo"}, "prompts": {"path": "/p"}, "model": {"actor": "/m"}}
+    one = Config.model_validate(plain)
+    other = Config.model_validate(plain | {key: {**plain[key], **values} for key, values in changed.items()})
+
+    assert identity_of(one) != identity_of(other)
+    assert [key for key, value in identifying_settings(one).items() if identifying_settings(other)[key] != value] == [
+        f"{section}.{key}" for section, values in changed.items() for key in values
+    ]
 
 
 def test_a_run_with_the_adapters_of_earlier_releases_goes_on_and_one_with_others_is_another():
