@@ -343,6 +343,8 @@ NEVER_IN_SUCH_A_RUN: dict[str, set[tuple[str, ...]]] = {
         (name, "model") for name in ("rlhfd_reward", "rlhfd_reward_mean", "rlhfd_reward_stddev")
     },
     "buffer.limit is 0": {("rlhfd_buffer_capacity_items", "0")},
+    "trainer.normalize_values is false": series_of("rlhfd_return"),
+    "rollout.reward_scale is none": series_of("rlhfd_reward_running"),
     "its workers compute here": {("rlhfd_weight_sync_bytes_total", "ray")},
     "it has one rank": series_of("rlhfd_rank_imbalance"),
 }

@@ -89,7 +89,7 @@ def judged(held):
 def test_the_worker_has_no_memory_for_the_actor_and_rolls_out_with_the_versions(held, versions):
     assert isinstance(held.weights, EngineWeights)
     assert {parameter.device.type for parameter in held.roller._maker.actor.parameters()} == {"meta"}
-    assert held.weights.critic and all(name.startswith("critic.") for name in held.weights.critic)
+    assert held.weights.beside and all(name.startswith("critic.") for name in held.weights.beside)
 
     for version, by in ((1, 0.0), (2, 0.01), (3, 1e-5)):
         versions.publish(version, by)
