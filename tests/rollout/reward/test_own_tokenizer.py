@@ -133,12 +133,18 @@ def test_texts_and_chats_are_scored_as_the_reward_model_reads_them(
     source.close()
 
 
-def test_a_chat_that_its_template_refuses_has_no_score(config: Config, tmp_path: Path, reward_folder: Path) -> None:
+def refusing_chats(reward_folder: Path, tmp_path: Path) -> Path:
+    """A copy of a reward model whose chat template refuses each chat."""
     folder = tmp_path / "refusing"
     folder.mkdir()
     for file in reward_folder.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no chats') }}")
+    return folder
+
+
+def test_a_chat_that_its_template_refuses_has_no_score(config: Config, tmp_path: Path, reward_folder: Path) -> None:
+    folder = refusing_chats(reward_folder, tmp_path)
     trial = RewardTrial(config.model_copy(update={"model": config.model.model_copy(update={"reward": str(folder)})}))
     with PromptSourceOf(config) as prompts:
         results = {isinstance(prompt.prompt, str): trial.score(prompt, "1") for prompt in prompts}

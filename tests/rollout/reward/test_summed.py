@@ -21,7 +21,7 @@ from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.reward.summed import SummedReward, load_reward
 from pipeline.rollout.reward.trial import RewardTrial
 from pipeline.rollout.roller import LocalRoller
-from tests.rollout.reward.test_own_tokenizer import PAD, config, plain_score, reward_folder  # noqa: F401 - fixtures
+from tests.rollout.reward.test_own_tokenizer import PAD, config, plain_score, refusing_chats, reward_folder  # noqa: F401 - fixtures
 from tests.support.daemon import task  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
@@ -171,11 +171,7 @@ def test_functions_of_one_name_are_told_apart_in_a_trial(config: Config) -> None
 
 
 def test_a_row_without_the_score_of_one_model_has_no_reward(two: Config, tmp_path: Path, reward_folder: Path) -> None:
-    refusing = tmp_path / "refusing"
-    refusing.mkdir()
-    for file in reward_folder.iterdir():
-        (refusing / file.name).write_bytes(file.read_bytes())
-    (refusing / "chat_template.jinja").write_text("{{ raise_exception('no chats') }}")
+    refusing = refusing_chats(reward_folder, tmp_path)
     kind, function, texts = two.model_dump(mode="json")["rewards"]
     roller = loaded(with_models(two, kind, function, {**texts, "path": str(refusing)}))
     source = PromptSource(two.prompts, two.daemon.seed)
