@@ -39,9 +39,9 @@ def settings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"), kind=
     return SimpleNamespace(lora_rank=rank, lora_alpha=alpha, lora_targets=targets, lora_kind=kind, lora_adapter=adapter)
 
 
-def trained(seed=3, **changes):
+def trained(seed=3, tie_word_embeddings=False, **changes):
     """An adapted model whose adapters are not zero."""
-    model = adapt(tiny.llama(), settings(**changes), seed=seed)
+    model = adapt(tiny.llama(tie_word_embeddings=tie_word_embeddings), settings(**changes), seed=seed)
     draws = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in adapter_of(model).values():
@@ -135,9 +135,7 @@ def _last(rows, width):
 def test_a_merged_checkpoint_with_an_adapted_head_loads_in_plain_transformers_with_the_same_logits(
     tmp_path, tied, given
 ):
-    model = adapt(tiny.llama(tie_word_embeddings=tied), settings(targets=("lm_head", "q_proj")), seed=3)
-    for tensor in adapter_of(model).values():
-        tensor.normal_(0.0, 0.3)
+    model = trained(tie_word_embeddings=tied, targets=("lm_head", "q_proj"))
     expected = model(input_ids=PROMPTS).logits
 
     Saved(model, settings(targets=("lm_head", "q_proj")), published(model) if given else None).save_pretrained(tmp_path)
