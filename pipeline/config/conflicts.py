@@ -115,9 +115,10 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.micro_batch_size is not None and trainer.micro_batch_tokens is not None:
         keys = ("trainer.micro_batch_size", "trainer.micro_batch_tokens")
         found.append(Conflict(keys, "must be left out with trainer.micro_batch_tokens, which takes its place"))
-    if trainer.devices != "auto" and len(trainer.devices) < trainer.world_size:
+    if trainer.devices != "auto" and len(trainer.devices) < config.ranks_here:
         keys = ("trainer.devices", "trainer.world_size")
-        found.append(Conflict(keys, f"names {len(trainer.devices)} for {trainer.world_size} ranks, each needs its own"))
+        found.append(Conflict(keys, f"names {len(trainer.devices)} for {config.ranks_here} ranks, each needs its own"))
+    found += _conflicts_of_nodes(config)
     if trainer.max_epochs and config.prompts.sources:
         keys = ("trainer.max_epochs", "prompts.sources")
         message = "must be 0 with prompts.sources, each of which begins its next pass on its own: set trainer.max_steps"
@@ -132,6 +133,34 @@ def conflicts(config: Config) -> list[Conflict]:
         keys = ("trainer.normalize_values", "trainer.kind")
         found.append(Conflict(keys, 'must be false with trainer.kind = "external", whose loss is its own'))
     return found + _conflicts_of_rates(config) + _conflicts_of_optimizer(config)
+
+
+def _conflicts_of_nodes(config: Config) -> list[Conflict]:
+    trainer = config.trainer
+    if trainer.nodes == 1:
+        return []
+    found = []
+    for key, is_wrong, message in (
+        (
+            "cluster.engine",
+            config.cluster.engine != "ray",
+            'must be "ray" with trainer.nodes above 1',
+        ),
+        ("trainer.kind", trainer.kind == "external", 'must be "builtin" with trainer.nodes above 1'),
+        (
+            "trainer.world_size",
+            trainer.world_size % trainer.nodes > 0,
+            f"must be a multiple of trainer.nodes, {trainer.nodes}, got {trainer.world_size}",
+        ),
+        (
+            "trainer.sharding",
+            trainer.sharding == "full",
+            'must be "none" or "auto" with trainer.nodes above 1: the ranks of several machines hold whole models',
+        ),
+    ):
+        if is_wrong:
+            found.append(Conflict((key, "trainer.nodes"), message))
+    return found
 
 
 def _conflicts_of_optimizer(config: Config) -> list[Conflict]:

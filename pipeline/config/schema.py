@@ -247,7 +247,13 @@ class TrainerConfig(LossSection):
         default="builtin", description="The trainer of this package, or your own that calls pipeline.connect."
     )
     world_size: int = Field(default=1, ge=1, le=1024, description="Number of trainer ranks, one process each.")
-    devices: Devices = Field(default="auto", description="CUDA device numbers, one per rank, or auto.")
+    nodes: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Machines of the ranks, each with as many of them: this one, and others of the Ray cluster.",
+    )
+    devices: Devices = Field(default="auto", description="CUDA device numbers, one per rank of this machine, or auto.")
     sharding: Literal["auto", "none", "full"] = Field(
         default="auto",
         description="Full: ranks split weights, gradients and moments; none: each holds all; auto: full where the plan "
@@ -456,6 +462,11 @@ class Config(Section):
         model = self.model
         path = model.reference or model.actor
         return None if model.lora_rank and path == model.actor else path
+
+    @property
+    def ranks_here(self) -> int:
+        """Trainer ranks on each machine, this one among them."""
+        return self.trainer.world_size // self.trainer.nodes
 
     @property
     def shards_trainer(self) -> bool:

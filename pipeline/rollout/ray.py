@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,14 +35,14 @@ from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.process import may_quote_texts
 from pipeline.rollout.remote import CallResult, NodeStatus, RolloutNode, WorkerSpec
 from pipeline.rollout.roller import Rolled, Roller
+from pipeline.runtime.ray_cluster import join, one_line
 from pipeline.runtime.role import Report, RoleContext
 from pipeline.storage.weights_header import Age, WeightsVersion
+from pipeline.telemetry.carried_records import log_carried
 
-_NAMESPACE: Final = "rlhfd"
 _STATUS_S: Final = 0.1
 _PENDING_S: Final = 10.0
 _PENDING_REPEAT_S: Final = 300.0
-_CONNECT_S: Final = 5.0
 _RETRY_S: Final = 0.5
 # Longest time to put weights into the store, and to transfer them to another machine: a constant and a slowest speed.
 _PATIENCE_S: Final = 30.0
@@ -52,14 +50,14 @@ _PATIENCE_S: Final = 30.0
 _HOLDER_START_S: Final = 120.0
 _STORED_BYTES_S: Final = 5e8
 _TRANSFERRED_BYTES_S: Final = 1e8
-_MOST_CHARACTERS: Final = 2000
 
 log = logging.getLogger(__name__)
 
 
 def run(config: Config, context: RoleContext) -> ExitCode:
     """Run a worker whose models are an actor of the cluster, until a shutdown or the end of a drain."""
-    _join(config, context)
+    join(config, context)
+    _configure_ray()
     try:
         return rollout_process.run(config, context, load_remote)
     except _StoppedError:
@@ -73,26 +71,6 @@ def load_remote(config: Config, context: RoleContext, metrics: RolloutMetrics) -
     roller = RemoteRoller(config, context, metrics)
     roller.load()
     return roller
-
-
-def _join(config: Config, context: RoleContext) -> None:
-    """Connect to the cluster as a driver."""
-    # No usage report leaves the machine.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = config.cluster.address
-    try:
-        if address != "auto":
-            # Ray itself would try for minutes, without a message.
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-        ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
-    except (OSError, RuntimeError, ValueError) as error:
-        message = f"cluster.address: no Ray cluster at {address} that this machine is part of (ray start): {error}"
-        # After the first start the cluster existed before and may come back: retry.
-        raise (ConfigError if context.generation <= 1 else RlhfdError)(message) from error
-    # `ray.init` has installed a handler of its own.
-    context.stop_on_sigterm()
-    _configure_ray()
 
 
 class RemoteRoller:
@@ -213,7 +191,7 @@ class RemoteRoller:
             ray.kill(self._holder)
             raise _LostError(f"their holder has not answered for {patience_s:.0f} s") from error
         except RayError as error:
-            raise _LostError(_one_line(error)) from error
+            raise _LostError(one_line(error)) from error
 
     def _find_holder(self) -> Any:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -232,14 +210,14 @@ class RemoteRoller:
         try:
             result: CallResult = self._wait(getattr(self._actor, method).remote(*arguments), patience_s, ends=False)
         except RayActorError as error:
-            raise RlhfdError(f"the actor on {self._machine} is gone: {_one_line(error)}") from error
+            raise RlhfdError(f"the actor on {self._machine} is gone: {one_line(error)}") from error
         except RayError as error:
             if isinstance(error, ObjectLostError) or isinstance(getattr(error, "cause", None), ObjectLostError):
-                raise _LostError(_one_line(error)) from error
+                raise _LostError(one_line(error)) from error
             raise
         self._context.metrics.beat()
         self._metrics.sampled_remotely(result.sampled, 0)
-        _log(result.records)
+        log_carried(result.records)
         for name, seconds in result.stages:
             self._metrics.staged(name, seconds)
         for reason in result.numbers_left_out:
@@ -301,7 +279,7 @@ class RemoteRoller:
             self._metrics.sampled_remotely(status.sampled, status.in_hand)
         if self._is_rolling and status.activity:
             self._metrics.clock.enter(status.activity)
-        _log(status.records)
+        log_carried(status.records)
 
 
 class _RolloutActor(RolloutNode):
@@ -354,17 +332,3 @@ def _configure_ray() -> None:
         return torch.from_numpy(data.copy()).view(dtype).reshape(shape)
 
     ray.util.register_serializer(torch.Tensor, serializer=serialize, deserializer=deserialize)
-
-
-def _log(records: Sequence[logging.LogRecord]) -> None:
-    """Log the records of an actor in this process."""
-    for record in records:
-        logger = logging.getLogger(record.name)
-        if logger.isEnabledFor(record.levelno):
-            logger.handle(record)
-
-
-def _one_line(error: BaseException) -> str:
-    """Return Ray's whole message on one line, without colours: the reason is rarely in its first line."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error) or type(error).__name__).split("\n")
-    return " | ".join(line.strip() for line in lines if line.strip())[:_MOST_CHARACTERS]

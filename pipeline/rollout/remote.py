@@ -7,7 +7,6 @@ runs in another thread.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -33,8 +32,8 @@ from pipeline.rollout.loader import load_roller
 from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.carried_records import CarriedRecords
 
-_MOST_RECORDS: Final = 1000
 _SILENT_SHARE: Final = 0.8
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -211,7 +210,7 @@ class RolloutNode:
         self._spec = spec
         self._config: Config | None = None
         self._telemetry = NodeTelemetry(log_texts=spec.log_texts)
-        self._records = _Records()
+        self._records = CarriedRecords()
         self._is_busy = False
         self._has_logged_stacks = False
         self._roller: LocalRoller | None = None
@@ -312,49 +311,6 @@ def _proven(roller: LocalRoller, weights: WeightsCopy) -> WeightsVersion:
     fetched = roller.fetch(weights)
     roller.telemetry.sampled(roller.weights.prove(fetched.version))
     return fetched
-
-
-class _Records(logging.Handler):
-    """Keeps log records in a form that another process can log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: collections.deque[logging.LogRecord] = collections.deque()
-        self._left_out = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if len(self._kept) >= _MOST_RECORDS:
-            self._left_out += 1
-            return
-        try:
-            self._kept.append(_plain_record(record))
-        except Exception:  # noqa: BLE001 - a record of user code may not be formattable: no reason to end a rollout
-            self.handleError(record)
-
-    def take(self) -> list[logging.LogRecord]:
-        records = [self._kept.popleft() for _ in range(len(self._kept))]
-        if self._left_out:
-            log, count, self._left_out = logging.getLogger(__name__), self._left_out, 0
-            message, values = "records left out: count=%d", (count,)
-            records.append(log.makeRecord(log.name, logging.WARNING, __file__, 0, message, values, None))
-        return records
-
-
-def _plain_record(record: logging.LogRecord) -> logging.LogRecord:
-    plain = {name: value for name, value in vars(record).items() if _is_plain(value)}
-    if isinstance(record.msg, str) and isinstance(record.args, tuple) and all(map(_is_plain, record.args)):
-        # Formatted by the gateway: the fields of the message keep their names.
-        record.getMessage()
-        plain["args"] = record.args
-    else:
-        plain |= {"msg": record.getMessage(), "args": ()}
-    if record.exc_info and record.exc_info[0]:
-        plain["stack_info"] = "".join(traceback.format_exception(*record.exc_info)).rstrip()
-    return logging.makeLogRecord(plain)
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, (str, int, float))
 
 
 def _hang_record(silent_s: float) -> logging.LogRecord:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.runtime.role import RoleContext
 
 _ROLES = {**role_libraries.ROLES, "buffer": "pipeline.buffer.process"}
-_GATEWAY = "pipeline.rollout.ray"
+_GATEWAYS = {"rollout": "pipeline.rollout.ray", "trainer": "pipeline.trainer.ray"}
 
 
 def main(reports: int, spec_json: str) -> int:
@@ -91,8 +91,10 @@ def main(reports: int, spec_json: str) -> int:
 
 def _run(config: Config, context: RoleContext) -> ExitCode:
     """Import the module of this process's role, and run it."""
-    is_gateway = context.role == "rollout" and config.cluster.engine == "ray"
-    module = _GATEWAY if is_gateway else _ROLES[context.role]
+    is_gateway = config.cluster.engine == "ray" and (
+        context.role == "rollout" or (context.role == "trainer" and context.index >= config.ranks_here)
+    )
+    module = (_GATEWAYS if is_gateway else _ROLES)[context.role]
     if context.role in role_libraries.ROLES:
         # In a fork of the forkserver they are there already.
         role_libraries.load([module], config.model.actor)

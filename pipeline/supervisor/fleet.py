@@ -55,7 +55,8 @@ class Slot:
         is_late: Whether the watchdog kills the child because it was not ready in time.
         late_starts: Children in a row that were killed for that reason.
         ready_s: Monotonic time since which the child has been ready, None before.
-        is_pending: Whether the child's Ray actor waits for resources: it is neither late nor required for readiness.
+        is_pending: Whether the child's Ray actor waits for resources, or a trainer rank for those of other machines: it
+            is not late, and a worker is not required for readiness.
         device: Name of the device that the child computes on; empty before it is ready, or if it computes nothing.
         lived_s: Time from ready to the last progress of the last child; the hang at its end does not count.
     """
@@ -345,7 +346,11 @@ class Fleet:
 
     def all_ready(self) -> bool:
         """Return whether every role but the setup is ready; a pending or failed rollout slot only degrades a run."""
-        required = [slot for slot in self.slots if slot.works and slot.state != "failed" and not slot.is_pending]
+        required = [
+            slot
+            for slot in self.slots
+            if slot.works and slot.state != "failed" and not (slot.role == "rollout" and slot.is_pending)
+        ]
         return all(slot.state == "ready" for slot in required) and any(slot.role == "rollout" for slot in required)
 
     def now_s(self) -> float:

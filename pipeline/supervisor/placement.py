@@ -87,8 +87,8 @@ def assign(
 
     With ``auto``, ranks take the first GPUs and workers the others, one each; if none is left, workers share the ranks'
     GPUs. With at least one core a process, each process gets its own cores; with fewer, no process is pinned. If the
-    GPUs are on several NUMA nodes, the processes of a node share its cores in this way. Workers whose models run on
-    other nodes of a cluster get neither.
+    GPUs are on several NUMA nodes, the processes of a node share its cores in this way. Ranks and workers whose models
+    run on other machines of a cluster get neither.
 
     Args:
         config: The configuration.
@@ -102,7 +102,7 @@ def assign(
     Raises:
         ConfigError: If a configured device does not exist, or there are fewer GPUs than ranks.
     """
-    ranks = config.trainer.world_size if config.trainer.kind == "builtin" else 0
+    ranks = config.ranks_here if config.trainer.kind == "builtin" else 0
     trainer_gpus = _chosen(config.trainer.devices, gpus, "trainer.devices") or list(gpus[:ranks])
     if gpus and ranks and len(trainer_gpus) < ranks:
         raise ConfigError(f"trainer.world_size: {ranks} ranks need a GPU each, {len(trainer_gpus)} are there")
@@ -114,7 +114,8 @@ def assign(
     processes = trainers if is_remote else trainers + workers
     chosen = [_nth(trainer_gpus if role == "trainer" else worker_gpus, index) for role, index in processes]
     cores = _shares_of_nodes(cpus, [frozenset(local.get(gpu, ())) for gpu in chosen]) or _shares(cpus, len(processes))
-    gateways = dict.fromkeys(workers, Devices("", ())) if is_remote else {}
+    remote_ranks = [("trainer", rank) for rank in range(ranks, config.trainer.world_size)] if ranks else []
+    gateways = dict.fromkeys([*(workers if is_remote else []), *remote_ranks], Devices("", ()))
     return gateways | {
         process: Devices(gpu, share) for process, gpu, share in zip(processes, chosen, cores, strict=True)
     }
@@ -129,7 +130,7 @@ def worker_count(config: Config, gpus: Sequence[str]) -> int:
         return config.rollout.workers
     if config.rollout.devices != "auto":
         return max(len(config.rollout.devices), config.rollout.workers)
-    ranks = config.trainer.world_size if config.trainer.kind == "builtin" else 0
+    ranks = config.ranks_here if config.trainer.kind == "builtin" else 0
     return max(config.rollout.workers, len(gpus) - ranks)
 
 

@@ -1,6 +1,7 @@
 """Metrics, logs and samples; no torch.
 
 activity           wall time of a process by activity
+carried_records    log records of a process on another machine
 dashboards         alerts and dashboards for Prometheus and Grafana
 engine_view        the workers' engines, from readings
 evaluations        results of held-out prompts, and evaluations.jsonl

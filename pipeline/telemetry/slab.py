@@ -48,6 +48,7 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.errors import DeadlineError, FieldError, LedgerError
 from pipeline.storage.files import no_room, replacing
@@ -136,6 +137,28 @@ class SlabLayout:
         return hashlib.sha256(repr((series, CONSERVATION_WORDS)).encode()).digest()[:8]
 
 
+class SlotState(NamedTuple):
+    """The slot of a process on another machine at one time, by `SlotWriter.state`; clocks of machines differ.
+
+    Attributes:
+        words: Its live words.
+        silent_s: Time since its last heartbeat.
+        working_on: The lease in work, -1 for none.
+        in_collective: Whether it waits in a collective.
+        activity: Its activity, empty for none.
+        entered_ns: Time since the begin of that activity.
+        spent_ns: Time that it has spent on that activity in all.
+    """
+
+    words: bytes
+    silent_s: float
+    working_on: int
+    in_collective: bool
+    activity: str
+    entered_ns: int
+    spent_ns: int
+
+
 class SlotWriter(MetricWriter):
     """A process's own slot in the slab."""
 
@@ -144,6 +167,7 @@ class SlotWriter(MetricWriter):
         name = layout.slots[index]
         super().__init__(name, layout.of_role[name.role], slab.floats, layout.live(index).start)
         self._slab = slab
+        self._live = layout.live(index)
         self._control_at = layout.control_at[index]
         self._beat_at = self._control_at + _BEAT
 
@@ -175,6 +199,45 @@ class SlotWriter(MetricWriter):
         """Return the start time of the process; None if `begin` set none, or another activity was entered."""
         activity, since_ns, spent_ns = self._slab._activity(self._control_at)
         return since_ns if activity == 1 + ACTIVITIES.index(START) and not spent_ns else None
+
+    @property
+    def slots(self) -> tuple[SlotName, ...]:
+        """All slots of the slab."""
+        return self._slab.layout.slots
+
+    def state(self) -> SlotState:
+        """Return the present state of this slot, for `show` of a process on another machine."""
+        slab, name = self._slab, self.name
+        activity, since_ns, spent_ns = slab._activity(self._control_at)
+        words = bytes(slab.floats[self._live].cast("B"))
+        now_ns, progress = time.monotonic_ns(), slab.progress(*name)
+        entered_ns = now_ns - since_ns
+        return SlotState(
+            words,
+            now_ns / 1e9 - progress.beat_s,
+            progress.working_on,
+            progress.in_collective,
+            ACTIVITIES[activity - 1] if activity else "",
+            entered_ns,
+            spent_ns + entered_ns,
+        )
+
+    def show(self, state: SlotState) -> None:
+        """Make this slot that of a process on another machine, whose slab has the same slots.
+
+        Series that the other process has not bound stay this one's. Its activity counts up to the time of its state and
+        not to that of a reading, so that no total is ahead of it and falls at the next state.
+        """
+        slab, at = self._slab, self._live.start
+        for word, value in enumerate(memoryview(state.words).cast("d")):
+            if value == value:
+                slab.floats[at + word] = value
+        slab.floats[self._control_at + _WORKING_ON] = float(state.working_on)
+        slab.floats[self._control_at + _IN_COLLECTIVE] = float(state.in_collective)
+        if state.activity:
+            since_ns = max(time.monotonic_ns() - state.entered_ns, slab.words[self._control_at + _SHOWN])
+            slab._show_activity(self._control_at, state.activity, since_ns, state.spent_ns, is_left=True)
+        slab.floats[self._beat_at] = time.monotonic() - state.silent_s
 
     def publish_group(self, block: Conservation) -> None:
         """Replace the conservation block as a whole. Only the buffer may; its last block stays when it dies."""
@@ -394,13 +457,15 @@ class MetricsSlab:
             view.release()
         self._map.close()
 
-    def _show_activity(self, control: int, activity: str, since_ns: int, spent_ns: int) -> None:
-        """Store an activity so that no reader sees it torn."""
+    def _show_activity(
+        self, control: int, activity: str, since_ns: int, spent_ns: int, *, is_left: bool = False
+    ) -> None:
+        """Store an activity so that no reader sees it torn; `is_left`: readers do not count it up."""
         turn = (self.words[control + _TURN] | 1) + 1
         half = _half(control, turn)
         self.words[half] = 1 + ACTIVITIES.index(activity)
         self.words[half + 1], self.words[half + 2] = since_ns, spent_ns
-        self.words[control + _TURN] = turn
+        self.words[control + _TURN] = turn | is_left
 
     def _index(self, role: str, worker: int) -> int:
         index = self.layout.index.get(SlotName(role, worker))

@@ -82,7 +82,7 @@ def open_connection(
         check: Called with the state dicts of each publish; raises if they must not be published.
         external: Configuration of the run whose external trainer this rank is; None for the built-in trainer.
     """
-    lock = _lock_rank(folder, rank)
+    lock = lock_rank(folder, rank)
     metrics = None
     if external is not None:
         metrics = ExternalMetrics(folder / "metrics", rank=rank, reward_source=reward_source(external))
@@ -104,7 +104,12 @@ def open_connection(
     )  # fmt: skip
 
 
-def _lock_rank(folder: Path, rank: int) -> int:
+def lock_rank(folder: Path, rank: int) -> int:
+    """Return a descriptor that holds the lock of a rank, which one process at a time has.
+
+    Raises:
+        ConfigError: If another process holds it.
+    """
     descriptor = os.open(folder / f"{trainer_name(rank)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     while True:

@@ -31,7 +31,7 @@ from pipeline.runtime.transport import Sender
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.external_metrics import ExternalMetrics
-from pipeline.trainer.prefetch import Gathering, Prefetcher
+from pipeline.trainer.prefetch import Gathering, Prefetcher, RowSource
 from pipeline.trainer.session import BufferSession, Receiver
 
 Check = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor] | None], None]
@@ -73,7 +73,7 @@ class Connection:
 
     def __init__(
         self,
-        arena: Arena,
+        rows: Arena | RowSource,
         weights_path: Path,
         receiver: Receiver,
         sender: Sender,
@@ -89,7 +89,7 @@ class Connection:
         """Send this rank's hello to the buffer; users call `connect`.
 
         Args:
-            arena: Mapped with its payload.
+            rows: The place of the rows of leases; an arena is mapped with its payload.
             weights_path: File of the published weights, made by the first `publish`.
             receiver: This rank's messages from the buffer.
             sender: Sends to the buffer.
@@ -103,10 +103,9 @@ class Connection:
         """
         self.rank = rank
         self.world_size = world_size
-        self._arena = arena
         self.weights_path = weights_path
         self._versions = PolicyVersions(weights_path)
-        self._prefetcher = Prefetcher(arena, gathering)
+        self._prefetcher = Prefetcher(rows, gathering)
         self._on_close = on_close
         self._check = check
         self._metrics = metrics

@@ -7,8 +7,8 @@ computation waits for it.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class Fetched(NamedTuple):
     """
 
     content: RaggedRows | Experience | None
-    damaged: dict[int, str]
+    damaged: Mapping[int, str]
     copied: torch.cuda.Event | None = None
 
 
@@ -79,11 +79,96 @@ class Gathering(NamedTuple):
         )
 
 
-class Prefetcher:
-    """Gathers the batches of leases from an arena that is mapped with its payload; used by one thread."""
+class FoundRows(NamedTuple):
+    """Rows of leases in their extents, or, if extents are damaged, their tickets with the reasons.
 
-    def __init__(self, arena: Arena, gathering: Gathering = Gathering()) -> None:  # noqa: B008 - immutable
+    Attributes:
+        chosen: The extents with the indices of the rows, in batch order; not to be used if one is damaged.
+        damaged: Reason by ticket, for each damaged extent.
+    """
+
+    chosen: codec.Extents
+    damaged: Mapping[int, str]
+
+
+class RowSource(Protocol):
+    """The place of the rows of leases: the arena, or on another machine the rank's gateway."""
+
+    def find(self, parts: Sequence[ExtentRows]) -> FoundRows:
+        """Return the rows of a lease; they stay where they are until the version that includes them."""
+
+
+class ArenaRows:
+    """The rows in an arena that is mapped with its payload.
+
+    Args:
+        arena: The arena.
+        gathering: The fields that a batch needs.
+    """
+
+    def __init__(self, arena: Arena, gathering: Gathering) -> None:
         self._arena = arena
+        self._gathering = gathering
+
+    def find(self, parts: Sequence[ExtentRows]) -> FoundRows:
+        """Return the rows of a lease, whose extents are checked."""
+        readers, damaged = [], {}
+        for part in parts:
+            memory = self._arena.extent(part.offset, part.nbytes)
+            try:
+                readers.append(codec.ExtentReader(memory, checksum=part.checksum))
+            except DecodeError as error:
+                damaged[part.ticket] = str(error)
+        damaged = damaged or self._without_needed_field(parts, readers)
+        return FoundRows([(reader, part.rows) for reader, part in zip(readers, parts, strict=False)], damaged)
+
+    def _without_needed_field(self, parts: Sequence[ExtentRows], readers: list[codec.ExtentReader]) -> dict[int, str]:
+        """Return the extents that lack a needed field, the reason by ticket; leave other fields out if one lacks them.
+
+        Without the log-probs of the engine a row would be trained without its correction: they are never left out.
+        """
+        gathering = self._gathering
+        for name, is_needed, problem in (
+            (
+                _REFERENCE,
+                gathering.needs_reference,
+                "its rows have no log-probs of the reference model: no KL weight was above 0, "
+                'or model.reference_device was "trainer"',
+            ),
+            (
+                _LOG_PROBS,
+                gathering.needs_log_probs,
+                'its rows have no log-probs of the policy: rollout.log_probs was "trainer"',
+            ),
+            (_BEHAVIOUR, None, "its rows have no log-probs of the engine, other rows of the batch have them"),
+            (
+                _CUT,
+                gathering.needs_cut,
+                "its rows do not say whether responses were cut: trainer.mask_cut_responses was false",
+            ),
+            # Rows of a time before a change of the reward functions, or of an older release, have no such column.
+            (_NUMBERS, False, ""),
+        ):
+            has_field = [name in reader.rows.named for reader in readers]
+            if not all(has_field) and (any(has_field) if is_needed is None else is_needed):
+                parts_found = zip(parts, has_field, strict=True)
+                return {part.ticket: problem for part, found in parts_found if not found}
+            if not all(has_field):
+                for reader in readers:
+                    reader.leave_out(name)
+        return {}
+
+
+class Prefetcher:
+    """Gathers the batches of leases; used by one thread.
+
+    Args:
+        rows: The place of the rows; an arena is mapped with its payload.
+        gathering: The way in which they are gathered.
+    """
+
+    def __init__(self, rows: Arena | RowSource, gathering: Gathering = Gathering()) -> None:  # noqa: B008 - immutable
+        self._rows = ArenaRows(rows, gathering) if isinstance(rows, Arena) else rows
         self._gathering = gathering
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._next: tuple[int, torch.device, concurrent.futures.Future[Fetched]] | None = None
@@ -147,17 +232,10 @@ class Prefetcher:
             self._thread.shutdown()
 
     def _make(self, parts: Sequence[ExtentRows], device: torch.device) -> Fetched:
-        readers, damaged = [], {}
-        for part in parts:
-            memory = self._arena.extent(part.offset, part.nbytes)
-            try:
-                readers.append(codec.ExtentReader(memory, checksum=part.checksum))
-            except DecodeError as error:
-                damaged[part.ticket] = str(error)
-        if damaged or (damaged := self._without_needed_field(parts, readers)):
+        chosen, damaged = self._rows.find(parts)
+        if damaged:
             return Fetched(None, damaged)
         versions = np.repeat([part.policy_version for part in parts], [len(part.rows) for part in parts])
-        chosen = [(reader, part.rows) for reader, part in zip(readers, parts, strict=True)]
         content: RaggedRows | Experience
         if self._gathering.padded:
             content = codec.gather_padded(chosen, pin_memory=device.type == "cuda")
@@ -171,42 +249,6 @@ class Prefetcher:
         with torch.cuda.stream(self._streams[device]):
             # The page-locked tensors return to torch's allocator, which keeps them until the copies are complete.
             return Fetched(_moved(content, device), {}, self._streams[device].record_event())
-
-    def _without_needed_field(self, parts: Sequence[ExtentRows], readers: list[codec.ExtentReader]) -> dict[int, str]:
-        """Return the extents that lack a needed field, the reason by ticket; leave other fields out if one lacks them.
-
-        Without the log-probs of the engine a row would be trained without its correction: they are never left out.
-        """
-        gathering = self._gathering
-        for name, is_needed, problem in (
-            (
-                _REFERENCE,
-                gathering.needs_reference,
-                "its rows have no log-probs of the reference model: no KL weight was above 0, "
-                'or model.reference_device was "trainer"',
-            ),
-            (
-                _LOG_PROBS,
-                gathering.needs_log_probs,
-                'its rows have no log-probs of the policy: rollout.log_probs was "trainer"',
-            ),
-            (_BEHAVIOUR, None, "its rows have no log-probs of the engine, other rows of the batch have them"),
-            (
-                _CUT,
-                gathering.needs_cut,
-                "its rows do not say whether responses were cut: trainer.mask_cut_responses was false",
-            ),
-            # Rows of a time before a change of the reward functions, or of an older release, have no such column.
-            (_NUMBERS, False, ""),
-        ):
-            has_field = [name in reader.rows.named for reader in readers]
-            if not all(has_field) and (any(has_field) if is_needed is None else is_needed):
-                parts_found = zip(parts, has_field, strict=True)
-                return {part.ticket: problem for part, found in parts_found if not found}
-            if not all(has_field):
-                for reader in readers:
-                    reader.leave_out(name)
-        return {}
 
 
 def _moved(content: RaggedRows | Experience, device: torch.device) -> RaggedRows | Experience:

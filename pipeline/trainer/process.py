@@ -42,6 +42,7 @@ from pipeline.trainer.dealing.ranks import RankBalance, Ranks, exchange_over
 from pipeline.trainer.hooks import TrainerHook
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
+from pipeline.trainer.meeting import Meeting, StoppedError, enter_group, leave_the_verdict
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.prefetch import Gathering
 from pipeline.trainer.recording.recorder import StepRecorder, cut, versions
@@ -53,6 +54,7 @@ from pipeline.trainer.sharding.models import inside, whole_answer
 from pipeline.trainer.sharding.ranks import TIMEOUT
 from pipeline.trainer.sharding.sharding import sharded_models, sharded_reference
 from pipeline.trainer.sleep import CardTurns
+from pipeline.trainer.spreading import newest_of_first, spread
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
 from pipeline.trainer.trainer import Trainer
@@ -62,8 +64,31 @@ _IDLE_S = 0.5
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, context: RoleContext) -> ExitCode:
+def connect_here(config: Config, context: RoleContext) -> Connection:
+    """Return the connection of a rank on the daemon's machine."""
+    return open_connection(
+        context.folder,
+        rank=context.index,
+        world_size=config.trainer.world_size,
+        prefetch=batches_ahead(config),
+        gathering=Gathering.of(config),
+        traffic=Traffic(context.metrics),
+    )
+
+
+def run(
+    config: Config,
+    context: RoleContext,
+    connect: Callable[[Config, RoleContext], Connection] = connect_here,
+    meeting: Meeting | None = None,
+) -> ExitCode:
     """Train until `trainer.max_steps` or `trainer.max_epochs`, a drain, or SIGTERM.
+
+    Args:
+        config: The run's configuration.
+        context: This rank's process.
+        connect: Connects the rank to the daemon.
+        meeting: The place where the ranks meet, on another machine than the daemon's.
 
     Returns:
         `ExitCode.OK`; `ExitCode.FAILED` if the last checkpoint could not be written.
@@ -73,15 +98,12 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     """
     torch.set_num_threads(config.trainer.threads)
     device = process_device()
-    connection = open_connection(
-        context.folder,
-        rank=context.index,
-        world_size=config.trainer.world_size,
-        prefetch=batches_ahead(config),
-        gathering=Gathering.of(config),
-        traffic=Traffic(context.metrics),
-    )
-    join_ranks(config, context)
+    connection = connect(config, context)
+    try:
+        join_ranks(config, context, meeting)
+    except StoppedError:
+        connection.close()
+        return ExitCode.OK
     trainer = new_trainer(config, context, connection)
     context.ready(device_name(device))
     try:
@@ -96,8 +118,10 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         saved = trainer.close()
         if trainer.complete:
             context.report(Report(state="finished"))
-    except BaseException:
+    except BaseException as error:
         trainer.abandon()
+        if config.trainer.nodes > 1:
+            leave_the_verdict(context, error)
         raise
     finally:
         # In the process group only after an error. Then nothing is released: freed page-locked memory waits for the GPU
@@ -112,9 +136,19 @@ def batches_ahead(config: Config) -> int:
     return config.trainer.gradient_accumulation_steps * config.trainer.publish_every + 1
 
 
-def join_ranks(config: Config, context: RoleContext) -> None:
-    """Join the process group of this generation, through a file in the instance's folder: it needs no port."""
+def join_ranks(config: Config, context: RoleContext, meeting: Meeting | None = None) -> None:
+    """Join the process group of this generation.
+
+    On one machine the ranks meet through a file in the instance's folder, which needs no port.
+
+    Raises:
+        StoppedError: If a shutdown comes before ranks of several machines have met.
+        RlhfdError: If they cannot meet.
+    """
     if config.trainer.world_size == 1:
+        return
+    if config.trainer.nodes > 1:
+        enter_group(config, context, meeting)
         return
     if context.index == 0:
         # Files of earlier generations: each generation leaves its file when it is killed.
@@ -197,8 +231,12 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     balance = None
     if deals_rows(config):
         balance = RankBalance(connection, device, exchange_over(device, metrics.in_collective))
-    resumption = Resumption(config, connection, learner, rank_models, device, agree=agree)
-    start = resumption.find()
+    is_spread = config.trainer.nodes > 1
+    resumption = Resumption(config, connection, learner, rank_models, device, agree=bool if is_spread else agree)
+    start = resumption.find() if context.index == 0 or not is_spread else Start()
+    if is_spread:
+        with metrics.in_collective():
+            start = spread(start, learner, rank_models, connection, device)
     # A barrier: the first rank replaces nothing that another rank still reads.
     agree(True)
     if context.index == 0:
@@ -222,7 +260,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         free_cached()
     if start.rollback:
         agree(True)
-        published = connection.newest()
+        published = newest_of_first(connection) if is_spread else connection.newest()
         if context.index and published is not None:
             connection.start_over(published)
     return trainer

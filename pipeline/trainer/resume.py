@@ -53,6 +53,7 @@ class Start(NamedTuple):
         checkpoint: The checkpoint to resume from, to be recorded as the latest; None for a new run.
         saved_step: Step of the last checkpoint of this run, 0 for none.
         in_memory: Whether shared memory held the start, so that the latest checkpoint stays the latest.
+        published: The newest published version, on ranks of several machines; None if there is none.
     """
 
     progress: Progress = Progress()
@@ -61,6 +62,7 @@ class Start(NamedTuple):
     checkpoint: Latest | None = None
     saved_step: int = 0
     in_memory: bool = False
+    published: WeightsVersion | None = None
 
     @property
     def position(self) -> int:

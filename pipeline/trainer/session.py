@@ -11,6 +11,7 @@ import collections
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
@@ -222,7 +223,7 @@ class BufferSession:
             self._newest_lease = lowest - 1
             self._greet()
 
-    def refuse(self, lease: Lease, damaged: dict[int, str]) -> None:
+    def refuse(self, lease: Lease, damaged: Mapping[int, str]) -> None:
         """Report the damaged tickets of a lease, each with its reason, and give up all later leases."""
         reason = next(iter(damaged.values()))
         log.error("damaged batch handed back: lease=%d tickets=%s: %s", lease.lease, [*damaged], reason)

@@ -100,7 +100,7 @@ class Trainer:
         self._row_means = RowMeans.of(config)
         self._publishing = Publishing(config, learner, connection, models, metrics, device=device, probe=probe)
         if start.version is None:
-            found = connection.newest()
+            found = start.published or connection.newest()
             assert found is not None
             self._publishing.version = found
         else:

@@ -191,6 +191,26 @@ class TestConflicts:
                 "names 1 for 2 ranks, each needs its own",
             ),
             (
+                {"trainer__world_size": 4, "trainer__nodes": 2},
+                "cluster.engine",
+                'must be "ray" with trainer.nodes above 1',
+            ),
+            (
+                {"cluster__engine": "ray", "trainer__world_size": 4, "trainer__nodes": 3},
+                "trainer.world_size",
+                "must be a multiple of trainer.nodes, 3, got 4",
+            ),
+            (
+                {"cluster__engine": "ray", "trainer__world_size": 2, "trainer__nodes": 2, "trainer__sharding": "full"},
+                "trainer.sharding",
+                'must be "none" or "auto" with trainer.nodes above 1: the ranks of several machines hold whole models',
+            ),
+            (
+                {"cluster__engine": "ray", "trainer__world_size": 2, "trainer__nodes": 2, "trainer__kind": "external"},
+                "trainer.kind",
+                'must be "builtin" with trainer.nodes above 1',
+            ),
+            (
                 {"cluster__engine": "ray", "rollout__devices": [1]},
                 "rollout.devices",
                 "must be auto where Ray gives each worker its GPUs (cluster.worker_gpus)",

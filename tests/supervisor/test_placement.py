@@ -58,6 +58,15 @@ def test_workers_that_compute_in_a_cluster_take_neither_gpu_nor_core_here():
     assert worker_count(chosen, ["a", "b", "c", "d"]) == 3
 
 
+def test_ranks_of_other_machines_take_neither_gpu_nor_core_here():
+    chosen = config(cluster={"engine": "ray"}, trainer={"world_size": 4, "nodes": 2})
+
+    devices = assign(chosen, ["a", "b"], range(8))
+
+    assert gpus_of(devices) == {"trainer-0": "a", "trainer-1": "b", "trainer-2": "", "trainer-3": "", "rollout-0": ""}
+    assert devices["trainer", 1].cpus == (4, 5, 6, 7) and devices["trainer", 2].cpus == ()
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

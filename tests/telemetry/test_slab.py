@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, FieldError, LedgerError
+from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.metrics import Progress
 from pipeline.telemetry.reader import HistogramReading, MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
@@ -351,3 +353,40 @@ def test_handle_of_a_closed_slab_does_not_write(path: Path) -> None:
 
     with pytest.raises(ValueError, match="released"):
         steps.inc()
+
+
+def test_a_slot_shows_the_process_of_another_machine_and_no_total_of_it_falls(tmp_path: Path) -> None:
+    here, there = (MetricsSlab.create(tmp_path / name, SLOTS) for name in ("here", "there"))
+    for slab in (here, there):
+        slab.begin("rollout", 0, activity="start")
+    gateway, far = (slab.writer("rollout", 0) for slab in (here, there))
+    gateway.counter("rlhfd_log_messages_total", level="warning").inc(3)
+    tokens = far.counter("rlhfd_tokens_total", kind="response")
+    clock = ActivityClock(far, ("generate", "reward", "logprob"))
+    read: list[list[float]] = []
+    for turn in range(40):
+        tokens.inc(7)
+        clock.enter(("generate", "reward")[turn % 2])
+        time.sleep(0.001)
+        # A reading before the next state: the activity has ended over there by then.
+        gateway.show(far.state())
+        clock.enter("logprob")
+        for _ in range(2):
+            read.append([*here.read(here.layout.index[SlotName("rollout", 0)])])
+            time.sleep(0.0005)
+
+    for before, after in itertools.pairwise(read):
+        assert all(not new < old for old, new in zip(before, after, strict=True))
+    assert value(here, "rlhfd_tokens_total", kind="response") == 280
+    assert value(here, "rlhfd_log_messages_total", level="warning") == 3, "the gateway's own"
+    shown, meant = here.progress("rollout", 0), there.progress("rollout", 0)
+    assert shown.activity == "reward" and meant.activity == "logprob", "the one of the state"
+    far.work_on(5)
+    far.set_in_collective(True)
+    time.sleep(0.02)
+    gateway.show(far.state())
+    shown = here.progress("rollout", 0)
+    assert (shown.working_on, shown.in_collective) == (5, True)
+    assert 0.02 <= time.monotonic() - shown.beat_s < 1.0, "its last heartbeat, not the time of the state"
+    for slab in (here, there):
+        slab.close()

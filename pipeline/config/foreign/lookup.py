@@ -37,6 +37,7 @@ WORDS: Final = {
     "checkpoint_dir": "daemon.state_dir",
     "log_file": "daemon.log_format",
     "nproc_per_node": "trainer.world_size",
+    "nnodes": "trainer.nodes",
     "staleness": "buffer.max_staleness",
     "buffer_size": "buffer.limit",
     "epsilon_low": "trainer.clip_low",

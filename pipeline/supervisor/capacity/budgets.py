@@ -77,8 +77,8 @@ def budgets_of(config: Config, models: Models, machine: Machine) -> list[Budget]
     cards: dict[str, list[str]] = {}
     roles = assign(config, [str(gpu) for gpu in range(machine.gpus)], [])
     for (role, index), where in roles.items():
-        # The models of a cluster's workers are on its other machines.
-        if role == "trainer" or config.cluster.engine == "local":
+        # Models of a cluster are on its other machines, all but those of this machine's ranks.
+        if index < config.ranks_here if role == "trainer" else config.cluster.engine == "local":
             cards.setdefault(where.gpu, []).append(f"{role} {index}")
     budgets, seen = [], set()
     host = {"processes without their models": DAEMON_BYTES + sum(process_bytes(config, role) for role, _ in roles)}

@@ -202,6 +202,8 @@ def _settled(config: Config) -> str | None:
         return "an external trainer shards its own models"
     if config.trainer.world_size == 1:
         return "one rank"
+    if config.trainer.nodes > 1:
+        return "ranks of several machines hold whole models"
     if str(config.model.actor).startswith(BUILTIN_PREFIX):
         return "the embedded model fits"
     return None

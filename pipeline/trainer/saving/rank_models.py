@@ -174,6 +174,10 @@ class RankModels:
             state=tensors,
         )
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of the models by name, live, those that no step changes among them."""
+        return flatten(**{name: dict(module.state_dict()) for name, module in self._models.items()})
+
     def close(self) -> None:
         """Unmap the published versions; they stay."""
         self.versions.close()

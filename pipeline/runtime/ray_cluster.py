@@ -1,0 +1,52 @@
+"""The connection of a gateway to its Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from typing import Final
+
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError, RlhfdError
+from pipeline.runtime.role import RoleContext
+
+_NAMESPACE: Final = "rlhfd"
+_CONNECT_S: Final = 5.0
+_MOST_CHARACTERS: Final = 2000
+
+
+def join(config: Config, context: RoleContext) -> None:
+    """Connect to the cluster as a driver.
+
+    Raises:
+        ConfigError: If there is no such cluster, at the first start of this process.
+        RlhfdError: If there is none at a later start.
+    """
+    # Only the gateways of a cluster load it.
+    import ray
+
+    # No usage report leaves the machine.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = config.cluster.address
+    try:
+        if address != "auto":
+            # Ray itself would try for minutes, without a message.
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        message = f"cluster.address: no Ray cluster at {address} that this machine is part of (ray start): {error}"
+        # After the first start the cluster existed before and may come back: retry.
+        raise (ConfigError if context.generation <= 1 else RlhfdError)(message) from error
+    # `ray.init` has installed a handler of its own.
+    context.stop_on_sigterm()
+    # Ray's has fields that no formatter here knows.
+    logging.setLogRecordFactory(logging.LogRecord)
+
+
+def one_line(error: BaseException) -> str:
+    """Return Ray's whole message on one line, without colours: the reason is rarely in its first line."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error) or type(error).__name__).split("\n")
+    return " | ".join(line.strip() for line in lines if line.strip())[:_MOST_CHARACTERS]

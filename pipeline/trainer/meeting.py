@@ -1,0 +1,184 @@
+"""The meeting of trainer ranks on several machines (`trainer.nodes`): one TCP store, on the first rank's machine.
+
+    gateway of a remote rank       first rank                          each other rank
+    address of this machine  --->  opens the store, a free port  --->  enters the process group through it
+
+The address is the one by which Ray's nodes know this machine. Address and port are files of one generation in the
+instance's folder; a remote rank gets them from its gateway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as distributed
+
+from pipeline.config.schema import Config
+from pipeline.errors import RlhfdError
+from pipeline.models.device import process_device
+from pipeline.runtime.role import Report, RoleContext
+from pipeline.trainer.sharding.ranks import TIMEOUT
+
+_POLL_S = 0.05
+# Ray takes some seconds until it reports a lost machine.
+_VERDICT_S = 30.0
+_SIOCGIFADDR = 0x8915
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+log = logging.getLogger(__name__)
+
+
+class StoppedError(Exception):
+    """A shutdown before the ranks have met."""
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """The place where the ranks of one generation meet.
+
+    Attributes:
+        host: Address of the first rank's machine.
+        port: Port of its store.
+        device: Type of the first rank's device, ``"cuda"`` or ``"cpu"``: all ranks compute on one type.
+    """
+
+    host: str
+    port: int
+    device: str
+
+
+def offer_address(folder: Path, generation: int, host: str) -> None:
+    """Tell the ranks of a generation the address of this machine; each gateway does, with the same one."""
+    _write(_host_path(folder, generation), host.encode())
+
+
+def found_meeting(folder: Path, generation: int, waits: Callable[[], None]) -> Meeting:
+    """Wait until the first rank has opened its store.
+
+    Args:
+        folder: The instance's folder.
+        generation: The generation of the ranks.
+        waits: Called between two looks; may raise.
+    """
+    return msgspec.json.decode(_awaited(_meeting_path(folder, generation), waits), type=Meeting)
+
+
+def enter_group(config: Config, context: RoleContext, meeting: Meeting | None = None) -> None:
+    """Enter the process group of all ranks; returns once every rank has.
+
+    Args:
+        config: The run's configuration.
+        context: This rank's process.
+        meeting: The place of the meeting, on a remote rank; None on the daemon's machine.
+
+    Raises:
+        StoppedError: If a shutdown comes first.
+        RlhfdError: If the store cannot be opened or reached.
+    """
+
+    def waits() -> None:
+        if context.stopping:
+            raise StoppedError
+
+    context.report(Report(state="pending"))
+    folder, generation = context.folder, context.generation
+    device = process_device().type
+    try:
+        if meeting is not None:
+            store = _store(meeting.host, meeting.port)
+        elif context.index:
+            meeting = found_meeting(folder, generation, waits)
+            store = _store(meeting.host, meeting.port)
+        else:
+            _forget_earlier(folder, generation)
+            host = _awaited(_host_path(folder, generation), waits).decode()
+            store = _store(host, 0, is_master=True)
+            meeting = Meeting(host, store.port, device)
+            _write(_meeting_path(folder, generation), msgspec.json.encode(meeting))
+        for name in _INTERFACES:
+            # By default a machine's address is that of its name, which may be a loopback one.
+            os.environ.setdefault(name, _interface_to(meeting.host, meeting.port))
+        distributed.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=context.index,
+            world_size=config.trainer.world_size,
+            timeout=TIMEOUT,
+        )
+    except (distributed.DistError, OSError) as error:
+        raise RlhfdError(f"the trainer ranks do not meet: {error}") from error
+    context.in_process_group = True
+    context.report(Report(state="placed"))
+
+
+def leave_the_verdict(context: RoleContext, error: BaseException) -> None:
+    """After an error of a collective, leave the time to the gateway that knows why the other rank is gone.
+
+    This rank sees a closed connection before the cluster reports the death at its other end, or that rank's own error.
+    The supervisor ends all ranks with the first one that ends, which is the one to blame for the batch in work.
+    """
+    if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+        return
+    log.warning("another trainer rank is gone: %s", next(iter(str(error).splitlines()), ""))
+    deadline_s = time.monotonic() + _VERDICT_S
+    while time.monotonic() < deadline_s and not context.stopping:
+        time.sleep(_POLL_S)
+    context.report(Report(killed=True))
+
+
+def _store(host: str, port: int, *, is_master: bool = False) -> Any:
+    """Open or enter the store at an address; 0 is a free port."""
+    return distributed.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=is_master, wait_for_workers=False, timeout=TIMEOUT
+    )
+
+
+def _interface_to(host: str, port: int) -> str:
+    """Return the name of the network interface by which this machine reaches an address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: the kernel chooses the route.
+        probe.connect((host, port))
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == own:
+                    return name
+    raise OSError(f"no network interface has the address {own}")
+
+
+def _host_path(folder: Path, generation: int) -> Path:
+    return folder / f"ranks-{generation}.host"
+
+
+def _meeting_path(folder: Path, generation: int) -> Path:
+    return folder / f"ranks-{generation}.meeting"
+
+
+def _forget_earlier(folder: Path, generation: int) -> None:
+    for left in folder.glob("ranks-*.*"):
+        if int(left.stem.partition("-")[2]) < generation:
+            left.unlink(missing_ok=True)
+
+
+def _awaited(path: Path, waits: Callable[[], None]) -> bytes:
+    while True:
+        waits()
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_bytes()
+        time.sleep(_POLL_S)
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.rename(path)

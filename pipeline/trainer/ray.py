@@ -1,0 +1,220 @@
+"""Trainer ranks on other machines of a Ray cluster (`trainer.nodes`).
+
+    this machine                                              another machine
+    supervisor, buffer, arena, weights
+    trainer 0 ... : the ranks of this machine  <- collectives ->  the ranks of that machine
+    trainer N: the gateway of rank N  ------ wire -------------->  its actor: the rank (`pipeline.trainer.remote`)
+
+A gateway is the rank for supervisor and buffer: it holds the rank's lock, passes messages on, reads the rows of leases
+from the arena, and shows the rank's metrics in its slot. Actor and gateway end together, and with them all ranks, which
+start together again (`pipeline.trainer.resume`). All ranks hold whole models, so that those of the daemon's machine
+alone publish, keep the training state and write checkpoints; the others get models and state from the first rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any, Final
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util import get_node_ip_address, get_placement_group, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from pipeline.config import user_modules
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError, ExitCode, RlhfdError
+from pipeline.runtime.messages import Hello
+from pipeline.runtime.ray_cluster import join, one_line
+from pipeline.runtime.role import Report, RoleContext
+from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, trainer_name
+from pipeline.storage.arena import Arena
+from pipeline.telemetry.carried_records import log_carried
+from pipeline.trainer.connect import lock_rank
+from pipeline.trainer.meeting import Meeting, StoppedError, found_meeting, offer_address
+from pipeline.trainer.prefetch import ArenaRows, Gathering
+from pipeline.trainer.remote import Downward, RankSpec, RemoteRank, Upward, in_one_extent
+
+_LOOK_S: Final = 0.1
+_PENDING_S: Final = 10.0
+_PENDING_REPEAT_S: Final = 300.0
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, context: RoleContext) -> ExitCode:
+    """Run a rank on another machine until it ends; return its exit code.
+
+    Raises:
+        ConfigError: If there is no cluster, or the rank cannot compute where it is placed, at the first start.
+        RlhfdError: The same at a later start; and if the rank's actor or its machine is lost.
+    """
+    started_s = time.monotonic()
+    join(config, context)
+    try:
+        return _Gateway(config, context, started_s).run()
+    except StoppedError:
+        return ExitCode.OK
+    finally:
+        ray.shutdown()
+
+
+class _Gateway:
+    def __init__(self, config: Config, context: RoleContext, started_s: float) -> None:
+        self._config = config
+        self._context = context
+        self._started_s = started_s
+        self._ends = threading.Event()
+        self._told_to_stop = False
+
+    def run(self) -> ExitCode:
+        """Place the rank and serve it to its end."""
+        context, folder = self._context, self._context.folder
+        lock = lock_rank(folder, context.index)
+        arena = Arena(folder / "arena")
+        mailbox, outbox = Mailbox(folder, trainer_name(context.index)), Outbox(folder, BUFFER)
+        self._outbox = outbox
+        self._rows = ArenaRows(arena, Gathering.of(self._config))
+        carrier = threading.Thread(target=self._carry, args=(mailbox,), name="rlhfd-carry", daemon=True)
+        try:
+            offer_address(folder, context.generation, get_node_ip_address())
+            context.report(Report(state="pending"))
+            self._actor = self._placed(found_meeting(folder, context.generation, self._waits))
+            carrier.start()
+            return self._served()
+        finally:
+            self._ends.set()
+            if carrier.ident is not None:
+                carrier.join()
+            with contextlib.suppress(AttributeError):
+                ray.kill(self._actor)
+            outbox.close(linger_s=1.0)
+            mailbox.close()
+            arena.close()
+            os.close(lock)
+
+    def _waits(self) -> None:
+        if self._context.stopping:
+            raise StoppedError
+
+    def _placed(self, meeting: Meeting) -> Any:
+        """Return the rank's actor, once the cluster has room for the ranks of all other machines."""
+        gpus = 1.0 if meeting.device == "cuda" else 0.0
+        node = self._context.index // self._config.ranks_here - 1
+        group = self._group(gpus)
+        due_s = time.monotonic() + _PENDING_S
+        while not ray.wait([group.ready()], timeout=_LOOK_S)[0]:
+            self._waits()
+            if time.monotonic() > due_s:
+                due_s, free = time.monotonic() + _PENDING_REPEAT_S, ray.available_resources()
+                log.warning("waits for room in the cluster: machines=%d ranks_each=%d gpus_each=%g cpus_each=%g "
+                            "free_gpus=%g free_cpus=%g", self._config.trainer.nodes - 1, self._config.ranks_here,
+                            gpus * self._config.ranks_here, self._config.trainer.threads * self._config.ranks_here,
+                            free.get("GPU", 0.0), free.get("CPU", 0.0))  # fmt: skip
+        spec = RankSpec(
+            self._config.model_dump_json(),
+            self._context.index,
+            self._context.generation,
+            self._context.prompts,
+            meeting,
+            self._context.metrics.slots,
+            time.monotonic() - self._started_s,
+            os.getcwd(),
+            os.environ.get(user_modules.FOLDER_VARIABLE, ""),
+        )
+        actor = ray.remote(
+            num_cpus=self._config.trainer.threads, num_gpus=gpus, max_restarts=0,
+            concurrency_groups={"down": 1, "up": 1},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
+        )(_RankActor)  # fmt: skip
+        return actor.remote(spec)
+
+    def _group(self, gpus: float) -> Any:
+        """Return the placement of the ranks of this generation: one bundle a machine, each on another one."""
+        # The names of an earlier generation may still be known.
+        name = f"rlhfd {socket.gethostname()} {os.getppid()} {self._context.folder.name} {self._context.generation}"
+        if self._context.index > self._config.ranks_here:
+            while True:
+                self._waits()
+                with contextlib.suppress(ValueError):
+                    return get_placement_group(name)
+                time.sleep(_LOOK_S)
+        ranks = self._config.ranks_here
+        bundle = {"CPU": float(ranks * self._config.trainer.threads)} | ({"GPU": ranks * gpus} if gpus else {})
+        return placement_group([bundle] * (self._config.trainer.nodes - 1), strategy="STRICT_SPREAD", name=name)
+
+    def _served(self) -> ExitCode:
+        """Pass on what the actor has until its rank has ended."""
+        try:
+            done = self._actor.run.remote()
+            collected = self._actor.collect.remote()
+            while True:
+                ready, _ = ray.wait([collected, done], timeout=_LOOK_S)
+                self._tell_changes()
+                if collected in ready:
+                    self._take(ray.get(collected))
+                    collected = self._actor.collect.remote()
+                elif ready:
+                    break
+            ended: ExitCode | RlhfdError = ray.get(done)
+            self._take(ray.get(collected))
+            while not (last := ray.get(self._actor.collect.remote(0.0))).is_empty:
+                self._take(last)
+        except RayActorError as error:
+            # An error of the rank is an answer of its actor: a batch at which it dies without one is not blamed.
+            self._context.report(Report(killed=True))
+            raise RlhfdError(f"the actor of trainer rank {self._context.index} is gone: {one_line(error)}") from error
+        except RayError as error:
+            raise RlhfdError(f"trainer rank {self._context.index} failed: {one_line(error)}") from error
+        if isinstance(ended, ConfigError) and self._context.generation > 1:
+            # The configuration was valid on another machine, and may be on the next one: retry.
+            raise RlhfdError(str(ended), bare=ended.bare)
+        if isinstance(ended, RlhfdError):
+            raise ended
+        return ended
+
+    def _take(self, upward: Upward) -> None:
+        for message in upward.messages:
+            if isinstance(message, Hello):
+                # The supervisor reports the death of this process.
+                message = msgspec.structs.replace(message, pid=os.getpid())
+            self._outbox.send(message)
+        log_carried(upward.records)
+        self._context.metrics.show(upward.slot)
+        for report in upward.reports:
+            self._context.report(report)
+        for number, parts in upward.wanted:
+            self._actor.deliver.remote(Downward(found={number: in_one_extent(self._rows, parts)}))
+
+    def _carry(self, mailbox: Mailbox) -> None:
+        """Pass on the buffer's messages; in a thread of its own."""
+        while not self._ends.is_set():
+            if messages := mailbox.receive(_LOOK_S):
+                self._actor.deliver.remote(Downward(messages=messages))
+
+    def _tell_changes(self) -> None:
+        if (config := self._context.reloaded()) is not None:
+            self._actor.deliver.remote(Downward(config=config.model_dump_json()))
+        if self._context.stopping and not self._told_to_stop:
+            self._told_to_stop = True
+            self._actor.deliver.remote(Downward(stopping=True))
+
+
+class _RankActor(RemoteRank):
+    """The actor: a `RemoteRank` that is spoken with during `run`."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        logging.setLogRecordFactory(logging.LogRecord)
+        if not ray.get_gpu_ids():
+            # An actor that requested no GPU sees all GPUs of its machine otherwise.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        super().__init__(spec)
+
+    deliver = ray.method(concurrency_group="down")(RemoteRank.deliver)
+    collect = ray.method(concurrency_group="up")(RemoteRank.collect)

@@ -1,0 +1,313 @@
+"""A trainer rank on another machine than the daemon's (`trainer.nodes`): the process of any rank, over a wire.
+
+The rank runs `pipeline.trainer.process` as a rank of the daemon's machine does, and takes part in the same collectives.
+What that rank finds in shared memory comes over a wire, whose other end is the rank's gateway (`pipeline.trainer.ray`):
+
+    messages of the buffer   both ways, in order
+    rows of a lease          asked for by their places; the gateway answers with them in one extent
+    metrics                  a slab of this process alone, whose state the gateway shows as its own slot
+    reports, log records     to the gateway, which passes them on
+    reload, shutdown         from the gateway
+
+The rank's `RemoteRank` is called by three threads: `run` to the end, `deliver` and `collect` beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from pipeline.config import user_modules
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError, ExitCode, RlhfdError
+from pipeline.experience import codec
+from pipeline.models.device import process_device
+from pipeline.runtime.messages import ExtentRows, Message
+from pipeline.runtime.role import Report, RoleContext
+from pipeline.telemetry.carried_records import CarriedRecords
+from pipeline.telemetry.metric import START, TRAINER, SlotName
+from pipeline.telemetry.slab import MetricsSlab, SlotState
+from pipeline.trainer import process
+from pipeline.trainer.connection import Connection
+from pipeline.trainer.meeting import Meeting, StoppedError
+from pipeline.trainer.prefetch import FoundRows, Gathering, RowSource
+
+_COLLECT_S: Final = 0.1
+_HEADER_BYTES: Final = 1 << 16
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSpec:
+    """The specification of a remote rank.
+
+    Attributes:
+        config: The instance's, as JSON.
+        rank: Its rank.
+        generation: The generation of the ranks.
+        prompts: Prompts in one epoch, 0 if unknown.
+        meeting: The place where the ranks meet.
+        slots: The slots of the instance's metrics.
+        started_s: Time since the start of the gateway.
+        working_directory: Folder of the daemon's start; entered if it exists on this machine too.
+        modules: The folder of the configuration file, searched first for modules of the user's.
+        release: The version of this package on the daemon's machine.
+    """
+
+    config: str
+    rank: int
+    generation: int
+    prompts: int
+    meeting: Meeting
+    slots: Sequence[SlotName]
+    started_s: float
+    working_directory: str
+    modules: str = ""
+    release: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("rlhfd"))
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundExtent:
+    """The rows of a lease in one extent, or the damaged ones' reasons by ticket.
+
+    Attributes:
+        extent: The extent's bytes, uint8.
+        checksum: Their xxh3-64 checksum.
+        rows: Number of rows.
+        damaged: See `FoundRows`.
+    """
+
+    extent: np.ndarray[Any, np.dtype[np.uint8]]
+    checksum: int
+    rows: int
+    damaged: dict[int, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Upward:
+    """What a rank has for its gateway.
+
+    Attributes:
+        messages: Messages to the buffer, in order.
+        wanted: Rows that the rank waits for: the number of the question and the places.
+        reports: Reports to the supervisor.
+        records: Log records.
+        slot: The present state of its metrics.
+    """
+
+    messages: list[Message]
+    wanted: list[tuple[int, list[ExtentRows]]]
+    reports: list[Report]
+    records: list[logging.LogRecord]
+    slot: SlotState
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but the state of the metrics is there."""
+        return not (self.messages or self.wanted or self.reports or self.records)
+
+
+@dataclasses.dataclass(frozen=True)
+class Downward:
+    """What a gateway has for its rank.
+
+    Attributes:
+        messages: Messages of the buffer, in order.
+        found: Answers by the number of their question: the rows, or the error of the search.
+        config: The instance's configuration as JSON, if it has changed; else empty.
+        stopping: Whether a shutdown has begun.
+    """
+
+    messages: list[Message] = dataclasses.field(default_factory=list)
+    found: dict[int, FoundExtent | RlhfdError] = dataclasses.field(default_factory=dict)
+    config: str = ""
+    stopping: bool = False
+
+
+def in_one_extent(rows: RowSource, parts: Sequence[ExtentRows]) -> FoundExtent | RlhfdError:
+    """Return the rows of a lease in one extent, of each of its extents those that are meant and no other.
+
+    Args:
+        rows: Their place.
+        parts: The extents and rows.
+
+    Returns:
+        The extent, or the error for which there is none.
+    """
+    try:
+        found = rows.find(parts)
+        if found.damaged:
+            return FoundExtent(np.zeros(0, np.uint8), 0, 0, dict(found.damaged))
+        gathered = codec.gather(found.chosen)
+        extent = np.zeros(sum(part.nbytes for part in parts) + _HEADER_BYTES, np.uint8)
+        encoded = codec.encode(gathered, extent.data)
+    except RlhfdError as error:
+        return error.with_traceback(None)
+    return FoundExtent(extent[: encoded.nbytes], encoded.checksum, len(gathered), {})
+
+
+class Wire:
+    """The rank's end: receiver and sender of its session, and the place of the rows of its leases."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._received: list[Message] = []
+        self._sent: list[Message] = []
+        self._wanted: list[tuple[int, list[ExtentRows]]] = []
+        self._found: dict[int, FoundExtent | RlhfdError] = {}
+        self._reports: list[Report] = []
+        self._questions = 0
+
+    # The rank's threads.
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        """Return the messages that have arrived, waiting up to `timeout_s` for the first one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._received, timeout_s)
+            received, self._received = self._received, []
+        return received
+
+    def send(self, message: Message) -> None:
+        """Queue a message to the buffer."""
+        with self._changed:
+            self._sent.append(message)
+            self._changed.notify_all()
+
+    def report(self, report: Report) -> None:
+        """Queue a report to the supervisor."""
+        with self._changed:
+            self._reports.append(report)
+            self._changed.notify_all()
+
+    def find(self, parts: Sequence[ExtentRows]) -> FoundRows:
+        """Return rows of leases, which the gateway has checked and laid into one extent.
+
+        Raises:
+            RlhfdError: If the gateway cannot find them.
+            DecodeError: If other bytes have arrived than it has sent.
+        """
+        with self._changed:
+            number = self._questions = self._questions + 1
+            self._wanted.append((number, list(parts)))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: number in self._found)
+            found = self._found.pop(number)
+        if isinstance(found, RlhfdError):
+            raise found
+        if found.damaged:
+            return FoundRows([], found.damaged)
+        reader = codec.ExtentReader(found.extent.data, checksum=found.checksum)
+        return FoundRows([(reader, range(found.rows))], {})
+
+    # The gateway's calls.
+
+    def deliver(self, downward: Downward) -> None:
+        """Take what the gateway sends."""
+        with self._changed:
+            self._received += downward.messages
+            self._found |= downward.found
+            self._changed.notify_all()
+
+    def collect(self, slot: MetricsSlab, rank: int, records: CarriedRecords, timeout_s: float) -> Upward:
+        """Return what the rank has for its gateway, waiting up to `timeout_s` for the first of it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sent or self._wanted or self._reports, timeout_s)
+            sent, self._sent = self._sent, []
+            wanted, self._wanted = self._wanted, []
+            reports, self._reports = self._reports, []
+        return Upward(sent, wanted, reports, records.take(), slot.writer(TRAINER, rank).state())
+
+
+class RemoteRank:
+    """One rank on its machine; the gateway calls it."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        os.environ.update(_ENVIRONMENT)
+        self._spec = spec
+        self._wire = Wire()
+        self._records = CarriedRecords()
+        logging.getLogger().addHandler(self._records)
+        self._folder = tempfile.TemporaryDirectory(prefix="rlhfd-rank-")
+        folder = Path(self._folder.name)
+        self._slab = MetricsSlab.create(folder / "metrics", spec.slots)
+        self._slab.begin(TRAINER, spec.rank, activity=START)
+        writer = self._slab.writer(TRAINER, spec.rank)
+        writer.enter(START, time.monotonic_ns() - int(spec.started_s * 1e9), 0)
+        self._context = RoleContext(
+            TRAINER, spec.rank, folder, writer, self._wire.report, spec.generation, spec.prompts
+        )
+        self._set_config(spec.config)
+
+    def run(self) -> ExitCode | RlhfdError:
+        """Train to the end; return the rank's exit code, or the error that names this machine."""
+        try:
+            return self._run()
+        except StoppedError:
+            return ExitCode.OK
+        except RlhfdError as raised:
+            # Without its frames, which refer to the tensors they worked on.
+            error = type(raised)(
+                f"on {socket.gethostname()}: {raised}", bare=f"on {socket.gethostname()}: {raised.bare}"
+            )
+            error.__cause__ = error.__context__ = None
+            return error
+
+    def deliver(self, downward: Downward) -> None:
+        """Take what the gateway sends."""
+        if downward.config:
+            self._set_config(downward.config)
+        if downward.stopping:
+            self._context.stopping = True
+        self._wire.deliver(downward)
+
+    def collect(self, timeout_s: float = _COLLECT_S) -> Upward:
+        """Return what this rank has for its gateway, waiting up to `timeout_s` seconds for the first of it."""
+        return self._wire.collect(self._slab, self._spec.rank, self._records, timeout_s)
+
+    def _run(self) -> ExitCode:
+        release = importlib.metadata.version("rlhfd")
+        # Before the configuration is read, which may have keys that this release does not know.
+        if release != self._spec.release:
+            raise ConfigError(f"rlhfd {release} is installed, on the daemon's machine {self._spec.release}")
+        config = Config.model_validate_json(self._spec.config)
+        logging.getLogger().setLevel(config.daemon.log_level.upper())
+        log.info("trains in the cluster: machine=%s actor_pid=%d", socket.gethostname(), os.getpid())
+        if os.path.isdir(self._spec.working_directory):
+            os.chdir(self._spec.working_directory)
+        os.environ[user_modules.FOLDER_VARIABLE] = self._spec.modules
+        user_modules.extend_path()
+        if (found := process_device().type) != (wanted := self._spec.meeting.device):
+            raise ConfigError(f"this rank computes on {found}, the first one on {wanted}: all must on the same")
+        return process.run(config, self._context, self._connect, self._spec.meeting)
+
+    def _connect(self, config: Config, context: RoleContext) -> Connection:
+        return Connection(
+            self._wire, context.folder / "weights", self._wire, self._wire,
+            rank=context.index, world_size=config.trainer.world_size,
+            prefetch=process.batches_ahead(config),
+            # The rows of the next batch are on their way while this one is trained.
+            gathering=Gathering.of(config)._replace(ahead=True),
+        )  # fmt: skip
+
+    def _set_config(self, text: str) -> None:
+        path = self._context.folder / "config.json"
+        part = path.with_suffix(".new")
+        part.write_text(text)
+        part.rename(path)
