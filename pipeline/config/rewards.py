@@ -492,9 +492,6 @@ def conflict_of_environment(config: Config) -> tuple[tuple[str, ...], str] | Non
         if rollout.max_turn_tokens is not None:
             return ("rollout.max_turn_tokens", "rollout.environment"), "needs rollout.environment"
         return None
-    if config.cluster.engine == "ray":
-        keys = ("rollout.environment", "cluster.engine")
-        return keys, 'must be left out with cluster.engine = "ray", whose actors run no environments'
     if "rewards" not in config.model_fields_set:
         keys = ("rewards", "rollout.environment")
         return keys, "must be set with rollout.environment; [] for the rewards of its turns alone"

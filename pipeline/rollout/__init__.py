@@ -16,8 +16,7 @@ ray              the gateway to Ray actors that hold the models; the only import
 remote           a worker's models on another machine, without Ray's part
 response_text    the text of a response for rewards and environments
 reward           reward functions, in processes that can be killed
-roll_stream      tickets one at a time, for a roller whose calls block
-roller           the interface to the models; prompts rendered, passed to the maker
+roller           prompts rendered, passed to the maker
 rows             prompts and responses end to end, as the maker computes with them
 sample_recorder  sampled rollouts, recorded for people to read
 sampled_tokens   response tokens counted as they are sampled

@@ -1,4 +1,4 @@
-"""The process of a rollout worker: roller, arena and ZeroMQ around `pipeline.rollout.worker`."""
+"""The process of a rollout worker: models, arena and ZeroMQ around `pipeline.rollout.worker`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from pipeline.rollout.first_rollouts import note_first_prompts
 from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.roller import Roller
 from pipeline.rollout.sample_recorder import RolloutSamples
 from pipeline.rollout.sleep import EngineSleep
-from pipeline.rollout.ticket_stream import SleepingStream, new_stream
+from pipeline.rollout.ticket_stream import SleepingStream, TicketStream, new_stream
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.lifeline import end_group_with_this
 from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_source
@@ -37,7 +36,7 @@ from pipeline.telemetry.number_names import NumberNames
 _IDLE_S = 0.5
 _WAITS_S = 1.0
 
-Loader = Callable[[Config, RoleContext, RolloutMetrics], Roller]
+Loader = Callable[[Config, RoleContext, RolloutMetrics], TicketStream]
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
     Args:
         config: The instance's.
         context: This process's.
-        load: Loads the worker's roller; without it `load_local`, whose roller computes in this process.
+        load: Loads the worker's models; without it `load_local`, which loads them into this process.
 
     Returns:
         OK, after a shutdown or a drain.
@@ -63,15 +62,15 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
         end_group_with_this()
     # Before sockets and memory: the processes of the reward functions are forks of this one while it is alone.
     tokenizer, samples, metrics = prepare(config, context)
-    roller = load_local(config, context, tokenizer, metrics) if load is None else load(config, context, metrics)
+    stream = load_local(config, context, tokenizer, metrics) if load is None else load(config, context, metrics)
     device = process_device()
     arena = Arena(context.folder / "arena")
     arena.populate()
     traffic = Traffic(context.metrics)
     mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
     outbox = Outbox(context.folder, BUFFER, traffic)
-    worker = worker_with(roller, config, context, arena, outbox, metrics, samples)
-    # The models of another loader's roller are in another process.
+    worker = worker_with(stream, config, context, arena, outbox, metrics, samples)
+    # The models of another loader are in another process.
     context.ready(device_name(device) if load is None else "")
     waiting_since_s = monotonic_s()
     try:
@@ -111,8 +110,8 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
 def new_worker(config: Config, context: RoleContext, arena: Arena, sender: Sender) -> RolloutWorker:
     """Load a worker that computes in this process, and introduce it to the buffer; see `load_local`."""
     tokenizer, samples, metrics = prepare(config, context)
-    roller = load_local(config, context, tokenizer, metrics)
-    return worker_with(roller, config, context, arena, sender, metrics, samples)
+    stream = load_local(config, context, tokenizer, metrics)
+    return worker_with(stream, config, context, arena, sender, metrics, samples)
 
 
 def prepare(config: Config, context: RoleContext) -> tuple[Any, RolloutSamples | None, RolloutMetrics]:
@@ -132,19 +131,20 @@ def prepare(config: Config, context: RoleContext) -> tuple[Any, RolloutSamples |
     return tokenizer, samples, metrics
 
 
-def load_local(config: Config, context: RoleContext, tokenizer: Any, metrics: RolloutMetrics) -> Roller:
+def load_local(config: Config, context: RoleContext, tokenizer: Any, metrics: RolloutMetrics) -> TicketStream:
     """Load the models and the reward, and try both on one prompt.
 
     Raises:
         ConfigError: If the reward function does not return one finite number a row.
     """
-    return load_roller(
+    roller = load_roller(
         config,
         tokenizer,
         metrics,
         texts=may_quote_texts(config, context),
         before_engine=functools.partial(take_turn, config, context, metrics),
     )
+    return new_stream(roller, config, metrics)
 
 
 def take_turn(config: Config, context: RoleContext, metrics: RolloutMetrics) -> None:
@@ -176,7 +176,7 @@ def may_quote_texts(config: Config, context: RoleContext) -> bool:
 
 
 def worker_with(
-    roller: Roller,
+    stream: TicketStream,
     config: Config,
     context: RoleContext,
     arena: Arena,
@@ -184,11 +184,10 @@ def worker_with(
     metrics: RolloutMetrics,
     samples: RolloutSamples | None,
 ) -> RolloutWorker:
-    """Return the worker of a configuration with this roller."""
-    stream = new_stream(roller, config, metrics)
+    """Return the worker of a configuration with this stream."""
     hooks: list[WorkerHook] = [] if samples is None else [samples]
     if context.turn is not None:
-        hooks.append(EngineSleep(context.turn, cast("SleepingStream", stream)))
+        hooks.append(EngineSleep(context.turn, cast("SleepingStream", stream), metrics))
     return RolloutWorker(
         stream,
         arena,

@@ -3,11 +3,12 @@
     this machine                                       any machine of the cluster
     supervisor, buffer, trainer as without Ray
     rollout N: a gateway, which is the worker  ----->  its actor: models, reward, maker (`pipeline.rollout.remote`)
-      tickets, arena, metrics, samples         <-----    experience, as objects
+      tickets, arena, metrics, samples         <-----    experience, as objects; its engine, its environments
     the weights' holder, an actor              ----->    weights: one object a version, once to each machine
 
 Only the gateway uses Ray: it takes tickets, calls the actor, writes the experience into the arena, and counts. An actor
-belongs to its gateway; each of the two ends when the other one ends. The death of the actor's machine is the death of
+belongs to its gateway; each of the two ends when the other one ends, and with the actor its engine and the processes of
+its rewards and environments. The death of the actor's machine is the death of
 the worker, whose successor is placed on another machine. A gateway writes a heartbeat when its actor's count of
 heartbeats has grown, so that hang detection finds a hanging actor as it finds any other worker.
 """
@@ -18,6 +19,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,14 +35,16 @@ from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout import process as rollout_process
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.process import may_quote_texts
-from pipeline.rollout.remote import CallResult, NodeStatus, RolloutNode, WorkerSpec
-from pipeline.rollout.roller import Rolled, Roller
+from pipeline.rollout.remote import CallResult, Loaded, NodeStatus, RolloutNode, WorkerSpec
+from pipeline.rollout.roller import Rolled
 from pipeline.runtime.ray_cluster import join, one_line
 from pipeline.runtime.role import Report, RoleContext
 from pipeline.storage.weights_header import Age, WeightsVersion
 from pipeline.telemetry.carried_records import log_carried
 
 _STATUS_S: Final = 0.1
+# Longest time of a call that steps the engine: tickets come, and weights change in flight, between two of them.
+_STEP_S: Final = 0.2
 _PENDING_S: Final = 10.0
 _PENDING_REPEAT_S: Final = 300.0
 _RETRY_S: Final = 0.5
@@ -66,15 +70,15 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         ray.shutdown()
 
 
-def load_remote(config: Config, context: RoleContext, metrics: RolloutMetrics) -> Roller:
+def load_remote(config: Config, context: RoleContext, metrics: RolloutMetrics) -> RemoteStream:
     """Have the models loaded on a machine of the cluster."""
-    roller = RemoteRoller(config, context, metrics)
-    roller.load()
-    return roller
+    stream = RemoteStream(config, context, metrics)
+    stream.load()
+    return stream
 
 
-class RemoteRoller:
-    """A gateway's `pipeline.rollout.roller.Roller`: each call is a call of its actor."""
+class RemoteStream:
+    """A gateway's `pipeline.rollout.ticket_stream.TicketStream`: each call is a call of its actor."""
 
     def __init__(self, config: Config, context: RoleContext, metrics: RolloutMetrics) -> None:
         """Request an actor from the cluster.
@@ -88,8 +92,10 @@ class RemoteRoller:
         self._metrics = metrics
         self._weights_path = context.folder / "weights"
         self._hang_timeout_s = config.daemon.hang_timeout_s
+        self.tickets_ahead = 1
+        self.updates_in_flight = config.rollout.weight_updates == "in_flight"
+        self._has_room = True
         self._beats: int | None = None
-        self._is_rolling = False
         self._status: Any = None
         self._holder: Any = None
         self._machine = "?"
@@ -116,23 +122,38 @@ class RemoteRoller:
         """
         self._wait_placed()
         try:
-            self._machine, pid = self._call("load")
+            loaded: Loaded = self._call("load")
         except ConfigError as error:
             if self._context.generation <= 1:
                 raise
             # The configuration was valid on another machine, and may be on the next one: retry.
             raise RlhfdError(str(error), bare=error.bare) from error
-        log.info("rolls out in the cluster: machine=%s actor_pid=%d gpus=%g", self._machine, pid, self._gpus)
+        self._machine, self.tickets_ahead = loaded.machine, loaded.tickets_ahead
+        log.info("rolls out in the cluster: machine=%s actor_pid=%d gpus=%g", loaded.machine, loaded.pid, self._gpus)
 
-    def roll(self, position: int, prompts: int, *, evaluation: int = -1) -> Rolled:
-        """Roll out prompts; see `pipeline.rollout.roller.LocalRoller.roll`."""
-        with self._metrics.clock.during("generate"):
-            self._is_rolling = True
-            try:
-                rolled: Rolled = self._call("roll", position, prompts, evaluation)
-            finally:
-                self._is_rolling = False
+    @property
+    def has_room(self) -> bool:
+        """Whether another ticket can make progress, as of the last call."""
+        return self._has_room
+
+    def begin(self, ticket: int, position: int, prompts: int, *, evaluation: int = -1) -> None:
+        """Have the actor take the prompts of a ticket over."""
+        self._call("begin", ticket, position, prompts, evaluation)
+
+    def step(self) -> list[int]:
+        """Have the actor advance the tickets, for a moment; return those that have ended."""
+        ended: list[int] = self._call("step", _STEP_S, shows=True)
+        return ended
+
+    def finish(self, ticket: int) -> Rolled:
+        """Have the actor score an ended ticket; return its rollout."""
+        rolled: Rolled = self._call("finish", ticket, shows=True)
         return rolled
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """Have the actor drop tickets."""
+        if tickets:
+            self._call("cancel", list(tickets))
 
     def fetch(self, source: WeightsReader) -> WeightsVersion:
         """Have the newest weights sent to the actor; return their version.
@@ -199,8 +220,14 @@ class RemoteRoller:
         holder = ray.remote(num_cpus=0)(WeightsHolder)
         return holder.options(name=name, get_if_exists=True, scheduling_strategy=here).remote(str(self._weights_path))
 
-    def _call(self, method: str, *arguments: Any, patience_s: float = 0.0) -> Any:
+    def _call(self, method: str, *arguments: Any, patience_s: float = 0.0, shows: bool = False) -> Any:
         """Call a method of the actor, count the events of its result, and return its value or raise its error.
+
+        Args:
+            method: The method.
+            arguments: Its arguments.
+            patience_s: As for `_wait`.
+            shows: Whether this process's activity is the actor's meanwhile.
 
         Raises:
             _LostError: If an argument did not reach the actor.
@@ -208,16 +235,16 @@ class RemoteRoller:
         # A status requested during an earlier call does not describe this one.
         self._status = None
         try:
-            result: CallResult = self._wait(getattr(self._actor, method).remote(*arguments), patience_s, ends=False)
+            called = getattr(self._actor, method).remote(*arguments)
+            result: CallResult = self._wait(called, patience_s, ends=False, shows=shows)
         except RayActorError as error:
             raise RlhfdError(f"the actor on {self._machine} is gone: {one_line(error)}") from error
         except RayError as error:
             if isinstance(error, ObjectLostError) or isinstance(getattr(error, "cause", None), ObjectLostError):
                 raise _LostError(one_line(error)) from error
             raise
-        self._context.metrics.beat()
-        self._metrics.sampled_remotely(result.sampled, 0)
-        log_carried(result.records)
+        self._show(result.status, shows=shows)
+        self._has_room = result.has_room
         for name, seconds in result.stages:
             self._metrics.staged(name, seconds)
         for reason in result.numbers_left_out:
@@ -230,11 +257,13 @@ class RemoteRoller:
             self._metrics.scored(parts)
         for verdict, gaps in result.judged:
             self._metrics.engine_judged(verdict, gaps)
+        for _ in range(result.mismatches):
+            self._metrics.weights_mismatch()
         if result.error is not None:
             raise result.error
         return result.value
 
-    def _wait(self, reference: Any, patience_s: float, *, ends: bool = True) -> Any:
+    def _wait(self, reference: Any, patience_s: float, *, ends: bool = True, shows: bool = False) -> Any:
         """Wait for the value of a call; pass on the actor's heartbeats meanwhile.
 
         Args:
@@ -242,6 +271,7 @@ class RemoteRoller:
             patience_s: Time for which the wait alone counts as progress: bytes are in flight, and Ray does not tell how
                 many.
             ends: Whether the wait ends after `patience_s`.
+            shows: As for `_call`.
 
         Returns:
             The value.
@@ -251,34 +281,40 @@ class RemoteRoller:
         """
         until_s = time.monotonic() + patience_s
         while not ray.wait([reference], timeout=_STATUS_S)[0]:
-            self._poll_status()
+            self._poll_status(shows=shows)
             if time.monotonic() < until_s:
                 self._context.metrics.beat()
             elif ends:
                 raise TimeoutError
         return ray.get(reference)
 
-    def _poll_status(self) -> None:
-        if (config := self._context.reloaded()) is not None:
-            self._hang_timeout_s = config.daemon.hang_timeout_s
+    def _poll_status(self, *, shows: bool) -> None:
+        self._context.reloaded()
+        if self._context.newest_config is not None:
+            self._hang_timeout_s = self._context.newest_config.daemon.hang_timeout_s
         if self._status is not None:
             if not ray.wait([self._status], timeout=0)[0]:
                 return
             try:
-                self._show(ray.get(self._status))
+                self._show(ray.get(self._status), shows=shows)
             except RayActorError:
                 # The call that is waited for raises this error too.
                 return
         self._status = self._actor.status.remote(logging.getLogger().level, self._hang_timeout_s)
 
-    def _show(self, status: NodeStatus) -> None:
+    def _show(self, status: NodeStatus, *, shows: bool) -> None:
+        metrics = self._metrics
         if status.beats != self._beats:
             self._beats = status.beats
-            rows_done, rows = status.progress
-            self._metrics.progress(rows_done=rows_done, rows=rows)
-            self._metrics.sampled_remotely(status.sampled, status.in_hand)
-        if self._is_rolling and status.activity:
-            self._metrics.clock.enter(status.activity)
+            metrics.progress()
+        metrics.show_rows(*status.progress)
+        metrics.sampled_remotely(status.sampled, status.in_hand)
+        metrics.environment(status.environment)
+        if status.load is not None:
+            metrics.engine(status.load)
+        # Not once a status: a change of the activity is a heartbeat.
+        if shows and status.activity != metrics.clock.activity:
+            metrics.clock.enter(status.activity)
         log_carried(status.records)
 
 

@@ -1,8 +1,10 @@
 """The models of a rollout worker, on another machine than the worker.
 
-The worker is then a gateway (`pipeline.rollout.ray`) that keeps tickets, arena and metrics. Each call here returns a
-`CallResult`: value or error, and the events to count. `RolloutNode.status` returns the progress of a call under way; it
-runs in another thread.
+The worker is then a gateway (`pipeline.rollout.ray`) that keeps tickets, arena and metrics. The models here are behind
+the same `EngineStream` as those of a worker of its own machine, and the gateway's calls are those of a `TicketStream`.
+Each returns a `CallResult`: value or error, and the events to count. `RolloutNode.status` returns the progress of a
+call under way; it runs in another thread. Engine and environments, which are processes of their own, go on between two
+calls.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.copies import WeightsCopy
 from pipeline.progress import Telemetry
+from pipeline.rollout.environment.pool import EnvironmentCounts
+from pipeline.rollout.generation.interface import EngineLoad
 from pipeline.rollout.loader import load_roller
-from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.sampled_tokens import SampledTokens
-from pipeline.storage.weights_header import WeightsVersion
+from pipeline.rollout.ticket_stream import EngineStream, new_stream
 from pipeline.telemetry.carried_records import CarriedRecords
+from pipeline.telemetry.metric import OTHER
 
 _SILENT_SHARE: Final = 0.8
 _ENVIRONMENT: Final = {
@@ -77,8 +81,9 @@ class CallResult:
         out_of_memory: "pass" or "generate", for each call that ran out of the device's memory.
         scores: The parts of each row's reward, None for a row without one.
         judged: Verdict and differences of each probe of the engine.
-        records: Log records since the last result or status.
-        sampled: Response tokens that the node has sampled since its start.
+        mismatches: Times that the engine did not compute with its weights.
+        status: The node's progress at the end of the call.
+        has_room: Whether another ticket can make progress.
     """
 
     value: Any = None
@@ -88,9 +93,10 @@ class CallResult:
     out_of_memory: list[str] = dataclasses.field(default_factory=list)
     scores: list[Sequence[float] | None] = dataclasses.field(default_factory=list)
     judged: list[tuple[str, Sequence[float]]] = dataclasses.field(default_factory=list)
-    records: list[logging.LogRecord] = dataclasses.field(default_factory=list)
-    sampled: int = 0
     numbers_left_out: list[str] = dataclasses.field(default_factory=list)
+    mismatches: int = 0
+    status: NodeStatus = dataclasses.field(default_factory=lambda: NodeStatus())
+    has_room: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,31 +105,67 @@ class NodeStatus:
 
     Attributes:
         beats: Heartbeats so far.
-        activity: The current activity, "" for none.
+        activity: The current activity.
         records: Log records since the last result or status.
         progress: Rows done and rows of the current stage.
         sampled: Response tokens that the node has sampled since its start.
         in_hand: The part of these tokens whose requests have not ended.
+        load: The engine's work in hand; None before the first ticket.
+        environment: The work of the environments since the node's start.
     """
 
-    beats: int
-    activity: str
-    records: list[logging.LogRecord]
+    beats: int = 0
+    activity: str = OTHER
+    records: list[logging.LogRecord] = dataclasses.field(default_factory=list)
     progress: tuple[int, int] = (0, 0)
     sampled: int = 0
     in_hand: int = 0
+    load: EngineLoad | None = None
+    environment: EnvironmentCounts = dataclasses.field(default_factory=EnvironmentCounts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A node that has loaded its models.
+
+    Attributes:
+        machine: Its machine's name.
+        pid: Its process.
+        tickets_ahead: Tickets that keep its engine full.
+    """
+
+    machine: str
+    pid: int
+    tickets_ahead: int
+
+
+class NodeClock:
+    """The activity of a node; each change of it is a heartbeat, as in `pipeline.telemetry.activity`."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self.activity = OTHER
+        self._beat = beat
+
+    def enter(self, activity: str) -> str:
+        """Begin an activity; return the one that ended."""
+        ended, self.activity = self.activity, activity
+        self._beat()
+        return ended
 
 
 class NodeTelemetry(Telemetry):
-    """Collects the progress of a call until the gateway fetches it."""
+    """Collects the progress of a call until the gateway fetches it; the metrics of the node's `EngineStream`."""
 
     def __init__(self, *, log_texts: bool = False) -> None:
         super().__init__(log_texts=log_texts)
+        self.clock = NodeClock(self.progress)
         self.beats = 0
         self.beat_s = time.monotonic()
-        self.current = ""
         self.rows = (0, 0)
         self.tokens = 0
+        self.load: EngineLoad | None = None
+        self.environments = EnvironmentCounts()
+        self._mismatches = 0
         self._sampled = SampledTokens(self._count_sampled)
         self._out_of_memory: list[str] = []
         self._stages: list[tuple[str, float]] = []
@@ -135,13 +177,35 @@ class NodeTelemetry(Telemetry):
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
         """Count the time of the block for an activity."""
-        started_s, before = time.monotonic(), self.current
-        self.current, self.rows = name, (0, 0)
+        started_s = time.monotonic()
+        self.show_rows(0, 0)
+        before = self.clock.enter(name)
         try:
             yield
         finally:
-            self.current = before
-        self._stages.append((name, time.monotonic() - started_s))
+            self.clock.enter(before)
+        self.staged(name, time.monotonic() - started_s)
+
+    def staged(self, name: str, seconds: float) -> None:
+        """Record the duration of a stage."""
+        self._stages.append((name, seconds))
+
+    def show_rows(self, done: int, rows: int) -> None:
+        """Keep the rows in work and those of them that are done."""
+        self.rows = (done, rows)
+
+    def engine(self, load: EngineLoad) -> None:
+        """Keep the engine's work in hand."""
+        self.load = load
+
+    def environment(self, counts: EnvironmentCounts) -> None:
+        """Keep a copy of the work of the environments."""
+        if counts != self.environments:
+            self.environments = EnvironmentCounts(counts.answers, counts.tools_failed, counts.problems.copy())
+
+    def weights_mismatch(self) -> None:
+        """Record that the engine does not compute with its weights."""
+        self._mismatches += 1
 
     def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
         """Count a heartbeat; keep the progress of the stage if `rows` is above 0, and count tokens."""
@@ -191,11 +255,11 @@ class NodeTelemetry(Telemetry):
             self._out_of_memory,
             self._scores,
             self._judged,
-            sampled=self.tokens,
-            numbers_left_out=self._numbers_left_out,
+            self._numbers_left_out,
+            self._mismatches,
         )
         self._stages, self._reward_errors, self._out_of_memory, self._scores, self._judged = [], [], [], [], []
-        self._numbers_left_out = []
+        self._numbers_left_out, self._mismatches = [], 0
         return result
 
     def _count_sampled(self, tokens: int) -> None:
@@ -213,31 +277,44 @@ class RolloutNode:
         self._records = CarriedRecords()
         self._is_busy = False
         self._has_logged_stacks = False
-        self._roller: LocalRoller | None = None
+        self._stream: EngineStream | None = None
         logging.getLogger().addHandler(self._records)
 
     def load(self) -> CallResult:
-        """Load models and reward, and try both; the value is this machine's name and this process's id.
+        """Load models, reward and environment, and try them; the value is a `Loaded`.
 
-        The error is a ConfigError that names the machine if a file or module is missing here.
+        The error is a ConfigError that names the machine if a file, a module or the engine is missing here.
         """
-        return self._call(self._load, 1)
+        return self._call(self._load)
 
-    def roll(self, position: int, prompts: int, evaluation: int = -1) -> CallResult:
-        """Roll out prompts; the value is a `pipeline.rollout.roller.Rolled`."""
-        roller, config = self._loaded()
-        return self._call(lambda: roller.roll(position, prompts, evaluation=evaluation), config.rollout.threads)
+    def begin(self, ticket: int, position: int, prompts: int, evaluation: int) -> CallResult:
+        """Take the prompts of a ticket over."""
+        return self._call(lambda: self._loaded.begin(ticket, position, prompts, evaluation=evaluation))
+
+    def step(self, longest_s: float) -> CallResult:
+        """Advance the tickets until one has ended, for `longest_s` or one step; the value is those that have ended.
+
+        The call is no heartbeat of its own: an engine without progress has none.
+        """
+        return self._call(lambda: self._step(longest_s), beats=False)
+
+    def finish(self, ticket: int) -> CallResult:
+        """Score an ended ticket; the value is a `pipeline.rollout.roller.Rolled`."""
+        return self._call(lambda: self._loaded.finish(ticket))
+
+    def cancel(self, tickets: Sequence[int]) -> CallResult:
+        """Drop tickets."""
+        return self._call(lambda: self._loaded.cancel(tickets))
 
     def fetch(self, weights: WeightsCopy) -> CallResult:
-        """Replace the weights by these; the value is their `WeightsVersion`."""
-        roller, config = self._loaded()
-        return self._call(lambda: _proven(roller, weights), config.rollout.threads)
+        """Replace the weights by these; the value is their `WeightsVersion`. The next steps ask the engine."""
+        return self._call(lambda: self._loaded.fetch(weights))
 
     def close(self) -> None:
-        """Close the roller, and detach from this process's log."""
+        """Close the models, and detach from this process's log."""
         logging.getLogger().removeHandler(self._records)
-        if self._roller is not None:
-            self._roller.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def status(self, log_level: int, hang_timeout_s: float) -> NodeStatus:
         """Return the progress of the call under way; to be called from another thread.
@@ -252,29 +329,44 @@ class RolloutNode:
         """
         logging.getLogger().setLevel(log_level)
         silent_s = time.monotonic() - self._telemetry.beat_s
-        is_due = self._is_busy and self._roller is not None and not self._has_logged_stacks
-        if is_due and hang_timeout_s and silent_s > _SILENT_SHARE * hang_timeout_s:
+        if silent_s <= _SILENT_SHARE * hang_timeout_s:
+            self._has_logged_stacks = False
+        elif hang_timeout_s and self._is_busy and self._stream is not None and not self._has_logged_stacks:
             self._has_logged_stacks = True
             self._records.emit(_hang_record(silent_s))
+        return self._status()
+
+    def _status(self) -> NodeStatus:
         telemetry = self._telemetry
         return NodeStatus(
             telemetry.beats,
-            telemetry.current,
+            telemetry.clock.activity,
             self._records.take(),
             telemetry.rows,
             telemetry.tokens,
             telemetry.in_hand,
+            telemetry.load,
+            telemetry.environments,
         )
 
-    def _loaded(self) -> tuple[LocalRoller, Config]:
-        assert self._roller is not None and self._config is not None
-        return self._roller, self._config
+    @property
+    def _loaded(self) -> EngineStream:
+        assert self._stream is not None
+        return self._stream
 
-    def _call(self, call: Callable[[], Any], threads: int) -> CallResult:
+    def _step(self, longest_s: float) -> list[int]:
+        until_s = time.monotonic() + longest_s
+        while True:
+            ended = self._loaded.step()
+            if ended or time.monotonic() >= until_s:
+                return ended
+
+    def _call(self, call: Callable[[], Any], *, beats: bool = True) -> CallResult:
         # A pool of threads serves the calls; torch's number of threads is a setting of each thread.
-        torch.set_num_threads(threads)
-        self._telemetry.progress()
-        self._is_busy, self._has_logged_stacks = True, False
+        torch.set_num_threads(1 if self._config is None else self._config.rollout.threads)
+        if beats:
+            self._telemetry.progress()
+        self._is_busy = True
         value, error = None, None
         try:
             value = call()
@@ -284,9 +376,10 @@ class RolloutNode:
             error.__cause__ = error.__context__ = None
         finally:
             self._is_busy = False
-        return dataclasses.replace(self._telemetry.take(value, error), records=self._records.take())
+        has_room = self._stream is None or self._stream.has_room
+        return dataclasses.replace(self._telemetry.take(value, error), status=self._status(), has_room=has_room)
 
-    def _load(self) -> tuple[str, int]:
+    def _load(self) -> Loaded:
         machine, release = socket.gethostname(), importlib.metadata.version("rlhfd")
         # Before the configuration is read, which may have keys that this release does not know.
         if release != self._spec.release:
@@ -300,17 +393,11 @@ class RolloutNode:
         user_modules.extend_path()
         try:
             tokenizer = load_tokenizer(self._config.model.actor)
-            self._roller = load_roller(self._config, tokenizer, self._telemetry, texts=self._spec.texts)
+            roller = load_roller(self._config, tokenizer, self._telemetry, texts=self._spec.texts)
         except ConfigError as error:
             raise ConfigError(f"on {machine}: {error}", bare=f"on {machine}: {error.bare}") from error
-        return machine, os.getpid()
-
-
-def _proven(roller: LocalRoller, weights: WeightsCopy) -> WeightsVersion:
-    """Replace the weights, and ask the engine about these."""
-    fetched = roller.fetch(weights)
-    roller.telemetry.sampled(roller.weights.prove(fetched.version))
-    return fetched
+        self._stream = new_stream(roller, self._config, self._telemetry)
+        return Loaded(machine, os.getpid(), self._stream.tickets_ahead)
 
 
 def _hang_record(silent_s: float) -> logging.LogRecord:

@@ -1,8 +1,4 @@
-"""Rollers: prompts in, experience out.
-
-A worker rolls out with a `Roller`: `LocalRoller` in its own process, `pipeline.rollout.ray.RemoteRoller` in front of a
-`LocalRoller` on another machine. The worker does not depend on which of the two it has.
-"""
+"""Rollers: prompts in, experience out."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from pipeline.errors import ConfigError, PromptError
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.models.weights.store import WeightsReader
 from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import Rendering, Template, render
 from pipeline.prompts.source import PromptSource
@@ -111,19 +106,6 @@ class Begun:
     refused: PromptError | None
     position: int
     response_tokens: int | None = None
-
-
-class Roller(Protocol):
-    """The interface of a rollout worker to its models: `LocalRoller`, or `RemoteRoller` for an actor of a cluster."""
-
-    def roll(self, position: int, prompts: int, *, evaluation: int = -1) -> Rolled:
-        """Roll out the prompts at ``position ... position + prompts - 1``, of a held-out file if one is given."""
-
-    def fetch(self, source: WeightsReader) -> WeightsVersion:
-        """Replace the weights by the newest version; return that version."""
-
-    def close(self) -> None:
-        """Release the prompts, or the actor."""
 
 
 class LocalRoller:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.rollout.hooks import WorkerHook
+from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.ticket_stream import SleepingStream
 from pipeline.storage.card_turns import TURN_S, EngineTurn
 
@@ -18,11 +19,13 @@ class EngineSleep(WorkerHook):
     Args:
         turn: The engine's; closed with the worker.
         stream: Has the engine sleep and wake.
+        metrics: Count the time of both.
     """
 
-    def __init__(self, turn: EngineTurn, stream: SleepingStream) -> None:
+    def __init__(self, turn: EngineTurn, stream: SleepingStream, metrics: RolloutMetrics) -> None:
         self._turn = turn
         self._stream = stream
+        self._metrics = metrics
 
     def may_work(self, worker: RolloutWorker) -> bool:
         """Wake the engine unless a rank asks for the card or steps; return whether it is awake."""
@@ -31,7 +34,8 @@ class EngineSleep(WorkerHook):
         if not self._turn.take():
             return False
         is_published = worker.newest() is not None
-        self._stream.wake(None if is_published else worker.held.version)
+        with self._metrics.changing_sleep("wake"):
+            self._stream.wake(None if is_published else worker.held.version)
         if is_published:
             worker.fetch()
         return True
@@ -41,7 +45,8 @@ class EngineSleep(WorkerHook):
         if worker.idle and not self._turn.is_awake:
             return longest_s
         if worker.idle and self._turn.is_wanted():
-            self._stream.sleep()
+            with self._metrics.changing_sleep("sleep"):
+                self._stream.sleep()
             # Not before: the rank steps at once.
             self._turn.give_back()
         return min(longest_s, TURN_S)

@@ -1,7 +1,7 @@
 """Streams of tickets: the interface of a scheduling worker to its models, with several rollouts in hand.
 
 `EngineStream` has an engine of `pipeline.rollout.generation` sample the prompts of several tickets at a time.
-`pipeline.rollout.roll_stream` puts a roller whose calls block, such as that of a cluster, behind the same interface.
+`pipeline.rollout.ray` puts one on another machine behind the same interface.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import FieldError, ShapeError, WeightsMismatchError
 from pipeline.models.device import free_cached
 from pipeline.models.weights.store import WeightsReader
+from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.environment.turns import Turns
 from pipeline.rollout.generation.interface import (
     Completed,
@@ -27,10 +28,9 @@ from pipeline.rollout.generation.interface import (
     Response,
     Sleeper,
 )
-from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.generation.weights import WeightsSource
 from pipeline.rollout.prompt_batch import PromptBatch, tokens_of
-from pipeline.rollout.roll_stream import BLOCKING_TICKETS_AHEAD, RollStream
-from pipeline.rollout.roller import Begun, LocalRoller, Rolled, Roller
+from pipeline.rollout.roller import Begun, LocalRoller, Rolled
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.metric import OTHER
 
@@ -96,19 +96,66 @@ class SleepingStream(TicketStream, Protocol):
         ...
 
 
-def new_stream(roller: Roller, config: Config, metrics: RolloutMetrics) -> TicketStream:
-    """Return the stream of a roller: with several rollouts in hand if it has an engine of its own."""
-    wanted = config.rollout.tickets_ahead
-    if isinstance(roller, LocalRoller):
-        rows = config.prompts_per_ticket * config.group_size
-        return EngineStream(
-            roller,
-            roller.engine,
-            metrics,
-            wanted or tickets_ahead(roller.engine.load, rows),
-            updates_in_flight=config.rollout.weight_updates == "in_flight",
-        )
-    return RollStream(roller, wanted or BLOCKING_TICKETS_AHEAD)
+class Clock(Protocol):
+    """The activity of a worker, each change of which is a heartbeat (`pipeline.telemetry.activity`)."""
+
+    @property
+    def activity(self) -> str:
+        """The present activity."""
+        ...
+
+    def enter(self, activity: str) -> str:
+        """Begin an activity; return the one that ended."""
+        ...
+
+
+class StreamMetrics(Protocol):
+    """The receiver of a stream's progress: a worker's metrics, or an actor's telemetry in front of them."""
+
+    @property
+    def clock(self) -> Clock:
+        """The worker's activity."""
+        ...
+
+    def progress(self) -> None:
+        """Write a heartbeat."""
+        ...
+
+    def sampled(self, tokens: int) -> None:
+        """Count the response tokens of ended requests."""
+        ...
+
+    def staged(self, name: str, seconds: float) -> None:
+        """Count the duration of a stage."""
+        ...
+
+    def show_rows(self, done: int, rows: int) -> None:
+        """Show the rows in work and those of them that are done."""
+        ...
+
+    def engine(self, load: EngineLoad) -> None:
+        """Show the work in hand of the engine."""
+        ...
+
+    def environment(self, counts: EnvironmentCounts) -> None:
+        """Count the work of the environments since the last call."""
+        ...
+
+    def weights_mismatch(self) -> None:
+        """Count weights with which the engine does not compute."""
+        ...
+
+
+def new_stream(roller: LocalRoller, config: Config, metrics: StreamMetrics) -> EngineStream:
+    """Return the stream of a roller's engine, with the tickets in hand that the configuration wants."""
+    rows = config.prompts_per_ticket * config.group_size
+    return EngineStream(
+        roller,
+        roller.engine,
+        metrics,
+        config.rollout.tickets_ahead or tickets_ahead(roller.engine.load, rows),
+        updates_in_flight=config.rollout.weight_updates == "in_flight",
+    )
 
 
 def tickets_ahead(load: EngineLoad, ticket_rows: int) -> int:
@@ -183,7 +230,7 @@ class EngineStream:
         self,
         roller: LocalRoller,
         engine: Engine,
-        metrics: RolloutMetrics,
+        metrics: StreamMetrics,
         tickets_ahead: int,
         *,
         updates_in_flight: bool = False,
@@ -297,7 +344,7 @@ class EngineStream:
             if (rollout := self._rollouts.pop(ticket, None)) is not None:
                 self._drop(rollout)
 
-    def fetch(self, source: WeightsReader) -> WeightsVersion:
+    def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the roller's weights; no ticket ends before the engine was asked about these."""
         fetched = self._roller.fetch(source)
         self._ask(fetched.version)
@@ -308,14 +355,12 @@ class EngineStream:
         if self._asked is not None:
             self._engine.cancel([self._asked[0]])
             self._asked = None
-        with self._metrics.changing_sleep("sleep"):
-            cast("Sleeper", self._engine).sleep()
-            free_cached()
+        cast("Sleeper", self._engine).sleep()
+        free_cached()
 
     def wake(self, held: int | None) -> None:
         """Wake the engine."""
-        with self._metrics.changing_sleep("wake"):
-            cast("Sleeper", self._engine).wake()
+        cast("Sleeper", self._engine).wake()
         if held is not None:
             self._roller.weights.hand_over_again(held)
 

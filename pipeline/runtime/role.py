@@ -53,6 +53,7 @@ class RoleContext:
         turn: A worker's, on a card that a trainer shares (`rollout.sleep`).
         in_process_group: Whether this rank is in a process group of torch. After an error it exits at once then: NCCL's
             teardown waits for this GPU's collectives, which wait for the other ranks, which wait for this one.
+        newest_config: The configuration that `reloaded` has read last; None before its first call.
     """
 
     role: str
@@ -65,6 +66,7 @@ class RoleContext:
     stopping: bool = False
     turn: EngineTurn | None = None
     in_process_group: bool = False
+    newest_config: Config | None = None
     _config_seen: tuple[int, int] | None = dataclasses.field(default=None, init=False, repr=False)
 
     @property
@@ -93,7 +95,7 @@ class RoleContext:
         if seen == self._config_seen:
             return None
         is_first, self._config_seen = self._config_seen is None, seen
-        config = Config.model_validate_json(path.read_bytes())
+        config = self.newest_config = Config.model_validate_json(path.read_bytes())
         logging.getLogger().setLevel(config.daemon.log_level.upper())
         if not is_first:
             log.info("configuration taken up")

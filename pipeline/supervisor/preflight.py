@@ -86,7 +86,7 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
             errors.append(f"{loaded.where('rewards')}: {problem}")
     for key in FUNCTION_KEYS:
         name = get(loaded.config, key)
-        if key == "rollout.advantages" and loaded.config.cluster.engine == "ray":
+        if key.startswith("rollout.") and loaded.config.cluster.engine == "ray":
             continue  # the actors' machines import it
         if name and ":" in name and (problem := user_modules.missing(name, searched)):
             errors.append(f"{loaded.where(key)}: {problem}")
@@ -207,8 +207,9 @@ def own_modules(loaded: LoadedConfig) -> list[str]:
 
 def problems_of_imports(loaded: LoadedConfig) -> list[str]:
     """Import the modules of reward functions and environment in processes of their own; return the problems."""
-    environment, problems = loaded.config.rollout.environment, []
-    own = own_modules(loaded)
+    # In a cluster the actors' machines import both.
+    environment = loaded.config.rollout.environment if loaded.config.cluster.engine == "local" else None
+    own, problems = own_modules(loaded), []
     style_of = {reward.name: reward.style for reward in loaded.config.rewards if isinstance(reward, OwnReward)}
     for key, names, kind, styles in (
         ("rewards", own, "reward", [style_of[name] for name in own]),

@@ -244,11 +244,6 @@ class TestConflicts:
                 "must be set with rollout.environment; [] for the rewards of its turns alone",
             ),
             (
-                {"rollout__environment": "a:B", "rewards": [], "cluster__engine": "ray"},
-                "rollout.environment",
-                'must be left out with cluster.engine = "ray", whose actors run no environments',
-            ),
-            (
                 {"rollout__environment": "a:B", "rewards": [], "rollout__max_turn_tokens": 24},
                 "rollout.max_turn_tokens",
                 "must be at most the 23 tokens of a row's response, got 24",

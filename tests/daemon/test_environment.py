@@ -171,34 +171,30 @@ def test_an_environment_of_verifiers_trains_the_bits_of_one_of_ones_own_whoever_
 
 
 @pytest.mark.parametrize(
-    ("code", "more", "message"),
+    ("code", "message"),
     [
-        ("raise OSError('no device')", (), r"rollout\.environment: cannot import answering: OSError: no device"),
+        ("raise OSError('no device')", r"rollout\.environment: cannot import answering: OSError: no device"),
         pytest.param(
             "class Telling: pass",
-            (),
             r"rollout\.environment: the Telling of answering:Telling has no method reset",
             marks=pytest.mark.variant,
         ),
         (
             ENVIRONMENT.replace("self.turns += 1", "raise ValueError('broken')"),
-            (),
             r"rollout\.environment: ValueError: broken, prompt .*prompts\.jsonl:\d+",
         ),
-        (ENVIRONMENT, ("cluster.engine=ray",), r'rollout\.environment: must be left out with cluster\.engine = "ray"'),
     ],
-    ids=["import", "method", "step", "cluster"],
+    ids=["import", "method", "step"],
 )
 def test_an_environment_that_cannot_work_ends_the_start_with_78(
     tmp_path: Path,
     task: Path,  # noqa: F811
     code: str,
-    more: tuple[str, ...],
     message: str,
 ) -> None:
     sets = settings(tmp_path)
     (tmp_path / "answering.py").write_text(code)
-    with Daemon(tmp_path, *sets, *more, task=task) as daemon:
+    with Daemon(tmp_path, *sets, task=task) as daemon:
         assert daemon.wait() == 78, daemon.errors
 
     assert re.search(message, daemon.errors), daemon.errors

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.daemon import test_environment
 from tests.daemon.test_determinism import run
 from tests.daemon.test_kills import balanced, finish
 from tests.support.daemon import (
@@ -54,6 +55,12 @@ def name_of(pid):
 def holders(cluster):
     """The processes that hold weights for daemons."""
     return [pid for pid in descendants(cluster.pid) if "WeightsHolder" in name_of(pid)]
+
+
+def left_of(cluster):
+    """The processes of actors, and those that actors have started."""
+    names = (b"ray::RolloutActor", b"ray::_RolloutActor", b"ray::WeightsHolder", b"rlhfd")
+    return [pid for pid in descendants(cluster.pid) if any(name in name_of(pid).encode() for name in names)]
 
 
 def actors(daemon):
@@ -117,6 +124,46 @@ def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_pat
         finish(daemon)
 
 
+@pytest.mark.timeout(900)
+def test_turns_on_actors_with_kills_are_those_of_a_serial_run_bit_for_bit(tmp_path, task, cluster):  # noqa: F811
+    """Of an environment's processes, of an actor, of a gateway."""
+    sets = (*test_environment.settings(tmp_path / "serial"), "trainer.learning_rate=1e-3")
+    with Daemon(tmp_path / "serial", *sets, task=task, arguments=("--serial",)) as daemon:
+        serial = test_environment.ending(daemon)
+    sets = (*test_environment.settings(tmp_path / "there"), "trainer.learning_rate=1e-3", *cluster.settings)
+    # The actors have the variables of their cluster.
+    slow = test_environment.ENVIRONMENT.replace('os.environ.get("TURN_S", "0")', "0.2")
+    (tmp_path / "there" / "answering.py").write_text(slow)
+    with Daemon(tmp_path / "there", *sets, "rollout.workers=2", "daemon.restart_delay_s=0.05", task=task) as daemon:
+        daemon.wait_step(1)
+        daemon.wait_until(lambda: total(daemon.metrics(), "rlhfd_environment_steps_total") > 150, "steps are under way")
+        gateways, killed, orphaned = daemon.pids(), actors(daemon)["rollout-0"], actors(daemon)["rollout-1"]
+        environments = test_environment.environments_of(killed)
+        assert len(environments) == 2 and not test_environment.environments_of(gateways["rollout-0"])
+        for pid in environments:
+            os.kill(pid, signal.SIGKILL)
+        daemon.wait_step(2)
+        assert actors(daemon)["rollout-0"] == killed, "the actor has replaced them"
+        left = [*test_environment.environments_of(killed), *test_environment.environments_of(orphaned)]
+        os.kill(killed, signal.SIGKILL)
+        daemon.signal(signal.SIGKILL, "rollout-1")
+        daemon.wait_until(lambda: not any(map(is_alive, [killed, orphaned, *left])), "both are gone with theirs")
+        daemon.wait_step(3)
+        metrics = daemon.metrics()
+        there = test_environment.ending(daemon)
+    samples = daemon.ask("samples", "--json").stdout
+
+    assert there == serial and there[0] == str(test_environment.STEPS)
+    assert total(metrics, "rlhfd_stage_errors_total", stage="environment") == 0
+    assert total(metrics, "rlhfd_environment_steps_total", result="tool_failed") > 0
+    assert total(metrics, "rlhfd_groups_total", signal="mixed") > 0, "and something is learned of"
+    assert total(metrics, "rlhfd_process_time_seconds_total", role="rollout", activity="environment") > 0
+    assert total(metrics, "rlhfd_stage_duration_seconds_count", stage="environment") > 0
+    assert total(metrics, "rlhfd_items_dropped_total") == 0 and balanced(metrics), metrics
+    assert '"observed":[false' in samples
+    wait_until(lambda: not left_of(cluster), 30.0, "nothing of the run is left on the machines")
+
+
 @pytest.mark.variant
 def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daemon(tmp_path, task, cluster):  # noqa: F811
     with Daemon(tmp_path, *SETTINGS, *cluster.settings, "rollout.workers=2", task=task) as daemon:
@@ -171,11 +218,21 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
 
 
 @pytest.mark.variant
-def test_what_is_wrong_where_the_actor_is_ends_the_start(tmp_path, task, cluster):  # noqa: F811
-    wrong = 'rewards=["no_such_module:score"]'
-    with Daemon(tmp_path, *SETTINGS, *cluster.settings, wrong, task=task) as daemon:
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (('rewards=["no_such_module:score"]',), "rewards: cannot import no_such_module"),
+        (
+            ("rewards=[]", "rollout.environment=no_such_module:Game"),
+            "rollout.environment: cannot import no_such_module",
+        ),
+    ],
+    ids=["reward", "environment"],
+)
+def test_what_is_wrong_where_the_actor_is_ends_the_start(tmp_path, task, cluster, wrong, told):  # noqa: F811
+    with Daemon(tmp_path, *SETTINGS, *cluster.settings, *wrong, task=task) as daemon:
         assert daemon.wait(90.0) == 78
-        assert f"on {socket.gethostname()}: " in daemon.errors and "no_such_module" in daemon.errors
+        assert f"on {socket.gethostname()}: {told}" in daemon.errors
 
 
 def test_without_a_cluster_a_start_says_so(tmp_path, task):  # noqa: F811

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ from pipeline.rollout.generation.interface import Completed, Engine, Response, S
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import EngineWeights
 from pipeline.rollout.prompt_batch import sample_all
-from pipeline.rollout.remote import _proven
 from pipeline.runtime.messages import Faulty, Sealed
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.telemetry.reader import HistogramReading, MetricsReader
 from tests.rollout.test_ticket_stream import Bench
 from tests.support import tiny, tiny_vision
+from tests.support.proving import prove
 from tests.support.row_stream import RowStream
 from tests.support.told import Told
 from tests.support.whole_rows import WholeRows
@@ -276,22 +277,6 @@ def test_an_engine_that_refuses_the_probe_goes_on_with_a_warning(new_bench, capl
     assert verdicts(bench) == {}
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_node_whose_engine_refuses_the_probe_goes_on_with_a_warning(new_bench, tmp_path, caplog, at_once) -> None:
-    bench = new_bench(NeverGreedy)
-    bench.engine.at_once = at_once
-    bench.publish(1, moved(0.05))
-    reader = WeightsReader(tmp_path / "0" / "weights")
-
-    with caplog.at_level(logging.WARNING):
-        fetched = _proven(bench.roller, reader.copy())
-    reader.close()
-
-    assert fetched.version == 1
-    assert "the engine is not compared with the trainer: version=1 reason=this engine samples" in caplog.text
-    assert not bench.engine.load.running, "the request of the probe is not in hand"
-
-
 def test_after_an_error_no_request_is_in_hand_and_its_key_is_free(new_bench) -> None:
     bench = new_bench(NeverGreedy)
     bench.engine.at_once = False
@@ -521,6 +506,32 @@ def test_an_engine_that_alone_holds_the_actor_is_asked_about_each_version_that_h
     assert verdicts(bench) == {"ok": 3}
     assert "version=0 reason=the trainer has published no answer to the probe with this version" in caplog.text
     assert gaps(bench).count == 3, "one number a version"
+
+
+def test_such_an_engine_takes_a_copy_that_was_sent_and_gets_it_again_from_there(alone, tmp_path) -> None:
+    """On another machine: there is no file of weights, and each version comes as its bytes."""
+    bench = alone()
+    publish(bench, 1, moved(0.01))
+    with contextlib.closing(WeightsReader(tmp_path / "0" / "weights")) as reader:
+        copies = [pickle.loads(pickle.dumps(reader.copy()))]
+        publish(bench, 2, moved(0.02))
+        copies.append(reader.copy())
+    weights, data = bench.roller.weights, copies[1].data.copy()
+    data[100] ^= 1
+
+    assert weights.fetch(copies[0]).version == 1
+    prove(weights, 1)
+    bench.engine._model.load_state_dict(tiny.llama().state_dict())
+    weights.hand_over_again(1)
+    prove(weights, 1)
+    with pytest.raises(WeightsError, match="came damaged"):
+        weights.fetch(dataclasses.replace(copies[1], data=data))
+    assert torch.equal(of_prompt(bench.engine._model), of_prompt(moved(0.01))), "it has nothing of the damaged one"
+    assert weights.fetch(copies[1]).version == 2
+    prove(weights, 2)
+
+    assert verdicts(bench) == {"ok": 3}
+    assert torch.equal(of_prompt(bench.engine._model), of_prompt(moved(0.02)))
 
 
 def test_no_row_of_a_version_is_sealed_that_such_an_engine_has_ignored(alone) -> None:

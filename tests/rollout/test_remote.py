@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+import os
 import pickle
+import sys
 import threading
 
 import numpy as np
@@ -16,6 +18,7 @@ from pipeline.models.weights.copies import WeightsCopy
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry, RolloutNode, WorkerSpec
+from pipeline.telemetry.metric import OTHER
 from tests.support.daemon import task, wait_until  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
@@ -65,6 +68,34 @@ def sent(result):
     return pickle.loads(pickle.dumps(result))
 
 
+class Rollout:
+    """A ticket that a node has rolled out as a gateway has it do: the results of all calls, as they arrive."""
+
+    def __init__(self, node, position, prompts, *, ticket=7):
+        self.results = [sent(node.begin(ticket, position, prompts, -1))]
+        while not self.results[-1].value:
+            self.results.append(sent(node.step(0.05)))
+            assert self.results[-1].error is None
+        assert self.results[-1].value == [ticket]
+        self.results.append(sent(node.finish(ticket)))
+
+    @property
+    def rolled(self):
+        assert self.results[-1].error is None
+        return self.results[-1].value
+
+    @property
+    def status(self):
+        return self.results[-1].status
+
+    def all_of(self, name):
+        return [each for result in self.results for each in getattr(result, name)]
+
+    @property
+    def records(self):
+        return [record for result in self.results for record in result.status.records]
+
+
 def equal(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -84,18 +115,95 @@ def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(ta
     loaded = sent(node.load())
     assert loaded.error is None
     here.take(None, None)
-    answer, mine = sent(node.roll(8, 3)), local.roll(8, 3)
+    theirs, mine = Rollout(node, 8, 3), local.roll(8, 3)
 
-    equal(vars(mine.rows.padded()), vars(answer.value.rows.padded()))
-    assert mine.stopped.tolist() == answer.value.stopped.tolist() and list(mine.answers) == list(answer.value.answers)
+    equal(vars(mine.rows.padded()), vars(theirs.rolled.rows.padded()))
+    assert mine.stopped.tolist() == theirs.rolled.stopped.tolist()
+    assert list(mine.answers) == list(theirs.rolled.answers)
     counted = here.take(None, None)
-    assert answer.scores == counted.scores and len(answer.scores) == 12
-    assert [name for name, _ in answer.stages] == [name for name, _ in counted.stages]
-    assert {"generate", "reward", "ref_logprob"} <= {name for name, _ in answer.stages}
-    assert all(seconds > 0 for _, seconds in answer.stages)
+    scores, stages = theirs.all_of("scores"), theirs.all_of("stages")
+    assert scores == counted.scores and len(scores) == 12
+    assert sorted(name for name, _ in stages) == sorted(name for name, _ in counted.stages)
+    assert {"generate", "reward", "ref_logprob"} <= {name for name, _ in stages}
+    assert all(seconds > 0 for _, seconds in stages)
     logging.getLogger("pipeline.rollout.roller").warning("on the way")
-    assert [record.msg for record in node.roll(8, 1).records] == ["on the way"]
-    assert sent(node.roll(8, 3)).scores == answer.scores, "told once"
+    assert [record.msg for record in Rollout(node, 8, 1).records] == ["on the way"]
+    assert Rollout(node, 8, 3).all_of("scores") == scores, "told once"
+    local.close()
+
+
+def test_a_node_keeps_several_tickets_in_its_engine_and_drops_cancelled_ones(tmp_path, task, node_of):  # noqa: F811
+    tmp_path.joinpath("streams.py").write_text(
+        "from tests.support.row_stream import RowStream\n"
+        "def new_engine(actor, *, directory, device, on_progress):\n"
+        "    return RowStream(actor, on_progress, room_rows=8)\n"
+    )
+    node = node_of(config_of(task, engine="streams:new_engine", num_generations=2, batch_size=2))
+    loaded = sent(node.load()).value
+    assert (loaded.tickets_ahead, loaded.pid) == (3, os.getpid())
+    assert [node.begin(ticket, 2 * ticket, 2, -1).has_room for ticket in range(3)] == [True, False, False]
+    load = node.status(logging.INFO, 0.0).load
+    assert load.running + load.waiting == 12 and load.room_rows == 8
+
+    assert node.cancel([1]).error is None
+    rows = {}
+    while len(rows) < 2:
+        for ticket in sent(node.step(0.05)).value:
+            rows[ticket] = len(node.finish(ticket).value.rows)
+
+    assert rows == {0: 4, 2: 4} and node.step(0.0).value == []
+    assert node.cancel([]).has_room
+
+
+def test_a_step_without_progress_is_no_heartbeat(tmp_path, task, node_of):  # noqa: F811
+    tmp_path.joinpath("stuck.py").write_text(
+        "from tests.support.row_stream import RowStream\n"
+        "class Stuck(RowStream):\n"
+        "    is_stuck = False\n"
+        "    def step(self):\n"
+        "        return [] if Stuck.is_stuck else super().step()\n"
+        "def new_engine(actor, *, directory, device, on_progress):\n"
+        "    return Stuck(actor, on_progress, room_rows=8)\n"
+    )
+    node = node_of(config_of(task, engine="stuck:new_engine"))
+    assert node.load().error is None
+    assert node.begin(0, 0, 1, -1).error is None
+    node.step(0.0)
+    sys.modules["stuck"].Stuck.is_stuck = True
+    stuck = node.step(0.0).status.beats
+
+    assert node.step(0.1).status.beats == stuck
+
+    sys.modules["stuck"].Stuck.is_stuck = False
+    assert node.step(0.1).status.beats > stuck
+
+
+def test_rows_of_several_turns_are_those_of_a_worker_and_the_environments_work_is_told(tmp_path, task, node_of):  # noqa: F811
+    """The environments are processes of the node, found in the folder of the configuration."""
+    tmp_path.joinpath("answering.py").write_text(
+        "from pipeline import Turn\n"
+        "class Telling:\n"
+        "    def reset(self, prompt, answer, columns):\n"
+        "        self.turns = 0\n"
+        "    def step(self, response):\n"
+        "        self.turns += 1\n"
+        "        told = sum(map(ord, response))\n"
+        "        return Turn(f'{told % 100}>', reward=told % 7 / 7, done=told % 3 == 0, tool_failed=told % 5 == 0)\n"
+    )
+    turns = {"environment": "answering:Telling", "max_turns": 3, "max_turn_tokens": 5, "max_new_tokens": 20}
+    config = config_of(task, (), max_prompt_length=9, **turns)
+    node, here = node_of(config, modules=str(tmp_path)), NodeTelemetry()
+    assert sent(node.load()).error is None
+    local = load_roller(config, load_tokenizer(config.model.actor), here, texts=True, device=CPU)
+    trial = local.turns.pool.counts.answers
+
+    theirs, mine = Rollout(node, 8, 3), local.roll(8, 3)
+
+    equal(vars(mine.rows.padded()), vars(theirs.rolled.rows.padded()))
+    assert mine.rows.padded().info["turns"].max() > 1
+    assert theirs.status.environment == local.turns.pool.counts
+    assert theirs.status.environment.answers > trial + 12 and theirs.status.environment.tools_failed > 0
+    assert {"generate", "environment"} <= {name for name, _ in theirs.all_of("stages")}
     local.close()
 
 
@@ -103,7 +211,7 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     config = config_of(task)
     node = node_of(config)
     assert node.load().error is None
-    before = node.roll(0, 2).value.rows.padded()
+    before = Rollout(node, 0, 2).rolled.rows.padded()
     other = load_actor(config.model.actor, dtype="float32", device=CPU)
     with torch.no_grad():
         for weight in other.parameters():
@@ -115,10 +223,11 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     copy = sent(reader.copy())
 
     fetched = sent(node.fetch(copy))
-    assert fetched.value == published
-    ((verdict, gaps),) = fetched.judged
+    assert fetched.value == published and not fetched.judged
+    later = Rollout(node, 0, 2)
+    ((verdict, gaps),) = later.all_of("judged")
     assert verdict == "ok" and len(gaps) == 8 and max(gaps) < 1e-4
-    after = node.roll(0, 2).value.rows.padded()
+    after = later.rolled.rows.padded()
 
     assert not torch.equal(before.action_log_probs, after.action_log_probs)
     data = copy.data.copy()
@@ -150,11 +259,18 @@ def test_an_engine_that_keeps_its_weights_is_found_when_these_are_sent(tmp_path,
     publisher.publish(3, state)
     reader = WeightsReader(tmp_path / "weights")
 
-    result = sent(node.fetch(reader.copy()))
+    assert node.fetch(reader.copy()).error is None
+    assert node.begin(0, 0, 1, -1).error is None
+    results = [sent(node.step(0.0))]
+    while results[-1].error is None:
+        assert results[-1].value == [], "no ticket ends before the engine has answered"
+        results.append(sent(node.step(0.0)))
 
-    assert isinstance(result.error, WeightsMismatchError)
-    assert "version=3" in str(result.error)
-    assert [verdict for verdict, _ in result.judged] == ["gap", "gap"], "it got the weights once more"
+    assert isinstance(results[-1].error, WeightsMismatchError)
+    assert "version=3" in str(results[-1].error)
+    assert [result.mismatches for result in results[-2:]] == [0, 1]
+    verdicts = [verdict for result in results for verdict, _ in result.judged]
+    assert verdicts == ["gap", "gap"], "it got the weights once more"
     reader.close()
     publisher.close()
 
@@ -192,8 +308,8 @@ def test_an_error_travels_whole_and_without_its_frames(tmp_path, task, node_of):
     config = config_of(task)
     node = node_of(config)
     assert node.load().error is None
-    node._roller._maker.reward_model = lambda **row: torch.full((len(row["input_ids"]),), torch.nan)
-    failed = sent(node.roll(0, 1))
+    node._stream._roller._maker.reward_model = lambda **row: torch.full((len(row["input_ids"]),), torch.nan)
+    failed = Rollout(node, 0, 1).results[-1]
     assert isinstance(failed.error, RewardError) and failed.value is None
     assert failed.error.bare == failed.error.told(texts=False)
 
@@ -249,7 +365,7 @@ def test_records_can_be_logged_by_another_process_with_their_fields(task, node_o
 
 def test_a_node_tells_of_tokens_while_it_samples_and_of_all_with_the_result(task, node_of):  # noqa: F811
     node = node_of(config_of(task))
-    trial = node.load().sampled
+    trial = node.load().status.sampled
     seen, report = [], node._telemetry.progress
 
     def beat(**numbers):
@@ -259,14 +375,13 @@ def test_a_node_tells_of_tokens_while_it_samples_and_of_all_with_the_result(task
             seen.append((status.sampled - trial, status.in_hand))
 
     node._telemetry.progress = beat
-    rolled = sent(node.roll(8, 3))
-    tokens = sum(rolled.value.rows.counts)
+    rollout = Rollout(node, 8, 3)
+    tokens = sum(rollout.rolled.rows.counts)
 
-    assert rolled.sampled == trial + tokens
+    assert rollout.status.sampled == trial + tokens
     assert seen == sorted(seen) and len(set(seen)) > 3
     assert all(in_hand == sampled < tokens for sampled, in_hand in seen)
-    again = sent(node.roll(8, 3))
-    assert again.sampled == trial + 2 * tokens
+    assert Rollout(node, 8, 3).status.sampled == trial + 2 * tokens
     assert node.status(logging.INFO, 0.0).in_hand == 0
 
 
@@ -280,8 +395,8 @@ def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
         wake.wait(60.0)
         return torch.zeros(len(row["input_ids"]))
 
-    node._roller._maker.reward_model = stuck_reward
-    work = threading.Thread(target=lambda: node.roll(0, 1))
+    node._stream._roller._maker.reward_model = stuck_reward
+    work = threading.Thread(target=lambda: Rollout(node, 0, 1))
     work.start()
     told = wait_until(
         lambda: [r for r in node.status(logging.INFO, 1.0).records if "no heartbeat" in r.msg], 20.0, "it says so"
@@ -291,4 +406,4 @@ def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
     assert not any("no heartbeat" in record.msg for record in node.status(logging.INFO, 1.0).records), "once"
     wake.set()
     work.join()
-    assert node.status(logging.INFO, 1.0).activity == ""
+    assert node.status(logging.INFO, 1.0).activity == OTHER

@@ -8,12 +8,12 @@ from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.rollout import process
 from pipeline.rollout.process import take_turn
-from pipeline.rollout.roll_stream import RollStream
 from pipeline.rollout.sleep import EngineSleep
 from pipeline.runtime.messages import Sealed
 from pipeline.storage.card_turns import TURN_S, EngineTurn, RankTurn
 from pipeline.telemetry.reader import MetricsReader
 from tests.rollout.test_worker import Bench as WorkerBench
+from tests.support.roll_stream import RollStream
 
 LONG_S = 0.5
 
@@ -21,24 +21,21 @@ LONG_S = 0.5
 class SleepingStream(RollStream):
     """Records when its engine sleeps and wakes, and with which weights; works only awake."""
 
-    def __init__(self, roller, rank, metrics):
+    def __init__(self, roller, rank):
         super().__init__(roller)
-        self.metrics = metrics
         self.rank = rank
         self.events = []
         self.is_asleep = False
 
     def sleep(self):
         assert self.has_room, "with a ticket in hand"
-        with self.metrics.changing_sleep("sleep"):
-            assert not self.rank.take(), "the rank steps before the engine sleeps"
-            self.is_asleep = True
+        assert not self.rank.take(), "the rank steps before the engine sleeps"
+        self.is_asleep = True
         self.events.append("sleep")
 
     def wake(self, held):
-        with self.metrics.changing_sleep("wake"):
-            assert not self.rank.take(), "a rank can step while the engine wakes"
-            self.is_asleep = False
+        assert not self.rank.take(), "a rank can step while the engine wakes"
+        self.is_asleep = False
         self.events.append(("wake", held))
 
     def fetch(self, source):
@@ -58,9 +55,9 @@ class Bench(WorkerBench):
     def __init__(self, folder):
         super().__init__(folder)
         self.rank = RankTurn(folder, 0)
-        self.stream = self.worker._stream = SleepingStream(self.roller, self.rank, self.metrics)
+        self.stream = self.worker._stream = SleepingStream(self.roller, self.rank)
         self.engine_turn = EngineTurn(folder)
-        self.worker._hooks = [EngineSleep(self.engine_turn, self.stream)]
+        self.worker._hooks = [EngineSleep(self.engine_turn, self.stream, self.metrics)]
         assert self.engine_turn.take(), "an engine is loaded awake"
 
     def turn(self):

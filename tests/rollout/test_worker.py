@@ -21,7 +21,6 @@ from pipeline.rollout.generation.interface import Responses, Sampling
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.prompt_batch import PromptBatch
-from pipeline.rollout.roll_stream import RollStream
 from pipeline.rollout.roller import LocalRoller, Rolled, seed_of
 from pipeline.rollout.worker import RolloutWorker, flat_groups
 from pipeline.runtime.messages import (
@@ -45,6 +44,7 @@ from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.experiences import made_up
+from tests.support.roll_stream import RollStream
 
 MAX_LENGTH = 11
 VOCABULARY = 99

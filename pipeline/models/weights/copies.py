@@ -30,11 +30,19 @@ class WeightsCopy:
     specs: list[TensorSpec]
     data: npt.NDArray[np.uint8]
 
-    def fetch(self, into: Mapping[str, torch.Tensor]) -> WeightsVersion:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the version's tensors by published name, without a copy; they are only read."""
+        with warnings.catch_warnings():
+            # Torch warns about memory that is not writable.
+            warnings.simplefilter("ignore", UserWarning)
+            return tensor_views(self.data.data, self.specs)
+
+    def fetch(self, into: Mapping[str, torch.Tensor], *, partial: bool = False) -> WeightsVersion:
         """Copy the version into a model's tensors.
 
         Args:
             into: Targets by published name; every published tensor needs one of its shape.
+            partial: Whether a published tensor without a target is not copied; the fingerprint covers all.
 
         Returns:
             The version, with its verified fingerprint.
@@ -42,12 +50,10 @@ class WeightsCopy:
         Raises:
             WeightsError: If a target is missing or has another shape, or the bytes are not the published ones.
         """
-        memory = self.data.data
         with warnings.catch_warnings():
-            # Torch warns about memory that is not writable; here it is only read.
             warnings.simplefilter("ignore", UserWarning)
-            slot = Slot(memory, tensor_views(memory, self.specs), is_kept=False)
-        if (found := slot.read(into)) != self.version.fingerprint:
+            slot = Slot(self.data.data, self.tensors(), is_kept=False)
+        if (found := slot.read(into, partial=partial)) != self.version.fingerprint:
             raise WeightsError(
                 f"weights of version {self.version.version} came damaged: fingerprint {found:016x}, "
                 f"published as {self.version.fingerprint:016x}"

@@ -9,11 +9,11 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from pipeline.errors import FieldError, ShapeError, WeightsError
+from pipeline.errors import WeightsError
+from pipeline.models.weights.copies import WeightsCopy
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout.generation.engine_probe import EngineProbe, PublishedProbe
 from pipeline.rollout.generation.interface import Engine
-from pipeline.rollout.prompt_batch import sample_all, tokens_of
 from pipeline.storage.weights_header import WeightsVersion
 
 _ACTOR = "actor."
@@ -62,28 +62,6 @@ class WorkerWeights(abc.ABC):
             WeightsError: If nothing holds it any more.
         """
 
-    def prove(self, version: int) -> int:
-        """Ask the engine about a version, and return the tokens of its answers; there must be no request in hand.
-
-        An engine that cannot be asked is not judged; a warning is logged.
-
-        Raises:
-            WeightsMismatchError: If the engine does not compute with it (`EngineProbe.judge`).
-        """
-        if self.probe is None:
-            return 0
-        tokens = 0
-        while True:
-            try:
-                answers = sample_all(self.engine, [self.probe.request(0)])
-            except (FieldError, ShapeError) as error:
-                self.probe.refused(version, error)
-                return tokens
-            tokens += tokens_of(answers)
-            if not self.probe.judge(answers[0].responses[0], version):
-                return tokens
-            self.hand_over_again(version)
-
 
 @dataclasses.dataclass
 class ModelWeights(WorkerWeights):
@@ -112,9 +90,8 @@ class ModelWeights(WorkerWeights):
 
     def hand_over_again(self, version: int) -> None:
         """Have the engine take the version that the targets hold once more, from the targets."""
-        actor = {name.removeprefix(_ACTOR): tensor for name, tensor in self.targets.items() if name.startswith(_ACTOR)}
         self.engine.pause()
-        self.engine.update_weights(actor, version)
+        self.engine.update_weights(_actor_of(self.targets), version)
         self.engine.resume()
 
 
@@ -122,7 +99,8 @@ class EngineWeights(WorkerWeights):
     """The weights of a worker whose engine alone holds the actor.
 
     Args:
-        engine: Takes versions out of shared memory (``fetch_weights(path, age)``, as `VllmEngine`).
+        engine: Takes versions out of shared memory (``fetch_weights(path, age)``, as `VllmEngine`), and tensors of a
+            copy (`Engine.update_weights`).
         probe: Asks it about each version.
         beside: The tensors that the worker takes beside the engine, by published name: those of a critic, and the
             moments of scores.
@@ -135,15 +113,19 @@ class EngineWeights(WorkerWeights):
         self.engine = engine
         self.probe = probe
         self.beside = beside
-        self._reader: WeightsReader | None = None
+        self._source: WeightsReader | WeightsCopy | None = None
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
-        """Replace the weights by the newest version, the engine's straight from shared memory."""
-        self._reader = reader = cast("WeightsReader", source)
+        """Replace the weights by the newest version, the engine's straight from shared memory, or out of a copy."""
+        self._source = given = cast("WeightsReader | WeightsCopy", source)
         self.engine.pause()
         for _ in range(_FETCH_ATTEMPTS):
-            fetched = reader.fetch(self.beside, partial=True) if self.beside else reader.newest_whole()
-            if self._has_taken(reader, fetched):
+            # The fingerprint of a copy is compared with the published one here: the engine gets its tensors alone.
+            if self.beside or isinstance(given, WeightsCopy):
+                fetched = given.fetch(self.beside, partial=True)
+            else:
+                fetched = given.newest_whole()
+            if self._has_taken(given, fetched):
                 self.engine.resume()
                 self.probe.published = fetched
                 return fetched
@@ -154,13 +136,16 @@ class EngineWeights(WorkerWeights):
         """Have the engine take the version fetched last once more."""
         self.engine.pause()
         held = self.probe.published
-        if self._reader is None or held is None or not self._has_taken(self._reader, held):
+        if self._source is None or held is None or not self._has_taken(self._source, held):
             raise WeightsError(f"the engine must have version {version} again, and shared memory holds it no more")
         self.engine.resume()
 
-    def _has_taken(self, reader: WeightsReader, wanted: WeightsVersion) -> bool:
+    def _has_taken(self, source: WeightsReader | WeightsCopy, wanted: WeightsVersion) -> bool:
+        if isinstance(source, WeightsCopy):
+            self.engine.update_weights(_actor_of(source.tensors()), wanted.version)
+            return True
         try:
-            return bool(self.engine.fetch_weights(reader.path, wanted.age) == wanted.age)
+            return bool(self.engine.fetch_weights(source.path, wanted.age) == wanted.age)
         except WeightsError:
             return False
 
@@ -186,5 +171,8 @@ def hand_over(engine: Engine, source: Any, fetched: WeightsVersion, targets: Map
         except WeightsError:
             # Overwritten since: `targets` have it.
             pass
-    actor = {name.removeprefix("actor."): tensor for name, tensor in targets.items() if name.startswith("actor.")}
-    engine.update_weights(actor, fetched.version)
+    engine.update_weights(_actor_of(targets), fetched.version)
+
+
+def _actor_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(_ACTOR): tensor for name, tensor in tensors.items() if name.startswith(_ACTOR)}

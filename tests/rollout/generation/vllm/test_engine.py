@@ -24,6 +24,7 @@ from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.generation.weights import ModelWeights
 from tests.rollout.generation.vllm.models import EOS, finish, log_probs_of, small_llama
 from tests.support.daemon import is_alive, wait_until
+from tests.support.proving import prove
 from tests.support.told import Told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
@@ -377,7 +378,7 @@ class Weights:
         """Publish a version, fetch it, and ask the engine about it."""
         self.publisher.publish(version, flatten(actor=model.state_dict()))
         self.reader = self.reader or WeightsReader(self.path)
-        self.weights.prove(self.weights.fetch(self.reader).version)
+        prove(self.weights, self.weights.fetch(self.reader).version)
 
 
 def stepped_from(model, by):
@@ -409,7 +410,7 @@ def test_an_engine_that_ignores_an_update_is_found_at_that_version(engine, model
     verdicts = [verdict for verdict, _ in held.told.verdicts]
     assert verdicts[:2] == ["ok", "ok"] and "ok" not in verdicts[2:] and len(verdicts) == 4
     held.weights.hand_over_again(3)
-    held.weights.prove(3)
+    prove(held.weights, 3)
     assert held.told.verdicts[-1][0] == "ok", "with its updates it passes again"
 
 

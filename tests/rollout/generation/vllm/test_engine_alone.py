@@ -19,6 +19,7 @@ from pipeline.rollout.prompt_batch import sample_all
 from pipeline.rollout.remote import NodeTelemetry
 from tests.rollout.generation.vllm.models import log_probs_of
 from tests.support.daemon import task  # noqa: F401 - a fixture
+from tests.support.proving import prove
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -68,15 +69,15 @@ def versions(held, tmp_path):
         published = flatten(actor=held.model.state_dict(), critic=stepped_from(held.critic, by))
         publisher.publish(version, published, probe=answer(held.model, held.tokens, CPU) if probe else None)
 
-    def take():
+    def take(*, was_sent=False):
         readers[:] = readers or [WeightsReader(tmp_path / "weights")]
-        fetched = held.weights.fetch(readers[0])
-        held.weights.prove(fetched.version)
+        fetched = held.weights.fetch(readers[0].copy() if was_sent else readers[0])
+        prove(held.weights, fetched.version)
         return fetched.version
 
     yield SimpleNamespace(publish=publish, take=take)
     held.weights.engine.update_weights(held.first, 0)
-    held.weights._reader = held.weights.probe._before = held.weights.probe.published = None
+    held.weights._source = held.weights.probe._before = held.weights.probe.published = None
     publisher.close()
     for reader in readers:
         reader.close()
@@ -86,14 +87,15 @@ def judged(held):
     return [verdict for verdict, _ in held.telemetry.take(None, None).judged]
 
 
-def test_the_worker_has_no_memory_for_the_actor_and_rolls_out_with_the_versions(held, versions):
+@pytest.mark.parametrize("was_sent", [False, True], ids=["shared memory", "a copy from another machine"])
+def test_the_worker_has_no_memory_for_the_actor_and_rolls_out_with_the_versions(held, versions, was_sent):
     assert isinstance(held.weights, EngineWeights)
     assert {parameter.device.type for parameter in held.roller._maker.actor.parameters()} == {"meta"}
     assert held.weights.beside and all(name.startswith("critic.") for name in held.weights.beside)
 
     for version, by in ((1, 0.0), (2, 0.01), (3, 1e-5)):
         versions.publish(version, by)
-        assert versions.take() == version
+        assert versions.take(was_sent=was_sent) == version
         experience = held.roller.roll(4, 2).rows.padded()
         assert experience.action_log_probs is None
         critic = held.roller._maker.critic.state_dict()
@@ -136,7 +138,7 @@ def test_an_engine_that_ignores_an_update_is_found_at_that_version(held, version
     assert verdicts[0] == "ok" and "ok" not in verdicts[1:] and len(verdicts) == 3, "asked again after a resync"
     monkeypatch.undo()
     held.weights.hand_over_again(2)
-    held.weights.prove(2)
+    prove(held.weights, 2)
     assert judged(held) == ["ok"]
 
 

@@ -1,11 +1,11 @@
-"""A stream of tickets in front of a roller whose calls block, such as that of a cluster."""
+"""A stream of tickets in front of a roller whose calls block: each ticket is rolled out by `finish`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pipeline.models.weights.store import WeightsReader
-from pipeline.rollout.roller import Rolled, Roller
+from pipeline.rollout.roller import LocalRoller, Rolled
 from pipeline.storage.weights_header import WeightsVersion
 
 BLOCKING_TICKETS_AHEAD = 2
@@ -16,7 +16,7 @@ class RollStream:
 
     updates_in_flight = False
 
-    def __init__(self, roller: Roller, tickets_ahead: int = BLOCKING_TICKETS_AHEAD) -> None:
+    def __init__(self, roller: LocalRoller, tickets_ahead: int = BLOCKING_TICKETS_AHEAD) -> None:
         self.tickets_ahead = tickets_ahead
         self._roller = roller
         self._ticket: tuple[int, int, int, int] | None = None
