@@ -312,9 +312,6 @@ def _vllm_conflicts(config: Config) -> list[Conflict]:
     if config.model.lora_rank > _VLLM_RANKS:
         message = f'must be at most {_VLLM_RANKS} with rollout.engine = "vllm", got {config.model.lora_rank}'
         found.append(Conflict(("model.lora_rank", "rollout.engine"), message))
-    if config.cluster.engine == "ray":
-        message = 'must be "transformers" or an engine of your own with cluster.engine = "ray", got "vllm"'
-        found.append(Conflict(("rollout.engine", "cluster.engine"), message))
     return found
 
 

@@ -201,7 +201,7 @@ def load(
 def _engine(values: Mapping[str, Any], *, on_cards: bool) -> tuple[str, str]:
     """Return the engine of `rollout.engine = "auto"`, and the reason."""
     if values.get("cluster.engine", "local") != "local":
-        return "transformers", "auto: a cluster has no vllm"
+        return "transformers", "auto: whether the machines of a cluster have vllm is not known here"
     if not on_cards:
         return "transformers", "auto: no GPU"
     if importlib.util.find_spec("vllm") is None:

@@ -170,8 +170,12 @@ def kept_bytes_a_token(sizes: ModelSizes, dtype: str, *, checkpointed: bool) -> 
 
 
 def process_bytes(config: Config, role: str) -> int:
-    """Return the host memory of a rank ("trainer") or worker without its models, its engine's process included."""
-    engine = VLLM_PROCESS_BYTES if role == "rollout" and config.rollout.engine == "vllm" else 0
+    """Return the host memory of a rank ("trainer") or worker without its models, its engine's process included.
+
+    In a cluster the engine's process is on another machine.
+    """
+    has_engine = role == "rollout" and config.rollout.engine == "vllm" and config.cluster.engine == "local"
+    engine = VLLM_PROCESS_BYTES if has_engine else 0
     return PROCESS_BYTES + engine + (SHARDING_BYTES if role == "trainer" and config.shards_trainer else 0)
 
 

@@ -32,6 +32,7 @@ from pipeline.models.weights.copies import WeightsCopy
 from pipeline.progress import Telemetry
 from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.generation.interface import EngineLoad
+from pipeline.rollout.generation.vllm.releases import installed_version
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.rollout.ticket_stream import EngineStream, new_stream
@@ -58,6 +59,7 @@ class WorkerSpec:
         modules: The folder of the configuration file, searched first for reward functions and engines.
         log_texts: Whether later errors and the log may quote them.
         release: The version of this package on the daemon's machine.
+        vllm: That of vLLM, "" if it has none.
     """
 
     config: str
@@ -66,6 +68,7 @@ class WorkerSpec:
     modules: str = ""
     log_texts: bool = False
     release: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("rlhfd"))
+    vllm: str = dataclasses.field(default_factory=installed_version)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,6 +388,10 @@ class RolloutNode:
         if release != self._spec.release:
             raise ConfigError(f"{machine} has rlhfd {release}, the daemon's machine {self._spec.release}")
         self._config = Config.model_validate_json(self._spec.config)
+        vllm = installed_version()
+        if self._config.rollout.engine == "vllm" and vllm and self._spec.vllm not in ("", vllm):
+            # The machine of the daemon needs none; one that is there is the release of all workers.
+            raise ConfigError(f"{machine} has vLLM {vllm}, the daemon's machine {self._spec.vllm}")
         torch.set_num_threads(self._config.rollout.threads)
         if os.path.isdir(self._spec.working_directory):
             # Scorers import reward functions from the folder they are started in, which is this process's.

@@ -106,7 +106,12 @@ def test_a_key_that_is_set_has_no_other_origin() -> None:
         ((), True, True, 'engine = "vllm"  # auto: vllm is installed here, and the run has GPUs'),
         ((), True, False, 'engine = "transformers"  # auto: vllm is not installed here'),
         ((), False, True, 'engine = "transformers"  # auto: no GPU'),
-        (("cluster.engine=ray",), True, True, 'engine = "transformers"  # auto: a cluster has no vllm'),
+        (
+            ("cluster.engine=ray",),
+            True,
+            True,
+            'engine = "transformers"  # auto: whether the machines of a cluster have vllm is not known here',
+        ),
     ],
 )
 def test_the_engine_follows_from_gpus_and_installation(

@@ -615,13 +615,6 @@ MISTAKES = [
         '2:13: model.lora_rank: must be at most 512 with rollout.engine = "vllm", got 513',
     ),
     (
-        '[rollout]\nengine = "vllm"\n[cluster]\nengine = "ray"',
-        (
-            '2:10: rollout.engine: must be "transformers" or an engine of your own with cluster.engine = "ray", '
-            'got "vllm"'
-        ),
-    ),
-    (
         '[rollout]\ncache_bytes = "2GiB"',
         '2:15: rollout.cache_bytes: must be left out with rollout.engine = "transformers": only vllm reads it',
     ),

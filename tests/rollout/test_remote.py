@@ -1,6 +1,7 @@
 """A worker's models on another machine: the same rollouts, and the events to count come with the results."""
 
 import dataclasses
+import importlib.util
 import logging
 import os
 import pickle
@@ -318,6 +319,26 @@ def test_a_node_of_another_release_is_refused_before_it_reads_what_it_may_not_kn
     error = node_of(config_of(task), release="0.0.7", config='{"a_key": "of tomorrow"}').load().error
 
     assert isinstance(error, ConfigError) and "the daemon's machine 0.0.7" in str(error)
+
+
+def test_a_node_with_another_vllm_than_the_daemons_machine_is_refused(task, node_of, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("socket.gethostname", lambda: "far-away")
+    monkeypatch.setattr("pipeline.rollout.remote.installed_version", lambda: "0.32.0")
+
+    error = node_of(config_of(task, engine="vllm"), vllm="0.27.1").load().error
+
+    assert isinstance(error, ConfigError)
+    assert str(error) == "far-away has vLLM 0.32.0, the daemon's machine 0.27.1"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_a_node_without_vllm_is_refused_with_its_machine(task, node_of, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("socket.gethostname", lambda: "far-away")
+
+    error = node_of(config_of(task, engine="vllm")).load().error
+
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith('on far-away: rollout.engine: "vllm" is not installed here: RLHFD_EXTRAS=vllm ')
 
 
 def test_what_is_missing_there_is_told_with_the_machine(tmp_path, task, node_of, monkeypatch):  # noqa: F811

@@ -236,12 +236,20 @@ def test_each_process_on_a_card_loads_its_models_through_host_memory(folder: Pat
 
 @pytest.mark.parametrize("machine", [CARDS, CARDS._replace(gpus=0)], ids=["cards", "cpus"])
 def test_the_models_of_a_clusters_workers_are_not_in_this_machines_memory(folder: Path, machine: Machine) -> None:
-    config = configured(folder).model_copy(update={"cluster": ClusterConfig(engine="ray")})
+    cluster = {"cluster": ClusterConfig(engine="ray")}
+    config = configured(folder).model_copy(update=cluster)
+    with_vllm = configured(folder)
+    with_vllm = with_vllm.model_copy(update={"rollout": with_vllm.rollout.model_copy(update={"engine": "vllm"})})
 
     found = [term for terms in terms_of(config, machine).values() for term in terms]
+    of_processes = [
+        terms_of(each, machine)["host memory"]["processes without their models"]
+        for each in (config, with_vllm.model_copy(update=cluster))
+    ]
 
     assert any(term.startswith("trainer 0: weights") for term in found)
     assert not any(term.startswith("rollout ") for term in found)
+    assert of_processes[0] == of_processes[1], "nor are their engines"
 
 
 def test_every_setting_that_is_proposed_is_toml(folder: Path) -> None:

@@ -34,7 +34,7 @@ def refuse_unsuitable() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f'rollout.engine: "vllm" is not installed here: {_INSTALL}')
-    version = _version()
+    version = installed_version()
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None:
         log.warning("the release of vLLM is not known: version=%s admitted=%s", version or "none", _RANGE)
@@ -42,8 +42,8 @@ def refuse_unsuitable() -> None:
         raise ConfigError(f"rollout.engine: vLLM {version} is not admitted, {_RANGE} is: {_INSTALL}")
 
 
-def _version() -> str:
-    """Return the version of the installed distribution; "" if vLLM is of none."""
+def installed_version() -> str:
+    """Return the version of the installed distribution; "" if vLLM is of none, or is not installed."""
     for name in _DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
