@@ -19,11 +19,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benches.__main__ import BENCHES
-from benches.card_parts import LONGEST_ROW, MODEL, NEW_TOKENS, PARTS, write_model
+from benches.card_parts import ALL, KILLS, LONGEST_ROW, MODEL, NEW_TOKENS, PARTS, SLEEP, write_model
 from benches.card_row import Place, Row
 from benches.measure import descendants
 from benches.report import RESULTS, ROOT, Section, Table, merge
@@ -41,7 +42,39 @@ is installed, {new} tokens a response; memory is what the card has in use beside
 ragged rows of the same model, up to {longest} tokens, padded and packed; its head and the log-probs alone. *publish*:
 weights through shared memory, against page-locked memory of the card. All figures of a run are those of its own
 metrics."""
+_KILLS_TEXT = """The embedded task with both roles on the card, undisturbed and with SIGKILL of each role in turns, the
+supervisor's command started again at once; with vLLM also of its process; TRL where it is installed, one process, with
+a checkpoint each 10 steps. One run each. How each figure is counted: `bin/bench kills`."""
+_SLEEP_TEXT = """`rollout.sleep`: the engine of a run on a random model sleeps while the trainer steps on the same card;
+Qwen2.5-1.5B's shape trained whole (*colocated*), 7B's with LoRA (*colocated-lora*), vLLM with a cache of 8 GiB. Memory
+is that of the card beside what was in use before the run, read every 20 ms, the largest of a phase, asleep the least;
+the terms are those of `rlhfd plan`, the largest five."""
 
+
+class _Group(NamedTuple):
+    """Parts whose rows are a section of the results.
+
+    Attributes:
+        option: The option that names them; None for those that run by default.
+    """
+
+    name: str
+    title: str
+    text: str
+    parts: Collection[str]
+    option: str | None = None
+
+    @property
+    def command(self) -> str:
+        """The command that runs them."""
+        return "bin/card" if self.option is None else f"bin/card {self.option}"
+
+
+_GROUPS = (
+    _Group("card", "rlhfd on a card", _TEXT, PARTS),
+    _Group("kills", "What a kill costs on a card", _KILLS_TEXT, KILLS, "--kills"),
+    _Group("sleep", "A card that engine and trainer share in turns", _SLEEP_TEXT, SLEEP, "--sleep"),
+)
 
 Report = Mapping[str, Sequence[Row]]
 
@@ -53,13 +86,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Run rlhfd on this machine's card and print a table; all parts together write benches/RESULTS.md.",
         epilog="SMALL=1 bin/card    all of it on a CPU, small; nothing is written",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PARTS)}; all by default")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME",
+        help=f"one of {', '.join(ALL)}; by default {', '.join(PARTS)}",
+    )  # fmt: skip
+    for group in _GROUPS[1:]:
+        parser.add_argument(
+            group.option, dest="groups", action="append_const", const=group,
+            help=f"the parts {', '.join(group.parts)}, with a section of their own",
+        )  # fmt: skip
     parser.add_argument("--part", nargs=2, metavar=("NAME", "PLACE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part:
         return _be_part(options.part[0], json.loads(options.part[1]))
-    if unknown := [name for name in options.names if name not in PARTS]:
-        parser.error(f"no part {unknown[0]!r}, only {', '.join(PARTS)}")
+    if unknown := [name for name in options.names if name not in ALL]:
+        parser.error(f"no part {unknown[0]!r}, only {', '.join(ALL)}")
+    # A section is written of the run of all its parts.
+    groups: list[_Group] = options.groups or ([] if options.names else [_GROUPS[0]])
+    names = list(dict.fromkeys([*options.names, *(name for group in groups for name in group.parts)]))
     small = bool(os.environ.get("SMALL"))
     device = "" if small else _card()
     if not small and not device:
@@ -71,42 +115,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A SIGTERM ends the parts as an interrupt does.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         try:
-            found = _all(options.names or list(PARTS), Path(folder), device, small=small)
+            found = _all(names, Path(folder), device, small=small)
         finally:
             left = _end_orphans(os.getpid(), within_s=_ORPHANS_S)
     report = {name: rows for name, rows in found.items() if rows}
     if left:
         report["all parts"] = [Row("processes that were left", str(len(left)), failed=", ".join(left))]
-    section = _section(report, device)
-    print("\n".join(section.tables[0].lines()), flush=True)
-    if not (small or options.names or os.environ.get("CI")):
-        write(RESULTS, section, took_s=time.monotonic() - began_s)
+    took_s = time.monotonic() - began_s
+    print("\n".join(_table(report).lines()), flush=True)
+    if not (small or os.environ.get("CI")):
+        for group in groups:
+            own = {name: rows for name, rows in report.items() if name in {*group.parts, MODEL, "all parts"}}
+            text = " ".join(group.text.format(new=NEW_TOKENS[1], longest=f"{LONGEST_ROW[1]:,}").split())
+            section = Section(group.name, group.title, text, [_table(own)], device)
+            write(RESULTS, section, took_s=took_s, command=group.command)
     failed = [name for name, rows in report.items() if any(row.failed for row in rows)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def write(results: Path, section: Section, *, took_s: float) -> None:
+def write(results: Path, section: Section, *, took_s: float, command: str = "bin/card") -> None:
     """Put the section of a card into a results file, in place of an earlier one of the same card."""
     before = results.read_text() if results.exists() else ""
     results.write_text(
         merge(
-            before, [(section.heading, section.markdown(took_s=took_s, command="bin/card"))], (*BENCHES, section.name)
+            before, [(section.heading, section.markdown(took_s=took_s, command=command))], (*BENCHES, "card", "sleep")
         )
     )
 
 
-def _section(report: Report, device: str) -> Section:
+def _table(report: Report) -> Table:
     rows = [
         (name, row.figure, row.measured, row.against, f"FAILED: {row.failed}" if row.failed else "")
         for name, found in report.items()
         for row in found
     ]
     cells = [tuple(" ".join(cell.replace("|", "/").split()) for cell in row) for row in rows]
-    text = " ".join(_TEXT.format(new=NEW_TOKENS[1], longest=f"{LONGEST_ROW[1]:,}").split())
-    table = Table(("part", "figure", "measured", "against", "failed"), cells)
-    return Section("card", "rlhfd on a card", text, [table], device)
+    return Table(("part", "figure", "measured", "against", "failed"), cells)
 
 
 def _card() -> str:
@@ -127,16 +173,16 @@ def _all(names: Sequence[str], folder: Path, device: str, *, small: bool) -> dic
         began_s = time.monotonic()
         words = json.dumps({**dataclasses.asdict(place), "folder": str(place.folder), "model": str(place.model)})
         command = [sys.executable, "-m", "benches.card", "--part", name, words]
-        found[name] = run_part(command, place, PARTS[name].deadline_s if name in PARTS else _MODEL_S)
+        found[name] = run_part(command, place, ALL[name].deadline_s if name in ALL else _MODEL_S)
         print(f"==> {name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
 
-    untimed = [name for name in names if not PARTS[name].is_timed]
+    untimed = [name for name in names if not ALL[name].is_timed]
     with concurrent.futures.ThreadPoolExecutor(max_workers=3) as pool:
         # The model is made beside them, too.
-        needs_model = any(PARTS[name].needs_model for name in names)
+        needs_model = any(ALL[name].needs_model for name in names)
         list(pool.map(part, [*untimed, *([MODEL] if needs_model else [])]))
     for name in names:
-        if PARTS[name].is_timed:
+        if ALL[name].is_timed:
             part(name)
     return found
 
@@ -236,7 +282,7 @@ def _be_part(name: str, words: Mapping[str, str]) -> int:
     os.dup2(2, 1)
     failed = False
     try:
-        rows: Iterator[Row] = write_model(place) if name == MODEL else PARTS[name].rows(place)
+        rows: Iterator[Row] = write_model(place) if name == MODEL else ALL[name].rows(place)
         for row in rows:
             failed |= bool(row.failed)
             print(json.dumps(dataclasses.asdict(row)), file=told, flush=True)

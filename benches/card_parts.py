@@ -14,14 +14,18 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benches.card_row import Place, Row
-from benches.card_run import CardRun
+from benches.card_run import CardRun, proportional_bytes, used_of_card
+from benches.card_sleep import PhaseMemory, rows_of
 from benches.measure import Sample, figure, interleaved
 from benches.report import ROOT
+from benches.sleeping_engine import HELD_BYTES
+from pipeline.config.plan import ENGINE_TERMS
+from pipeline.supervisor.capacity.budgets import phases
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +42,13 @@ _QWEN_05B = {
 }  # fmt: skip
 _TINY = _QWEN_05B | {
     "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+_QWEN_15B = _QWEN_05B | {
+    "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+}  # fmt: skip
+_QWEN_7B = _QWEN_15B | {
+    "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "tie_word_embeddings": False,
 }  # fmt: skip
 _PAD, _EOS = 0, 1
 _QWEN_WORDS = (
@@ -151,22 +162,83 @@ def vllm(place: Place) -> Iterator[Row]:
 
 
 def _engine(place: Place, settings: dict[str, object]) -> Iterator[Row]:
+    with CardRun(place.folder, {**_random_run(place, place.model), **settings}) as run:
+        run.wait()
+    yield run.ended()
+    yield from run.speeds()
+    yield from run.memory(on_card=bool(place.device))
+    yield run.books()
+
+
+def _random_run(place: Place, model: Path) -> dict[str, object]:
+    """Return the settings of a run on a random model, by GRPO."""
     steps, rows = place.size(4, 14), place.size(16, 128)
     place.folder.joinpath("telling.py").write_text(_REWARD)
-    own: dict[str, object] = {
-        "model.actor": place.model, "prompts.path": place.model / "prompts.jsonl", "prompts.template": "none",
+    return {
+        "model.actor": model, "prompts.path": model / "prompts.jsonl", "prompts.template": "none",
         "rollout.algorithm": "grpo", "rollout.num_generations": place.size(4, 8),
         "rollout.max_prompt_length": _PROMPT_TOKENS, "rollout.max_new_tokens": place.size(*NEW_TOKENS),
         "rewards": '["telling:score"]', "rollout.reward_timeout_s": 0, "trainer.max_steps": steps,
         "buffer.sample_batch_size": rows, "buffer.arena_bytes": place.size("16MiB", "256MiB"),
         "daemon.startup_timeout_s": 150,
     }  # fmt: skip
-    with CardRun(place.folder, {**own, **settings}) as run:
+
+
+def colocated(place: Place) -> Iterator[Row]:
+    """Run a random model of Qwen2.5-1.5B's shape whose engine sleeps while the trainer steps."""
+    yield from _colocated(place, _QWEN_15B, {})
+
+
+def colocated_lora(place: Place) -> Iterator[Row]:
+    """Run a random model of Qwen2.5-7B's shape with LoRA, whose engine sleeps while the trainer steps."""
+    yield from _colocated(place, _QWEN_7B, {"model.lora_rank": place.size(4, 32)})
+
+
+def _colocated(place: Place, shape: Mapping[str, object], settings: dict[str, object]) -> Iterator[Row]:
+    if place.device and importlib.util.find_spec("vllm") is None:
+        yield Row("a run with rollout.sleep", "vLLM is not installed here")
+        return
+    model = place.folder / "model"
+    _write(model, place.size(_TINY, shape), place)
+    # vLLM sleeps on a card alone.
+    engine: dict[str, object] = {"rollout.engine": "benches.sleeping_engine:new_engine"}
+    if place.device:
+        engine = {"rollout.engine": "vllm", "rollout.cache_bytes": "8GiB"}
+    own = {
+        **_random_run(place, model), **engine, **settings, "rollout.sleep": "true", "buffer.max_staleness": 0,
+        "trainer.max_steps": place.size(4, 6), "daemon.startup_timeout_s": 240,
+    }  # fmt: skip
+    read_bytes = (lambda _: used_of_card()) if place.device else proportional_bytes
+    with CardRun(place.folder, own) as run, PhaseMemory(place.folder / "run", read_bytes) as memory:
         run.wait()
     yield run.ended()
+    terms = run.card_terms
+    freed = sum(nbytes for name, nbytes in terms.items() if name.partition(": ")[2] in ENGINE_TERMS) or HELD_BYTES
+    yield from rows_of(memory.readings, phases(terms) if terms else {}, before_bytes=run.used_before_bytes, freed=freed)
+    for phase, name in (("sleep", "to fall asleep"), ("wake", "to wake, without weights")):
+        mean_s = run.seconds_of("rlhfd_engine_sleep_duration_seconds", phase=phase)
+        yield Row(
+            f"the engine {name}", f"{mean_s:.2f} s" if mean_s is not None else "", failed="" if mean_s else "never"
+        )
     yield from run.speeds()
-    yield from run.memory(on_card=bool(place.device))
     yield run.books()
+
+
+def kills(place: Place) -> Iterator[Row]:
+    """Run the embedded task undisturbed and with SIGKILL of each role, and so TRL where it is installed."""
+    from benches.kills import on_card
+
+    yield from on_card(place.folder, device=place.device, every=place.size(4, 12))
+
+
+def kills_vllm(place: Place) -> Iterator[Row]:
+    """Run the embedded task with rollouts by vLLM, where it is installed, undisturbed and with SIGKILL of each role."""
+    from benches.kills import on_card
+
+    if importlib.util.find_spec("vllm") is None:
+        yield Row("a run with vLLM", "not installed here")
+        return
+    yield from on_card(place.folder, device=place.device, every=place.size(4, 12), engine="vllm")
 
 
 def train(place: Place) -> Iterator[Row]:
@@ -282,29 +354,43 @@ PARTS = {
 }
 """In the order of the table. The first two run together: 595 s at most."""
 
+KILLS = {"kills": Part(kills, 580.0, needs_model=False), "kills-vllm": Part(kills_vllm, 580.0, needs_model=False)}
+SLEEP = {
+    "colocated": Part(colocated, 280.0, needs_model=False),
+    "colocated-lora": Part(colocated_lora, 300.0, needs_model=False),
+}
+ALL = {**PARTS, **KILLS, **SLEEP}
+"""Those of `PARTS` run by default."""
+
 
 def write_model(place: Place) -> Iterator[Row]:
     """Write a random model of Qwen2.5-0.5B's shape with a tokenizer of words, and prompts; no row unless it fails."""
+    _write(place.folder, place.size(_TINY, _QWEN_05B), place)
+    yield from ()
+
+
+def _write(folder: Path, shape: Mapping[str, object], place: Place) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        **place.size(_TINY, _QWEN_05B), bos_token_id=None, eos_token_id=_EOS, pad_token_id=_PAD, use_cache=True
-    )
+    config = Qwen2Config(**shape, bos_token_id=None, eos_token_id=_EOS, pad_token_id=_PAD, use_cache=True)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda:0" if place.device else "cpu"):
         model = Qwen2ForCausalLM(config)
-    model.save_pretrained(place.folder)
-    _byte_tokenizer().save_pretrained(place.folder)
+    model.save_pretrained(folder)
+    del model
+    if place.device:
+        # The part may go on with a run that is to have the card for itself.
+        torch.cuda.empty_cache()
+    _byte_tokenizer().save_pretrained(folder)
     draws = random.Random(0)
-    with place.folder.joinpath("prompts.jsonl").open("w") as file:
+    with folder.joinpath("prompts.jsonl").open("w") as file:
         for _ in range(4096):
             prompt = "".join(
                 draws.choices(string.ascii_lowercase, k=draws.randint(_PROMPT_TOKENS // 2, _PROMPT_TOKENS))
             )
             file.write(json.dumps({"prompt": prompt}) + "\n")
-    yield from ()
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from benches.card_row import Row
 from benches.learning import Killer
@@ -60,7 +60,7 @@ class CardRun:
         self._began_s = self._ready_s = 0.0
         self._metrics = ""
         self._config: Config | None = None
-        self._used_before = _used_before()
+        self._used_before = used_of_card()
         self._used: dict[str, float] = defaultdict(float)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -133,9 +133,9 @@ class CardRun:
         """Return the rows of its speed, the first steps left out."""
         yield from speeds_of(self.lines)
         for phase, name in (("publish", "a publish"), ("load", "a fetch by the worker")):
-            if count := self._value("rlhfd_weight_sync_duration_seconds_count", phase=phase):
-                total = self._value("rlhfd_weight_sync_duration_seconds_sum", phase=phase)
-                yield Row(f"{name} of the run", f"{total / count * 1e3:.0f} ms", f"mean of {count:.0f}")
+            if (mean_s := self.seconds_of("rlhfd_weight_sync_duration_seconds", phase=phase)) is not None:
+                count = self._value("rlhfd_weight_sync_duration_seconds_count", phase=phase)
+                yield Row(f"{name} of the run", f"{mean_s * 1e3:.0f} ms", f"mean of {count:.0f}")
 
     def memory(self, *, on_card: bool) -> Iterator[Row]:
         """Return the rows of its memory against `rlhfd plan`: of the card, of its ranks and workers; or of the host."""
@@ -160,14 +160,30 @@ class CardRun:
                     f"torch's memory in the {role}", f"{reserved / 1e9:.2f} GB reserved", f"planned {planned / 1e9:.2f}"
                 )
 
+    @property
+    def card_terms(self) -> dict[str, int]:
+        """The terms of `rlhfd plan` of the run's card, of engine and step together; none before the run is reached."""
+        if self._config is None:
+            return {}
+        together = self._config.model_copy(update={"rollout": self._config.rollout.model_copy(update={"sleep": False})})
+        budgets = budgets_of(together, models_of(together), machine.of_processes(os.environ))
+        return next((budget.terms for budget in budgets if budget.is_card), {})
+
+    @property
+    def used_before_bytes(self) -> int:
+        """Memory of the card that was in use before the run."""
+        return self._used_before
+
+    def seconds_of(self, histogram: str, **labels: str) -> float | None:
+        """Return the mean of a histogram of seconds at the last look; None if it has no observation."""
+        count = self._value(f"{histogram}_count", **labels)
+        return self._value(f"{histogram}_sum", **labels) / count if count else None
+
     def _look(self) -> None:
         """Read the metrics; keep the largest memory."""
         with contextlib.suppress(RlhfdError, OSError, ValueError):
             record = lock.find(self._runtime_dir)
-            url = f"http://127.0.0.1:{record.port}/metrics"
-            # A proxy has no business with this machine's own address.
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            self._metrics = opener.open(url, timeout=_ANSWER_S).read().decode()
+            self._metrics = metrics_of(record)
             if self._config is None:
                 self._config = Config.model_validate_json((Path(record.shm_dir) / "config.json").read_text())
             if not self._ready_s and self._value("rlhfd_ready"):
@@ -178,7 +194,7 @@ class CardRun:
                     self._keep("the card", float(used))
             for role in ("trainer", "rollout"):
                 self._keep(f"{role} reserved", self._value("rlhfd_torch_memory_bytes", role=role, state="reserved"))
-            self._keep("host", _proportional_bytes(record.pid))
+            self._keep("host", proportional_bytes(record.pid))
 
     def _keep(self, name: str, value: float) -> None:
         self._used[name] = max(self._used[name], value)
@@ -192,22 +208,47 @@ class CardRun:
         return [float(value) for key, words, value in found if key == name and all(word in words for word in wanted)]
 
 
+def metrics_of(record: lock.InstanceRecord) -> str:
+    """Return the metrics of a run as Prometheus gets them.
+
+    Raises:
+        OSError: If it does not answer.
+    """
+    # A proxy has no business with this machine's own address.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{record.port}/metrics", timeout=_ANSWER_S) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+class Books(NamedTuple):
+    """The rows that a run has sealed, and those in each state at its end."""
+
+    sealed: int
+    trained: int
+    dropped: int
+    ready: int
+    leased: int
+
+    @property
+    def unaccounted(self) -> int:
+        """Rows that are lost (positive) or counted twice (negative)."""
+        return self.sealed - self.trained - self.dropped - self.ready - self.leased
+
+
+def read_books(output: str) -> Books | None:
+    """Return the books that a run told at its end, by its output; None if it told none."""
+    found = _BOOKS.findall(output)
+    return Books(*map(int, found[-1])) if found else None
+
+
 def books_of(output: str) -> Row:
     """Return the row of a run's books by its output: rows sealed, and where they are."""
-    found = _BOOKS.findall(output)
-    if not found:
+    books = read_books(output)
+    if books is None:
         return Row("the books", failed="the run told none")
-    sealed, *parts = map(int, found[-1])
-    named = " + ".join(
-        f"{count:,} {name}" for count, name in zip(parts, ("trained", "dropped", "ready", "leased"), strict=True)
-    )
-    return Row("rows", f"{sealed:,} sealed", named, failed="" if sealed == sum(parts) else "they do not add up")
-
-
-def dropped_rows(output: str) -> int | None:
-    """Return the rows that a run dropped, by its output; None if it told none."""
-    found = _BOOKS.findall(output)
-    return int(found[-1][2]) if found else None
+    named = " + ".join(f"{getattr(books, name):,} {name}" for name in ("trained", "dropped", "ready", "leased"))
+    return Row("rows", f"{books.sealed:,} sealed", named, failed="they do not add up" if books.unaccounted else "")
 
 
 def speeds_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
@@ -229,7 +270,7 @@ def speeds_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     )
 
 
-def _used_before() -> int:
+def used_of_card() -> int:
     """Return the memory in use of the card, 0 without one."""
     return sum(gpu.used_bytes for gpu in read_once() if _is_the_card(str(gpu.index), gpu.uuid))
 
@@ -240,7 +281,7 @@ def _is_the_card(index: str, uuid: str) -> bool:
     return index == first if first.isdecimal() else bool(first) and uuid.startswith(first)
 
 
-def _proportional_bytes(pid: int) -> int:
+def proportional_bytes(pid: int) -> int:
     """Return the memory of a process and its descendants; pages that several map count once (Pss)."""
     total = 0
     for one in {pid, *descendants(pid)}:

@@ -16,13 +16,15 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from benches.measure import Sample, interleaved
+from benches.measure import Sample, descendants, interleaved
 from benches.report import Section, Table
 from benches.run import RunError, Trace, follow, rlhfd_command
 from pipeline.errors import RlhfdError
@@ -130,15 +132,28 @@ class Learned:
         return f"{self.first:.3f} to {self.last:.3f}, staleness {self.staleness:g}, {self.step_s:.2f} s a step"
 
 
+class Kill(NamedTuple):
+    """A process that was killed, the steps that its run had taken then, and the time in Unix seconds."""
+
+    name: str
+    step: int
+    unix_s: float
+
+
 class Killer:
     """Kills processes of a run when it has taken so many steps.
 
     Args:
         runtime_dir: Runtime directory of the run.
-        due: Name of the process, such as ``trainer-1``, by steps.
+        due: Name of the process by steps: ``trainer-1`` and the like, ``supervisor``, ``engine-0`` for the process of
+            vLLM of worker 0.
+
+    Attributes:
+        done: The kills so far, in order.
     """
 
     def __init__(self, runtime_dir: Path, due: Mapping[int, str]) -> None:
+        self.done: list[Kill] = []
         self._runtime_dir = runtime_dir
         self._due = sorted(due.items())
 
@@ -152,11 +167,28 @@ class Killer:
         if not self._due or step < self._due[0][0]:
             return
         with contextlib.suppress(RlhfdError, ProcessLookupError):
-            answer = control.request(lock.find(self._runtime_dir), "status", _ANSWER_TIMEOUT_S)
-            pids = {f"{one['role']}-{one['index']}": one["pid"] for one in answer["processes"]}
-            if pid := pids.get(self._due[0][1]):
+            if pid := self._pid(self._due[0][1]):
                 os.kill(pid, signal.SIGKILL)
-                del self._due[0]
+                self.done.append(Kill(self._due.pop(0)[1], step, time.time()))
+
+    def _pid(self, name: str) -> int | None:
+        """Return the pid of a process; None if it has none just now."""
+        record = lock.find(self._runtime_dir)
+        if name == "supervisor":
+            return record.pid
+        role, _, index = name.partition("-")
+        answer = control.request(record, "status", _ANSWER_TIMEOUT_S)
+        pids = {f"{one['role']}-{one['index']}": one["pid"] for one in answer["processes"]}
+        if role != "engine":
+            return pids.get(name)
+        worker = pids.get(f"rollout-{index}")
+        return next((pid for pid in sorted(descendants(worker or 0)) if _is_vllm(pid)), None)
+
+
+def _is_vllm(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b" vllm" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def run(*, quick: bool) -> Sequence[Section]:

@@ -21,7 +21,7 @@ RESULTS = ROOT / "benches" / "RESULTS.md"
 _INTRODUCTION = """# Results
 
 Written by `bin/bench`, which measures the sections that take 15 minutes together; `bin/bench NAME` measures one. The
-sections *card* are of `bin/card`, each of a run on that card.
+sections *card*, *sleep* and those named after a card are of `bin/card`, each of a run on that card.
 A figure is the median, with the range over the rounds in brackets. Compared ways were measured in turns, and a ratio is
 the median of the ratios of the rounds: on a machine with other users, ratios hold and absolute figures do not.
 """

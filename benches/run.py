@@ -236,7 +236,13 @@ def _way(
 
 
 def follow(
-    command: list[str], folder: Path, steps: int, least: int, *, at_step: Callable[[int], None] = lambda _: None
+    command: list[str],
+    folder: Path,
+    steps: int,
+    least: int,
+    *,
+    at_step: Callable[[int], None] = lambda _: None,
+    revives: bool = False,
 ) -> Trace:
     """Run a command until it has the goal, `least` steps at the earliest, or its steps, then end it.
 
@@ -245,7 +251,9 @@ def follow(
         folder: Folder of the run, with the file of `trace_path`.
         steps: The steps after which it is over.
         least: Least number of steps; with as many as `steps` the goal ends nothing.
-        at_step: Called with the number of steps taken, several times a second.
+        at_step: Called with the number of steps in the file, several times a second; a trainer that starts again may
+            have removed the last ones.
+        revives: Whether a command that SIGKILL has ended is started again.
     """
     path = trace_path(folder)
     environment = {
@@ -254,9 +262,13 @@ def follow(
     }  # fmt: skip
     began_unix_s, seen, seen_s = time.time(), 0, time.monotonic()
     with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment
-        )
+
+        def begin() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment
+            )
+
+        process = begin()
         try:
             while True:
                 has_ended = process.poll() is not None
@@ -266,7 +278,9 @@ def follow(
                     return trace
                 if len(trace.ends_s) > seen:
                     seen, seen_s = len(trace.ends_s), time.monotonic()
-                at_step(seen)
+                at_step(len(trace.ends_s))
+                if has_ended and revives and process.returncode == -signal.SIGKILL:
+                    process, has_ended = begin(), False
                 if has_ended or time.monotonic() - seen_s > _STEP_LIMIT_S:
                     raise RunError((folder / "output").read_text(errors="replace")[-2000:])
                 time.sleep(_POLL_S)

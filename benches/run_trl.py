@@ -64,7 +64,7 @@ def main() -> None:
         args=GRPOConfig(
             output_dir=str(checkpoints),
             seed=settings["seed"],
-            use_cpu=True,
+            use_cpu=not settings.get("device"),
             bf16=False,
             gradient_checkpointing=False,
             report_to=[],

@@ -1,5 +1,7 @@
 """`bin/card`: its parts end at their deadlines and leave nothing, and its rows are those of what was measured."""
 
+import contextlib
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,14 +11,21 @@ import pytest
 
 from benches import card
 from benches.card import _end_orphans, main, run_part, write
-from benches.card_parts import PARTS, of_report
+from benches.card_parts import KILLS, PARTS, SLEEP, of_report
 from benches.card_row import Place, Row
 from benches.card_run import books_of, speeds_of
+from benches.card_sleep import ASLEEP, PhaseMemory, phase_of, rows_of
 from benches.measure import descendants
 from benches.report import Section, Table, sections_of
 from pipeline.runtime.lock import shm_directory
+from pipeline.supervisor.capacity.budgets import AWAKE_PHASE, STEP_PHASE
+from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.slab import MetricsSlab
 from tests.support.daemon import is_alive, wait_until
+from tests.support.slabs import begun
 
+GB = 10**9
 ROW = '{"figure": "speed", "measured": "3", "against": "", "failed": ""}'
 
 
@@ -64,7 +73,9 @@ def test_a_part_that_ends_with_an_error_is_a_failed_row(place):
 def test_an_orphan_of_a_part_is_named_and_killed():
     own = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with subprocess.Popen([sys.executable, "-c", own]) as parent:
-        wait_until(lambda: any("sleep(600)" in command_of(pid) for pid in descendants(parent.pid)), 30.0, "a child")
+        # Before its exec a child has the command of its parent.
+        sleeps = "\0import time; time.sleep(600)\0"
+        wait_until(lambda: any(sleeps in command_of(pid) for pid in descendants(parent.pid)), 30.0, "a child")
 
         left = _end_orphans(parent.pid, within_s=0.0)
 
@@ -157,3 +168,66 @@ def test_without_a_card_it_says_how_to_run_on_a_cpu_and_with_an_unknown_part_whi
     with pytest.raises(SystemExit):
         main(["trian"])
     assert "no part 'trian', only tests, embedded, transformers" in capsys.readouterr().err
+
+
+def test_parts_with_a_section_of_their_own_are_none_of_the_default_ones(monkeypatch, capsys):
+    monkeypatch.delenv("SMALL", raising=False)
+    monkeypatch.setattr(card, "_card", lambda: "")
+
+    assert not {*KILLS, *SLEEP} & {*PARTS}
+    for group in (KILLS, SLEEP):
+        assert max(part.deadline_s for part in group.values()) <= 600, "each part fits into ten minutes"
+    assert main(["--kills", "--sleep"]) == 1, "there is no card"
+    assert "SMALL=1 bin/card" in capsys.readouterr().err
+
+
+def test_a_phase_is_that_of_both_processes():
+    assert phase_of("asleep", "train") == STEP_PHASE
+    assert phase_of("asleep", "wait_card") == phase_of("asleep", "publish") == ASLEEP
+    assert phase_of("generate", "wait_data") == AWAKE_PHASE
+    assert phase_of("fetch_weights", "train") is None
+
+
+def test_a_reading_counts_where_the_phase_is_the_same_at_its_end(tmp_path):
+    slab = MetricsSlab.create(tmp_path / "metrics", [SlotName("rollout"), SlotName("trainer")])
+    worker, trainer = (ActivityClock(begun(slab, role), [*of]) for role, of in
+                       (("rollout", ["asleep", "generate"]), ("trainer", ["train"])))  # fmt: skip
+    with contextlib.ExitStack() as asleep:
+        asleep.enter_context(worker.during("asleep"))
+        changes = [False, True]
+
+        def read(pid):
+            assert pid == os.getpid()
+            if changes.pop():
+                asleep.close()
+            return 7
+
+        memory = PhaseMemory(tmp_path, read)
+        with trainer.during("train"):
+            memory.look(slab)
+            assert memory.readings == {}, "the engine woke meanwhile"
+    with worker.during("asleep"), trainer.during("train"):
+        memory.look(slab)
+    slab.close()
+
+    assert memory.readings == {STEP_PHASE: [7]}
+
+
+def test_memory_beyond_the_plan_and_an_engine_that_keeps_its_memory_are_failures():
+    planned = {
+        STEP_PHASE: {"trainer 0: weights": 3 * GB, "trainer 0: gradients": 2 * GB},
+        AWAKE_PHASE: {"trainer 0: weights": 3 * GB, "rollout 0: KV cache": 8 * GB},
+    }
+    readings = {ASLEEP: [5 * GB, 4 * GB], STEP_PHASE: [5 * GB, 6 * GB], AWAKE_PHASE: [10 * GB, 11 * GB]}
+
+    rows = [*rows_of(readings, planned, before_bytes=GB, freed=8 * GB)]
+
+    assert [row.measured for row in rows] == ["1.00 GB", "3.00 GB", "5.00 GB", "10.00 GB"]
+    assert rows[2].against == "planned 5.00 GB, of it trainer 0: weights 3.00 GB, trainer 0: gradients 2.00 GB"
+    assert not any(row.failed for row in rows)
+    over = {**readings, STEP_PHASE: [7 * GB], ASLEEP: [8 * GB]}
+    found = [*rows_of(over, planned, before_bytes=GB, freed=8 * GB)]
+    assert [row.failed for row in found] == ["", "the engine kept its memory: 3.00 GB less than awake",
+                                             "120% of the plan", ""]  # fmt: skip
+    (none,) = (row for row in rows_of({}, {}, before_bytes=0, freed=1) if row.failed)
+    assert none.failed.startswith("no reading of: asleep")

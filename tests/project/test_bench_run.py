@@ -1,11 +1,12 @@
 """The benchmark of the whole run: its ways have the same settings, and its figures are those of the traces."""
 
 import json
+import sys
 
 import pytest
 
 from benches import run_plain
-from benches.run import Trace, read_trace, tables
+from benches.run import RunError, Trace, follow, read_trace, tables, trace_path
 from pipeline.config.schema import Config
 
 
@@ -61,3 +62,23 @@ def test_ratios_are_to_the_faster_plain_way_and_a_way_that_never_learned_has_no_
                      "5.00 (5.00 to 5.00)", "5.00 (5.00 to 5.00)", "2 of 2")  # fmt: skip
     assert one[2:] == ("0.750 (0.500 to 1.00)", "-", "-", "-", "0 of 2")
     assert two[6] == "1 of 2"
+
+
+KILLED_ONCE = """
+import json, os, signal, sys
+with open(sys.argv[1], "a") as file:
+    taken = file.tell() > 0
+    print(json.dumps({"time_unix_s": 1.0, "reward_mean": 0.5}), file=file)
+if not taken:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_command_that_is_killed_is_started_again_where_it_is_to_be(tmp_path):
+    trace_path(tmp_path).parent.mkdir(parents=True)
+    command = [sys.executable, "-c", KILLED_ONCE, str(trace_path(tmp_path))]
+
+    assert len(follow(command, tmp_path, 2, 2, revives=True).rewards) == 2
+    trace_path(tmp_path).unlink()
+    with pytest.raises(RunError):
+        follow(command, tmp_path, 2, 2)

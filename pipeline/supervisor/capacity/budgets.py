@@ -34,6 +34,9 @@ _REMEDIES = (
 _OF_A_STEP = ("gradients", "activations of a micro-batch", "logits", "gathered layers and root")
 """Terms that are free of a rank that has stepped."""
 
+STEP_PHASE, AWAKE_PHASE = "while the trainer steps", "while the engine is awake"
+"""The phases of a card with `rollout.sleep`."""
+
 
 _CARD = "GPU of"
 
@@ -114,16 +117,20 @@ def _largest_phase(config: Config, kinds: tuple[str, ...], terms: Terms) -> tupl
     """Return the terms of a card in the phase that needs more, and its name: a step, or rollouts (`rollout.sleep`)."""
     if not config.rollout.sleep or len(set(kinds)) < 2:
         return "", terms
-    step, rollouts = (
-        {term: nbytes for term, nbytes in terms.items() if term.partition(": ")[2] not in free}
-        for free in (ENGINE_TERMS, _OF_A_STEP)
-    )
-    found = max((step, ", while the trainer steps"), (rollouts, ", while the engine is awake"), key=_phase_bytes)
-    return found[1], found[0]
+    name, largest = max(phases(terms).items(), key=lambda phase: sum(phase[1].values()))
+    return f", {name}", largest
 
 
-def _phase_bytes(phase: tuple[Terms, str]) -> int:
-    return sum(phase[0].values())
+def phases(terms: Terms) -> dict[str, Terms]:
+    """Return the terms of a card that an engine and a rank share in turns (`rollout.sleep`), by phase.
+
+    Args:
+        terms: All terms of the card, each behind the name of its process.
+    """
+    return {
+        phase: {term: nbytes for term, nbytes in terms.items() if term.partition(": ")[2] not in free}
+        for phase, free in ((STEP_PHASE, ENGINE_TERMS), (AWAKE_PHASE, _OF_A_STEP))
+    }
 
 
 def remedies(config: Config, models: Models, machine: Machine) -> list[str]:
