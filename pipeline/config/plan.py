@@ -298,6 +298,7 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     else:
         terms["KV cache"] = rows * a_row
         if on_cards:
+            # In the memory of graphs. The first token, outside of these, takes what passes over rows take later.
             terms["logits of a step"] = 4 * _SAMPLED_LOGITS * rows * sizes.vocabulary
     held = {"reference": _reference_on("worker", config, models), "critic": models.critic}
     held |= {"reward" if len(models.rewards) == 1 else f"reward {label}": one for label, one in models.rewards.items()}

@@ -22,7 +22,7 @@ from pipeline.models.pass_size import release_memory
 from pipeline.models.recomputation import checkpoint_activations
 from pipeline.models.weights.pinned import CudaDriver
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
-from pipeline.rollout.generation.graph_capture import CudaDevice
+from pipeline.rollout.generation.graph_capture import CudaDevice, GraphCapture
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
@@ -266,13 +266,13 @@ def test_a_model_that_reads_back_from_the_gpu_is_found_before_the_capture_and_le
 
 @pytest.fixture
 def captures(monkeypatch):
-    """Weak references to the graphs of steps, in the order of their captures."""
+    """Weak references to the graphs of the model's passes, in the order of their captures."""
     made, capture = [], CudaDevice.capture
 
     def noted(self, step, pool):
         graph = capture(self, step, pool)
-        # The graph that keeps a pool is of no step.
-        if isinstance(step, functools.partial):
+        # The graph that keeps a pool is of no step, and others sample.
+        if isinstance(step, functools.partial) and step.func.__name__ == "_run":
             made.append(weakref.ref(graph))
         return graph
 
@@ -359,6 +359,33 @@ def test_batches_of_other_rows_and_widths_replay_the_graphs_of_their_buckets(cap
     # is left, and the second one captures the two others again.
     assert counts == [3, 5, 5, 5, 5]
     torch.cuda.synchronize()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"temperature": 0.7, "eos_token_ids": (1, 5)}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1},
+        {"stop_sequences": ((4, 4), (3, 8, 3))}, {"do_sample": False},
+    ],
+)  # fmt: skip
+def test_a_graph_samples_the_tokens_and_log_probs_of_the_same_kernels_outside(more, caplog):
+    sampling = Sampling(max_length=204, pad_token_id=tiny.PAD, seed=7, **more)
+    prompts = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
+    inside, outside = (TransformersGenerator(long_llama().cuda()) for _ in range(2))
+    outside._sampling_capture = GraphCapture(None)
+
+    for _ in range(3):
+        made, expected = (
+            engine.generate(prompts, prompts != 0, sampling, group_size=4) for engine in (inside, outside)
+        )
+
+        assert torch.equal(made.sequences, expected.sequences)
+        assert torch.equal(made.log_probs, expected.log_probs)
+    decoder = inside._decoder
+    assert all(steps.graph is not None for bucket in decoder._buckets.values() for steps in bucket.sampling.values()
+               if steps.count > 3)  # fmt: skip
+    assert "no CUDA graph" not in caplog.text
 
 
 def test_a_capture_that_fails_leaves_streams_allocator_and_generator_whole(caplog):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.errors import FieldError, WeightsMismatchError
 from pipeline.rollout.generation.interface import Completed, EngineLoad, FinishReason, Request, Response, Span
-from pipeline.rollout.generation.transformers import sample_tokens
+from pipeline.rollout.generation.token_sampler import sample_tokens
 
 
 def new_engine(actor: Any, *, directory: Path, device: Any, on_progress: Any) -> RowStream:

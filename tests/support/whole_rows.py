@@ -15,7 +15,7 @@ import torch
 
 from pipeline.rollout.generation.interface import Responses
 from pipeline.rollout.generation.stops import response_lengths
-from pipeline.rollout.generation.transformers import sample_tokens
+from pipeline.rollout.generation.token_sampler import sample_tokens
 
 
 def new_engine(actor: Any, *, directory: Path, device: Any, on_progress: Any) -> WholeRows:

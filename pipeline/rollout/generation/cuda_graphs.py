@@ -5,6 +5,9 @@ graph is one launch, but only for the tensors that it was captured with. Therefo
 number on the GPU, attention reads the whole buffer through a mask, and rows leave when half of them have ended. Buffers
 begin small and double, because attention to unused room costs as much as attention to tokens.
 
+The next token is sampled over tensors of the same buckets, as a graph of its own for each setting of the sampling
+(temperature, filters, ends): so a token costs two launches, and the host looks at tokens only where rows may leave.
+
 A capture costs some twenty steps. So rows and room are rounded up to buckets, and the tensors of every bucket are views
 of the same memory, which stays from batch to batch: a batch of a bucket that was captured before replays its graph. If
 a bucket needs more memory than there is, the memory is made anew, and all buckets are captured again.
@@ -17,7 +20,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from pipeline.models.pass_size import released_when_full
 from pipeline.models.varlen_attention import uses_varlen_attention
 from pipeline.rollout.generation.graph_capture import GraphCapture
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
+from pipeline.rollout.generation.token_sampler import NO_TOKEN, BegunRows, TokenSampler
 
 Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """Returns ``(rows, V)`` float32 logits of tokens, mask, positions and cache."""
@@ -97,8 +101,33 @@ class FixedShapeLayer(PreallocatedLayer):
 
 
 @dataclass(eq=False)
+class _Steps:
+    """The steps of one kind over the tensors of a bucket.
+
+    Attributes:
+        sampler: Samples in these steps; None for the passes of the model. It is kept, since a graph reads its tensors.
+        graph: None before the capture.
+        count: Steps so far.
+    """
+
+    sampler: TokenSampler | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+    count: int = 0
+
+    def take(self, step: Callable[[], None], capture: GraphCapture) -> None:
+        """Take a step: eagerly at first, then captured."""
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.count < _EAGER_STEPS:
+            step()
+        else:
+            self.graph = capture.run_or_capture(step)
+        self.count += 1
+
+
+@dataclass(eq=False)
 class _Bucket:
-    """The tensors of a number of rows and columns, and the graph over them.
+    """The tensors of a number of rows and columns, and the graphs over them.
 
     Attributes:
         room: Columns of the buffers.
@@ -108,9 +137,13 @@ class _Bucket:
         mask: ``(rows, 1, 1, room)`` in the dtype of the keys, 0 where the token is real, else -inf: added to the scores
             as it is, where one of bools would be made such a mask anew in each layer.
         logits: ``(rows, V)``, of the last step.
+        noise: ``(rows, room + 1)`` float64, the draw of the token of each column.
+        sampled: ``(rows, room + 1)`` int64, the response's token of each column; `NO_TOKEN` where there is none.
+        log_probs: ``(rows, room + 1)`` float32, their log-probs where they were sampled here.
+        alive: ``(rows,)`` bool, the rows that have not ended.
         cache: The key-value cache, with layers of `FixedShapeLayer`.
-        graph: None before the capture.
-        steps: Steps over these tensors.
+        forward: The passes of the model.
+        sampling: The steps that sample, by their settings.
     """
 
     room: int
@@ -119,9 +152,13 @@ class _Bucket:
     positions: Tensor
     mask: Tensor
     logits: Tensor
+    noise: Tensor
+    sampled: Tensor
+    log_probs: Tensor
+    alive: Tensor
     cache: DynamicCache
-    graph: torch.cuda.CUDAGraph | None = None
-    steps: int = 0
+    forward: _Steps = field(default_factory=_Steps)
+    sampling: dict[Hashable, _Steps] = field(default_factory=dict)
 
     @property
     def layers(self) -> list[Any]:
@@ -136,16 +173,20 @@ class CudaGraphDecoder:
     It holds memory for the largest batch so far, until `release`.
 
     Args:
-        capture: The engine's.
+        capture: Captures the passes of the engine's model.
+        sampling_capture: Captures its sampling.
         width_multiple: Multiple to which the columns of the buffers are rounded up.
 
     Attributes:
         filled: Columns that hold a token.
     """
 
-    def __init__(self, capture: GraphCapture, width_multiple: int = 1) -> None:
+    def __init__(self, capture: GraphCapture, sampling_capture: GraphCapture, width_multiple: int = 1) -> None:
         self.filled = 0
         self._capture = capture
+        self._sampling_capture = sampling_capture
+        # The column of the first token that is sampled in the present bucket.
+        self._first = 0
         self._width_multiple = width_multiple
         self._buckets: OrderedDict[tuple[int, int], _Bucket] = OrderedDict()
         self._current: _Bucket | None = None
@@ -163,6 +204,7 @@ class CudaGraphDecoder:
         """Give all memory back, and with it the graphs and their pool."""
         self._drop_buckets()
         self._capture.release()
+        self._sampling_capture.release()
 
     def _drop_buckets(self) -> None:
         """Release buffers and graphs; the memory of the pool stays for the next graphs."""
@@ -181,7 +223,9 @@ class CudaGraphDecoder:
             self._drop_buckets()
             self._weights = weights
 
-    def begin(self, cache: DynamicCache, chosen: Tensor, mask: Tensor, positions: Tensor, logits: Tensor) -> None:
+    def begin(
+        self, cache: DynamicCache, chosen: Tensor, mask: Tensor, positions: Tensor, logits: Tensor, begun: BegunRows
+    ) -> None:
         """Take over the rows of a batch, of which the prompts are in a cache.
 
         Args:
@@ -190,33 +234,56 @@ class CudaGraphDecoder:
             mask: ``(rows, columns)``, 1 where a token is real; as wide as the longest possible row.
             positions: Positions of the next tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
             logits: ``(any, V)``, for number and dtype of the logits.
+            begun: The rows' tokens, the next ones to be read included.
         """
         self.filled = cache.get_seq_length()
         self._current = None
-        self._current = self._loaded(cache, chosen, mask, positions, logits)
+        self._current = self._loaded(cache, chosen, mask, positions, logits, begun)
 
-    def go_on(self, chosen: Tensor, mask: Tensor, positions: Tensor) -> None:
+    def go_on(self, chosen: Tensor, mask: Tensor, positions: Tensor, begun: BegunRows) -> None:
         """Go on with some of the rows, in larger buffers if these are full; arguments as for `begin`."""
         assert self._current is not None
         # Without the memory of the last logits, which are not needed any more.
         like = self._current.logits.new_empty(0, self._current.logits.shape[1])
-        self._current = self._loaded(self._current.cache, chosen, mask, positions, like)
+        self._current = self._loaded(self._current.cache, chosen, mask, positions, like, begun)
 
-    def step(self, forward: Forward, tokens: Tensor) -> Tensor:
-        """Return logits after one more token of each row, ``(rows, V)``; the next step overwrites them."""
+    def step(self, forward: Forward, tokens: Tensor | None) -> Tensor:
+        """Return logits after one more token of each row, ``(at least rows, V)``; the next step overwrites them.
+
+        Args:
+            forward: The model's.
+            tokens: ``(rows,)`` int64, the tokens that it reads; None: those that `sample` has sampled.
+        """
         bucket = self._current
         assert bucket is not None
-        bucket.tokens[: len(tokens), 0] = tokens
-        step = functools.partial(self._run, forward, bucket)
-        if bucket.graph is not None:
-            bucket.graph.replay()
-        elif bucket.steps < _EAGER_STEPS:
-            step()
-        else:
-            bucket.graph = self._capture.run_or_capture(step)
+        if tokens is not None:
+            bucket.tokens[: len(tokens), 0] = tokens
+        bucket.forward.take(functools.partial(self._run, forward, bucket), self._capture)
         self.filled += 1
-        bucket.steps += 1
-        return bucket.logits[: len(tokens)]
+        return bucket.logits if tokens is None else bucket.logits[: len(tokens)]
+
+    def sample(self, sampler: TokenSampler) -> None:
+        """Sample a token of each row by the logits of the last step, and find the rows that it ends."""
+        bucket = self._current
+        assert bucket is not None
+        steps = bucket.sampling.setdefault(sampler.key, _Steps(sampler))
+        steps.take(functools.partial(self._sample, steps.sampler or sampler, bucket), self._sampling_capture)
+
+    def alive(self, rows: int) -> Tensor:
+        """Return which of the rows have not ended, ``(rows,)`` bool; the next `sample` overwrites it."""
+        assert self._current is not None
+        return self._current.alive[:rows]
+
+    def next_tokens(self, rows: int) -> Tensor:
+        """Return the rows' newest tokens, ``(rows,)``, of those that have ended too."""
+        assert self._current is not None
+        return self._current.tokens[:rows, 0].clone()
+
+    def sampled(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the rows' tokens since `begin` or `go_on`, and their log-probs, each ``(rows, steps)``."""
+        assert self._current is not None
+        columns = slice(self._first, self.filled + 1)
+        return self._current.sampled[:rows, columns], self._current.log_probs[:rows, columns]
 
     def _run(self, forward: Forward, bucket: _Bucket) -> None:
         bucket.mask.index_fill_(3, bucket.column, 0.0)
@@ -225,8 +292,34 @@ class CudaGraphDecoder:
         bucket.column += 1
         bucket.positions += 1
 
-    def _loaded(self, source: DynamicCache, chosen: Tensor, mask: Tensor, positions: Tensor, logits: Tensor) -> _Bucket:
+    def _sample(self, sampler: TokenSampler, bucket: _Bucket) -> None:
+        column = bucket.column
+        noise = bucket.noise.index_select(1, column).squeeze(1) if sampler.draws else None
+        tokens, log_probs = sampler.next(bucket.logits, noise)
+        bucket.sampled.index_copy_(1, column, sampler.kept(bucket.alive, tokens).unsqueeze(1))
+        bucket.log_probs.index_copy_(1, column, log_probs.unsqueeze(1))
+        bucket.tokens.copy_(sampler.fed(tokens).unsqueeze(1))
+
+        def last(count: int) -> Tensor:
+            # Columns before the response have no token, which is in no sequence.
+            columns = column + torch.arange(1 - count, 1, device=column.device)
+            return bucket.sampled.index_select(1, columns.clamp(min=0))
+
+        # Last: until here a step that raised has changed nothing that a second call does not write again.
+        bucket.alive.copy_(sampler.go_on(bucket.alive, tokens, last))
+
+    def _loaded(
+        self,
+        source: DynamicCache,
+        chosen: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        logits: Tensor,
+        begun: BegunRows,
+    ) -> _Bucket:
         rows, filled = len(chosen), self.filled
+        # A copy, as of keys and values: the memory of all buckets is the same.
+        alive = begun.alive.clone()
         size = row_bucket(rows), room_bucket(filled, mask.shape[1], self._width_multiple)
         is_own = self._current is not None
         grows = size[0] > self._most_rows or size[0] * size[1] > self._most_area
@@ -255,11 +348,24 @@ class CudaGraphDecoder:
         bucket.mask[:rows, 0, 0, :filled].masked_fill_(mask[:, :filled] != 0, 0.0)
         bucket.positions.zero_()
         bucket.positions[..., :rows, :] = positions
+        self._first = filled + 1
+        self._load_response(bucket, begun, alive)
         self._buckets[size] = bucket
         self._buckets.move_to_end(size)
         if len(self._buckets) > _MOST_BUCKETS:
             self._buckets.popitem(last=False)
         return bucket
+
+    def _load_response(self, bucket: _Bucket, begun: BegunRows, alive: Tensor) -> None:
+        rows, made = begun.tokens.shape
+        bucket.sampled.fill_(NO_TOKEN)
+        bucket.sampled[:rows, self._first - made : self._first] = begun.tokens
+        more = min(begun.noise.shape[1], bucket.noise.shape[1] - self._first)
+        bucket.noise.zero_()
+        bucket.noise[:rows, self._first : self._first + more] = begun.noise[:, :more]
+        bucket.log_probs.zero_()
+        bucket.alive.fill_(False)
+        bucket.alive[:rows] = alive
 
     def _new_bucket(self, size: tuple[int, int], cache: DynamicCache, positions: Tensor, logits: Tensor) -> _Bucket:
         rows, room = size
@@ -274,6 +380,10 @@ class CudaGraphDecoder:
             positions=self._view("positions", (*before, rows, 1), positions, math.prod(before) * self._most_rows),
             mask=self._view("mask", (rows, 1, 1, room), like, self._most_area),
             logits=self._view("logits", (rows, logits.shape[1]), logits, logits.shape[1] * self._most_rows),
+            noise=self._of_columns("noise", size, positions, torch.float64),
+            sampled=self._of_columns("sampled", size, positions, torch.int64),
+            log_probs=self._of_columns("log_probs", size, positions, torch.float32),
+            alive=self._view("alive", (rows,), positions.new_empty(0, dtype=torch.bool), self._most_rows),
             cache=cache,
         )
 
@@ -291,6 +401,11 @@ class CudaGraphDecoder:
             for kind, like in zip(("keys", "values"), held, strict=True)
         )
         return FixedShapeLayer(keys, values, column)
+
+    def _of_columns(self, name: str, size: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a number for each row and column, and for the column after the last."""
+        elements = self._most_area + self._most_rows
+        return self._view(name, (size[0], size[1] + 1), like.new_empty(0, dtype=dtype), elements)
 
     def _view(self, name: str, shape: tuple[int, ...], like: Tensor, elements: int) -> Tensor:
         """Return the first elements of a tensor of the memory in a shape; it is made if it does not exist."""

@@ -32,14 +32,16 @@ class _Pool:
 
 
 class GraphCapture:
-    """Captures the steps of one engine.
+    """Captures the steps of one kind of one engine.
 
     Args:
         device: Captures; None for a device without graphs, such as a CPU.
+        kind: The steps' name in the log.
     """
 
-    def __init__(self, device: CudaDevice | None) -> None:
+    def __init__(self, device: CudaDevice | None, kind: str = "model") -> None:
         self._device = device
+        self._kind = kind
         self._is_tried = False
         self._pool: _Pool | None = None
 
@@ -77,7 +79,8 @@ class GraphCapture:
             self._pool = None
             raise
         except RuntimeError as error:
-            log.warning("no CUDA graph of this model, its tokens take longer: %s", str(error).partition("\n")[0])
+            reason = str(error).partition("\n")[0]
+            log.warning("no CUDA graph of this %s, its tokens take longer: %s", self._kind, reason)
             self._device = self._pool = None
             step()
             return None

@@ -26,10 +26,11 @@ from pipeline.models.inputs import accepted_keywords, model_inputs
 from pipeline.models.pass_size import width_multiple
 from pipeline.models.position_limits import check_generation
 from pipeline.models.varlen_attention import use_varlen_attention
-from pipeline.models.vision_inputs import plain_tokens, vision_backbone
+from pipeline.models.vision_inputs import vision_backbone
 from pipeline.progress import Telemetry
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Responses, Sampling
+from pipeline.rollout.generation.token_sampler import NO_TOKEN, BegunRows, TokenSampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,15 +47,6 @@ _FIXED_DROP_SHARE = 2
 _LOOK_STEPS = 8
 """Steps of fixed shapes between two looks at the rows that have ended: each look waits for the device. At most 7 steps
 more than needed are computed, 3 % of a response of 256 tokens."""
-
-_NO_TOKEN = -1
-"""In the place of a token that a response does not have."""
-
-_MOST_NOISE = 1 - 2.0**-52
-"""The product of any float64 with it is rounded to a smaller number."""
-
-_SAMPLE_ELEMENTS = 2**24
-"""Most probabilities in float64 at a time while a token is sampled: 128 MiB."""
 
 
 def can_replace_generate(actor: object) -> bool:
@@ -127,6 +119,8 @@ class TransformersGenerator:
         self._takes = accepted_keywords(model, {"position_ids": None, "logits_to_keep": None}).keys()
         self._vision_backbone = vision_backbone(model)
         self._capture: GraphCapture | None = None
+        # Of its own: a filter that cannot be captured costs the graphs of the sampling alone.
+        self._sampling_capture: GraphCapture | None = None
         self._decoder: CudaGraphDecoder | None = None
 
     @without_cudnn_attention()
@@ -155,13 +149,14 @@ class TransformersGenerator:
         noise = _noise(shape, sampling.seed, row_seeds)
         device = self._model.device
         state = _State(
-            tokens=torch.full(shape, _NO_TOKEN, device=device),
+            tokens=torch.full(shape, NO_TOKEN, device=device),
             log_probs=torch.zeros(shape, device=device),
             noise=noise.to(device),
             limits=None if row_limits is None else torch.tensor(row_limits, device=device),
         )
         # Prompts of similar length together: columns that are padding in a whole mini-batch are not computed.
         order = (attention_mask != 0).sum(dim=1).argsort(stable=True).cpu()
+        sampler = TokenSampler(sampling, device, self._vision_backbone)
         for part, first_response, repeats in _mini_batches(prompts, group_size, batch_rows):
             chosen = order[part]
             rows = chosen.unsqueeze(1) * group_size + torch.arange(first_response, first_response + repeats)
@@ -171,10 +166,10 @@ class TransformersGenerator:
                 None if vision is None else vision.rows(chosen),
                 rows.flatten().to(device),
                 repeats,
-                sampling,
+                sampler,
                 state,
             )
-        repeated, is_token = input_ids.repeat_interleave(group_size, dim=0), state.tokens != _NO_TOKEN
+        repeated, is_token = input_ids.repeat_interleave(group_size, dim=0), state.tokens != NO_TOKEN
         tokens = state.tokens.masked_fill_(~is_token, sampling.pad_token_id)
         return Responses(
             sequences=torch.cat([repeated, tokens.to(input_ids.device)], dim=1),
@@ -198,7 +193,7 @@ class TransformersGenerator:
         vision: VisionRows | None,
         rows: Tensor,
         repeats: int,
-        sampling: Sampling,
+        sampler: TokenSampler,
         state: _State,
     ) -> None:
         """Generate `repeats` responses of each prompt into the rows of `state`."""
@@ -207,7 +202,7 @@ class TransformersGenerator:
 
         first_real = int((attention_mask != 0).any(dim=0).nonzero()[0])
         missing = -(input_ids.shape[1] - first_real) % width_multiple(input_ids.device, self._width_multiple)
-        input_ids = functional.pad(input_ids[:, first_real:], (missing, 0), value=sampling.pad_token_id)
+        input_ids = functional.pad(input_ids[:, first_real:], (missing, 0), value=sampler.sampling.pad_token_id)
         mask = functional.pad((attention_mask[:, first_real:] != 0).long(), (missing, 0))
         width = input_ids.shape[1]
         # One column more than the prompt, for the position of the first token to be sampled.
@@ -227,6 +222,8 @@ class TransformersGenerator:
         alive = torch.ones_like(rows, dtype=torch.bool)
         drop_share, look_steps = (_FIXED_DROP_SHARE, _LOOK_STEPS) if fixed else (_DROP_SHARE, 1)
         decoder = self._decoder_on(mask.device) if fixed else None
+        # Whether the decoder samples all tokens but the first, as a part of its graphs.
+        is_inside = decoder is not None and sampler.can_be_captured
         # The row of each of these rows in the decoder, or before its first step in the cache; None if they are equal.
         sources: Tensor | None = torch.arange(len(input_ids), device=mask.device).repeat_interleave(repeats)
         started = living = len(rows)
@@ -235,19 +232,29 @@ class TransformersGenerator:
             rows_done = state.rows_done + started - living
             self._telemetry.progress(rows_done=rows_done, rows=len(state.tokens), tokens=state.tokens_made)
             state.tokens_made += living
-            tokens = state.sample(logits, rows, alive, step, sampling)
+            tokens: Tensor | None = None
+            if decoder is not None and is_inside and step > 0:
+                alive = decoder.alive(len(rows))
+            else:
+                tokens = state.sample(logits, rows, alive, step, sampler)
+                alive = state.go_on(rows, alive, tokens, step, sampler)
             # A row that is full leaves the batch: a model may have no position for its next token.
             are_full = step + 1 >= least_limit
-            alive = state.go_on(rows, alive, tokens, step, sampling)
             if are_full:
                 alive = alive & state.have_room(rows, step)
             is_last = step + 1 == state.tokens.shape[1]
             if are_full or (not is_last and (step + 1) % look_steps == 0):
                 living = int(alive.sum())
-            if living == 0 or is_last:
+            is_over = living == 0 or is_last
+            leave = (len(rows) - living) * drop_share >= len(rows) or are_full
+            if decoder is not None and tokens is None and (is_over or leave or decoder.is_full):
+                state.keep(rows, step, *decoder.sampled(len(rows)))
+                tokens = decoder.next_tokens(len(rows))
+            if is_over:
                 state.rows_done += started
                 return
-            if (len(rows) - living) * drop_share >= len(rows) or are_full:
+            if leave:
+                assert tokens is not None
                 kept = alive.nonzero().squeeze(1)
                 if decoder is None:
                     cache.batch_select_indices(kept)
@@ -255,19 +262,21 @@ class TransformersGenerator:
                 alive = alive[kept]
                 least_limit = state.least_limit(rows)
                 sources = kept if sources is None else sources[kept]
-            if self._vision_backbone is not None:
-                tokens = plain_tokens(self._vision_backbone, tokens)
             if decoder is None:
-                logits = self._forward(tokens.unsqueeze(1), mask[:, : width + step + 1], next_position + step, cache)
+                assert tokens is not None
+                fed = sampler.fed(tokens).unsqueeze(1)
+                logits = self._forward(fed, mask[:, : width + step + 1], next_position + step, cache)
                 continue
             if step == 0:
                 assert sources is not None
-                decoder.begin(cache, sources, mask, next_position, logits)
+                decoder.begin(cache, sources, mask, next_position, logits, state.begun(rows, alive, step))
             elif sources is not None or decoder.is_full:
                 chosen = torch.arange(len(rows), device=mask.device) if sources is None else sources
-                decoder.go_on(chosen, mask, next_position + step)
+                decoder.go_on(chosen, mask, next_position + step, state.begun(rows, alive, step))
             sources = None
-            logits = decoder.step(self._forward, tokens)
+            logits = decoder.step(self._forward, None if tokens is None else sampler.fed(tokens))
+            if is_inside:
+                decoder.sample(sampler)
 
     def _wants_fixed_shapes(self, device: torch.device) -> bool:
         if self._fixed_shapes is not None:
@@ -282,7 +291,12 @@ class TransformersGenerator:
         if self._decoder is None:
             use_varlen_attention(self._model)
             self._capture = self._capture or GraphCapture(CudaDevice() if device.type == "cuda" else None)
-            self._decoder = CudaGraphDecoder(self._capture, width_multiple(device, self._width_multiple))
+            self._sampling_capture = self._sampling_capture or GraphCapture(
+                CudaDevice() if device.type == "cuda" else None, "sampling"
+            )
+            self._decoder = CudaGraphDecoder(
+                self._capture, self._sampling_capture, width_multiple(device, self._width_multiple)
+            )
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
         self._decoder.compute_with(tuple(tensor.data_ptr() for tensor in tensors))
         return self._decoder
@@ -306,13 +320,13 @@ class _State:
     """The growing responses of one call, and their random numbers.
 
     Args:
-        tokens: ``(B, A)`` int64, all `_NO_TOKEN`.
+        tokens: ``(B, A)`` int64, all `NO_TOKEN`.
         log_probs: ``(B, A)`` float32.
         noise: ``(B, A)`` float64 in [0, 1).
         limits: ``(B,)``, the most tokens of each row, if they have a limit.
 
     Attributes:
-        tokens: The sampled ones; `_NO_TOKEN` after the end of a row.
+        tokens: The sampled ones; `NO_TOKEN` after the end of a row.
         log_probs: Log-probs of the tokens, and anything after the end of a row.
         rows_done: Rows of the mini-batches that have ended.
         tokens_made: Tokens sampled so far, with those of rows that have ended since the last look at them.
@@ -323,33 +337,34 @@ class _State:
         self._limits = limits
         self.log_probs = log_probs
         self._noise = noise
-        self._no_token = tokens.new_tensor(_NO_TOKEN)
+        self._no_token = tokens.new_tensor(NO_TOKEN)
         self.rows_done = 0
         self.tokens_made = 0
 
-    def sample(self, logits: Tensor, rows: Tensor, alive: Tensor, step: int, sampling: Sampling) -> Tensor:
+    def sample(self, logits: Tensor, rows: Tensor, alive: Tensor, step: int, sampler: TokenSampler) -> Tensor:
         """Return a next token of each of these rows, ``(rows,)``; those of finished rows are not kept."""
-        scaled = logits if sampling.temperature == 1 else logits / sampling.temperature
-        if sampling.do_sample:
-            noise = self._noise[rows, step]
-            tokens = sample_tokens(scaled, noise, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
-        else:
-            tokens = scaled.argmax(dim=-1)
-        self.log_probs[rows, step] = scaled.log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        noise = self._noise[rows, step] if sampler.draws else None
+        tokens, self.log_probs[rows, step] = sampler.next(logits, noise)
         self.tokens[rows, step] = torch.where(alive, tokens, self._no_token)
         return tokens
 
-    def go_on(self, rows: Tensor, alive: Tensor, tokens: Tensor, step: int, sampling: Sampling) -> Tensor:
+    def go_on(self, rows: Tensor, alive: Tensor, tokens: Tensor, step: int, sampler: TokenSampler) -> Tensor:
         """Return ``(rows,)`` bool: the row was alive, and no stop ends it with its token of this step."""
-        for eos in sampling.eos_token_ids:
-            alive = alive & (tokens != eos)
-        for stop in sampling.stop_sequences:
-            if step + 1 >= len(stop):
-                recent = self.tokens[rows, step + 1 - len(stop) : step + 1]
-                alive = alive & (recent != torch.tensor(stop, device=rows.device)).any(dim=1)
-        if sampling.stop_strings is not None:
-            alive = alive & ~sampling.stop_strings.end_rows(self.tokens[rows, : step + 1], alive)
-        return alive
+        alive = sampler.go_on(
+            alive, tokens, lambda count: self.tokens[rows, step + 1 - count : step + 1] if count <= step + 1 else None
+        )
+        stop_strings = sampler.sampling.stop_strings
+        return alive if stop_strings is None else alive & ~stop_strings.end_rows(self.tokens[rows, : step + 1], alive)
+
+    def begun(self, rows: Tensor, alive: Tensor, step: int) -> BegunRows:
+        """Return these rows for a decoder that goes on after a step."""
+        return BegunRows(self.tokens[rows, : step + 1], self._noise[rows, step + 1 :], alive)
+
+    def keep(self, rows: Tensor, step: int, tokens: Tensor, log_probs: Tensor) -> None:
+        """Take the tokens of the last steps up to this one, and their log-probs, each ``(rows, steps)``."""
+        steps = slice(step + 1 - tokens.shape[1], step + 1)
+        self.tokens[rows, steps] = tokens
+        self.log_probs[rows, steps] = log_probs
 
     def least_limit(self, rows: Tensor) -> float:
         """Return the least limit of these rows; infinity if they have none."""
@@ -359,47 +374,6 @@ class _State:
         """Return ``(rows,)`` bool: the row has room for a token after this step; rows have limits."""
         assert self._limits is not None
         return self._limits[rows] > step + 1
-
-
-def sample_tokens(
-    scaled_logits: Tensor, noise: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Tensor:
-    """Invert each row's cumulative distribution at a uniform number.
-
-    In float64: a float32 sum over 100,000 tokens is off by more than the probability of the rare ones.
-
-    Args:
-        scaled_logits: ``(B, V)`` float32, divided by the temperature.
-        noise: ``(B,)`` float64 in [0, 1).
-        top_k: As in `Sampling`.
-        top_p: As in `Sampling`, of the distribution that `top_k` leaves.
-        min_p: As in `Sampling`; a filter of the same distribution, so that its order with `top_p` is of no matter.
-
-    Returns:
-        ``(B,)`` int64; never a token of probability zero. A row with NaN logits gives an arbitrary token, whose
-        log-prob is NaN too.
-    """
-    rows = max(1, _SAMPLE_ELEMENTS // scaled_logits.shape[1])
-    if len(noise) > rows:
-        parts = zip(scaled_logits.split(rows), noise.split(rows), strict=True)
-        return torch.cat([sample_tokens(part, draws, top_k=top_k, top_p=top_p, min_p=min_p) for part, draws in parts])
-    if 0 < top_k < scaled_logits.shape[1]:
-        threshold = scaled_logits.topk(top_k, dim=-1).values[:, -1:]
-        scaled_logits = scaled_logits.masked_fill(scaled_logits < threshold, -torch.inf)
-    probs = scaled_logits.double().softmax(dim=-1)
-    if top_p < 1:
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered
-        # No token is before the most probable one, which therefore always stays.
-        probs = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(before >= top_p, 0.0))
-    if min_p > 0:
-        probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
-    cumulative = probs.cumsum(dim=-1)
-    # Below the total even after rounding: the token found beyond it would have probability zero.
-    target = noise.clamp(max=_MOST_NOISE) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
-    # Only NaN logits give an id beyond the vocabulary; on a GPU it would fail later, and hide the cause.
-    return tokens.clamp_(max=probs.shape[1] - 1)
 
 
 def _noise(shape: tuple[int, int], seed: int, row_seeds: Sequence[int] | None) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import MistralConfig, MistralForCausalLM
 
 from pipeline.experience.vision_rows import VisionRows
@@ -25,7 +26,9 @@ from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer, preallocated_cache
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.support import tiny, tiny_vision
+from tests.support.launches import launches
 
+REPLAY = "replay of a graph"
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
 MASK = (PROMPTS != 0).long()
 SAMPLING = Sampling(max_length=94, pad_token_id=tiny.PAD, seed=3)
@@ -46,21 +49,27 @@ class FakeGraph:
     """
 
     def __init__(self, step: functools.partial[None]) -> None:
-        forward, bucket = step.args
-        self._run, self._forward = weakref.WeakMethod(step.func), weakref.WeakMethod(forward)
+        how, bucket = step.args
+        # The model's forward is a method of the engine; a sampler is kept by its bucket.
+        self._run, self._how = (
+            weakref.WeakMethod(step.func),
+            weakref.WeakMethod(how) if callable(how) else weakref.ref(how),
+        )
         self._bucket = weakref.ref(bucket)
         self._addresses = addresses_of(bucket)
         self.record = Captured((len(bucket.tokens), bucket.room))
 
     def replay(self) -> None:
         self.record.replays += 1
-        run, bucket = self._run(), self._bucket()
-        assert run is not None and addresses_of(bucket) == self._addresses
-        run(self._forward(), bucket)
+        run, how, bucket = self._run(), self._how(), self._bucket()
+        assert run is not None and how is not None and addresses_of(bucket) == self._addresses
+        with record_function(REPLAY):
+            run(how, bucket)
 
 
 def addresses_of(bucket: Any) -> list[int]:
     tensors = [bucket.column, bucket.tokens, bucket.positions, bucket.mask, bucket.logits]
+    tensors += [bucket.noise, bucket.sampled, bucket.log_probs, bucket.alive]
     for layer in bucket.layers:
         tensors += [layer.keys, layer.values, layer._column]
     return [tensor.data_ptr() for tensor in tensors]
@@ -127,9 +136,10 @@ class FakeDevice:
         return [graph.size for graph in self.graphs]
 
 
-def engine_on(device: FakeDevice, model: Any) -> TransformersGenerator:
+def engine_on(device: FakeDevice, model: Any, sampling: FakeDevice | None = None) -> TransformersGenerator:
     engine = TransformersGenerator(model, fixed_shapes=True)
     engine._capture = GraphCapture(device)
+    engine._sampling_capture = GraphCapture(sampling, "sampling")
     return engine
 
 
@@ -352,13 +362,14 @@ def test_graphs_and_pool_end_with_their_engine_and_leave_those_of_another_alone(
 
 def test_uninitialized_memory_reaches_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for a batch holds NaN and the largest numbers first, then what the batch before it left there."""
-    device, model = FakeDevice(), tiny.gpt2()
-    engine = engine_on(device, model)
+    engine = engine_on(FakeDevice(), tiny.gpt2(), FakeDevice())
     to_the_end = Sampling(max_length=128, pad_token_id=tiny.PAD, eos_token_ids=(), seed=3)
     made = torch.empty
 
     def filled(*size: Any, **settings: Any) -> Tensor:
         tensor = made(*size, **settings)
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
         return tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
     monkeypatch.setattr(cuda_graphs.torch, "empty", filled)
@@ -544,7 +555,7 @@ def test_two_steps_of_a_bucket_come_before_its_capture() -> None:
 
     def noted(step: Any, pool: Any) -> FakeGraph | Keeper:
         if isinstance(step, functools.partial):
-            first.append(step.args[1].steps)
+            first.append(step.args[1].forward.count)
         return capture(step, pool)
 
     device.capture = noted  # type: ignore[method-assign]
@@ -577,3 +588,95 @@ def test_old_and_new_cache_are_never_held_at_once_by_more_than_a_layer(monkeypat
     )
 
     assert alive == [0] * 2 * layers, "the prompt's cache is moved once, and once for more room"
+
+
+def test_sampling_is_a_graph_of_each_bucket_and_setting_with_the_tokens_of_the_plain_loop() -> None:
+    """Temperature, filters, ends and greedy choice are constants of a graph; noise and tokens are its tensors."""
+    model, sampling = FakeDevice(), FakeDevice()
+    engine = engine_on(model, tiny.llama(), sampling)
+    endless = [
+        SAMPLING,
+        dataclasses.replace(SAMPLING, top_k=6, top_p=0.8),
+        dataclasses.replace(SAMPLING, do_sample=False),
+    ]
+    ending = [
+        dataclasses.replace(SAMPLING, temperature=0.6, eos_token_ids=(1, 7)),
+        dataclasses.replace(SAMPLING, min_p=0.2, stop_sequences=((4, 4), (2, 9, 2), (11,))),
+    ]
+    for one in (*endless, *ending, *endless):
+        assert_tokens_of_the_plain_loop(engine, sampling=one)
+    captures = sampling.captures
+    assert sampling.trials == 1 and captures >= 2 * len(endless)
+
+    for one in endless:
+        assert_tokens_of_the_plain_loop(engine, sampling=dataclasses.replace(one, seed=5))
+
+    assert sampling.captures == captures, "other seeds replay the same graphs"
+
+
+def test_a_stop_sequence_over_two_buffers_ends_its_row() -> None:
+    """Every place of a sequence of three tokens: also where the buffers double between its tokens, at 64 columns."""
+    engine = engine_on(FakeDevice(), tiny.llama(), FakeDevice())
+    never = dataclasses.replace(SAMPLING, eos_token_ids=())
+    made = TransformersGenerator(tiny.llama()).generate(PROMPTS, MASK, never).sequences
+    for column in (61, 62, 63, 64, 65):
+        stops = tuple(tuple(row[column - 2 : column + 1].tolist()) for row in made)
+        assert_tokens_of_the_plain_loop(engine, sampling=dataclasses.replace(never, stop_sequences=stops), group_size=1)
+
+
+def test_rows_of_other_lengths_leave_the_graphs_with_all_their_tokens() -> None:
+    engine, plain = engine_on(FakeDevice(), tiny.llama(), FakeDevice()), TransformersGenerator(tiny.llama())
+    limits, seeds = [1, 2, 9, 30, 70, 90], list(range(6))
+    never = dataclasses.replace(SAMPLING, eos_token_ids=())
+
+    for _ in range(2):
+        made, expected = (
+            one.generate(PROMPTS, MASK, never, group_size=2, row_seeds=seeds, row_limits=limits)
+            for one in (engine, plain)
+        )
+
+        assert torch.equal(made.sequences, expected.sequences) and made.lengths.tolist() == limits
+        assert made.log_probs is not None and expected.log_probs is not None
+        torch.testing.assert_close(made.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+
+
+def test_sampling_that_cannot_be_captured_leaves_the_graphs_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice()
+    engine = engine_on(device, tiny.llama(), FakeDevice(fails=RuntimeError("this filter reads back")))
+    for _ in range(2):
+        assert_tokens_of_the_plain_loop(engine)
+    captures = device.captures
+
+    assert_tokens_of_the_plain_loop(engine)
+
+    assert caplog.messages == ["no CUDA graph of this sampling, its tokens take longer: this filter reads back"]
+    assert device.captures == captures > 0
+
+
+def test_between_two_looks_a_token_is_two_replays_and_nothing_else() -> None:
+    """Launches of the host outside of graphs, by the settings of a usual rollout and with every filter."""
+    usual = dataclasses.replace(SAMPLING, eos_token_ids=(62, 63), temperature=0.7)
+    for sampling in (usual, dataclasses.replace(usual, top_k=9, top_p=0.9, min_p=0.01, stop_sequences=((62, 63),))):
+        inside, eager = (engine_on(FakeDevice(), tiny.llama(), device) for device in (FakeDevice(), None))
+
+        # A look is at the tokens 8, 16 and 24.
+        nine, fifteen, twentyfive = (launches_outside(inside, sampling, tokens) for tokens in (9, 15, 25))
+
+        assert fifteen == nine
+        assert twentyfive - nine == 2 * 3
+        assert launches_outside(eager, sampling, 15) - launches_outside(eager, sampling, 9) > 6 * 10
+
+
+def launches_outside(engine: TransformersGenerator, sampling: Sampling, tokens: int) -> int:
+    sampling = dataclasses.replace(sampling, max_length=PROMPTS.shape[1] + tokens)
+    for _ in range(2):
+        engine.generate(PROMPTS, MASK, sampling)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        engine.generate(PROMPTS, MASK, sampling)
+    return sum(not is_replayed(event) for event in launches(profiler))
+
+
+def is_replayed(event: Any) -> bool:
+    while event is not None and event.name != REPLAY:
+        event = event.cpu_parent
+    return event is not None

@@ -20,7 +20,8 @@ from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 from pipeline.rollout.generation.stops import parse_stop_token_ids, response_lengths
-from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate, sample_tokens
+from pipeline.rollout.generation.token_sampler import sample_tokens
+from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
 from tests.support import tiny
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
@@ -386,7 +387,7 @@ def test_large_vocabularies_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch
     noise = torch.rand(9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     whole = sample_tokens(logits, noise)
 
-    monkeypatch.setattr("pipeline.rollout.generation.transformers._SAMPLE_ELEMENTS", 12)
+    monkeypatch.setattr("pipeline.rollout.generation.token_sampler._SAMPLE_ELEMENTS", 12)
 
     assert torch.equal(sample_tokens(logits, noise), whole)
 
