@@ -507,6 +507,16 @@ def rewards_in_force(config: Config) -> list[RewardConfig]:
     return [_in_force(reward, config) for reward in config.rewards]
 
 
+def scoring(config: Config) -> list[dict[str, Any]]:
+    """Return the options of all functions and models that determine a row's score, `model.reward` as its table."""
+    tables = [_in_force(reward, config) for _, reward in _labelled(config)]
+    return [table.model_dump(mode="json", exclude=_SCORES_STAY) for table in tables]
+
+
+_SCORES_STAY: Final = {"label", "concurrency", "api_key_variable", "unisolated"}
+"""Options without an effect on a score."""
+
+
 def _in_force(reward: RewardConfig, config: Config) -> RewardConfig:
     if not isinstance(reward, LengthReward):
         return reward

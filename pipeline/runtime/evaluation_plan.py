@@ -7,7 +7,8 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-from pipeline.config.evaluation import held_out, names_of, prompts_per_ticket
+from pipeline.config.evaluation import held_out, names_of, pass_functions, prompts_per_ticket
+from pipeline.config.rewards import scoring
 from pipeline.config.schema import Config
 from pipeline.config.types import stop_sequences_of
 from pipeline.errors import ConfigError
@@ -51,13 +52,14 @@ class EvaluationPlan:
         rollout = config.rollout
         # A key of later releases is no part of the digest at its default.
         new = set() if evaluation.min_p is not None else {"min_p"}
-        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best", *new})
+        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best", "pass_function", *new})
+        # Its place, as `scoring` leaves labels out.
+        passing = None if evaluation.pass_function is None else pass_functions(config).index(evaluation.pass_function)
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr([
-            settings, prompts_per_ticket(config), config.daemon.seed, config.lengths, rollout.temperature,
+            settings, passing, prompts_per_ticket(config), config.daemon.seed, config.lengths, rollout.temperature,
             rollout.top_p, rollout.top_k, stop_sequences_of(rollout.stop_token_ids), rollout.stop,
-            rollout.special_tokens, [reward.model_dump(mode="json") for reward in config.rewards],
-            config.model.reward, held_out(config, "").model_dump(mode="json", exclude={"shuffle"}),
+            rollout.special_tokens, scoring(config), held_out(config, "").model_dump(mode="json", exclude={"shuffle"}),
             rollout.environment, rollout.max_turns, rollout.max_turn_tokens,
             *([rollout.min_p] if rollout.min_p else []),
             *([rollout.long_prompts] if rollout.long_prompts != "set_aside" else []),

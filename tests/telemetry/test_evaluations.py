@@ -167,6 +167,39 @@ def test_the_digest_of_a_plan_follows_files_and_settings_but_not_when_or_what_is
     assert len(digests | {first.digest}) == len(others) + 1
 
 
+def test_the_digest_of_a_plan_follows_what_changes_a_score_and_not_the_form_or_the_name_of_a_reward(
+    tmp_path: Path,
+) -> None:
+    def digest(*tables: object, model: dict[str, object] | None = None, **keys: object) -> str:
+        (tmp_path / "held.jsonl").write_text('{"prompt": "1>"}\n')
+        evaluation = {"files": [str(tmp_path / "held.jsonl")], **keys}
+        config = Config.model_validate({"evaluation": evaluation, "rewards": tables, "model": model or {}})
+        plan = EvaluationPlan.of(config)
+        assert plan is not None
+        return plan.digest
+
+    table, judge = {"name": "model", "path": "/m"}, {"name": "judge", "url": "http://a", "model": "b"}
+    tables = ("exact", judge, table)
+    named = {**table, "label": "helpful"}
+
+    assert digest("exact", {**judge, "concurrency": 2, "api_key_variable": "KEY"}, named) == digest(*tables)
+    assert digest("exact", judge, model={"reward": "/m"}) == digest(*tables)
+    assert digest("length") == digest({"name": "length", "limit_tokens": Config().lengths.row})
+    assert digest(*tables, pass_function="model") == digest("exact", judge, named, pass_function="helpful")
+    others = [
+        digest(*tables, pass_function="model"),
+        digest(*tables, pass_function="exact"),
+        digest("exact", judge, {**table, "weight": 2.0}),
+        digest("exact", judge, {**table, "path": "/n"}),
+        digest("exact", judge, {**table, "tokenizer": "own"}),
+        digest("exact", judge, model={"reward": "/m", "reward_tokenizer": "own"}),
+        digest("exact", {**judge, "model": "c"}, table),
+        digest("exact", judge),
+    ]
+    assert others[4] == others[5]
+    assert len({*others, digest(*tables)}) == len(others)
+
+
 def test_the_tickets_of_a_plan_hold_each_prompt_once() -> None:
     plan = EvaluationPlan(1, 1, 1, ("a", "b"), (5, 2), 2, "")
 
