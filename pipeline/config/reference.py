@@ -102,8 +102,9 @@ def _section_schema(section: str) -> dict[str, Any]:
 
 
 def _rewards_schema() -> dict[str, Any]:
-    """Return the schema of the reward functions: names, and a kind of table for each name."""
-    name = {"type": "string", "pattern": f"^({'|'.join(REWARD_NAMES)}|{FUNCTION.pattern})$"}
+    """Return the schema of the reward functions: names that need no options, and a kind of table for each name."""
+    bare = (name for name in REWARD_NAMES if _required(table_of(name)) == ["name"])
+    name = {"type": "string", "pattern": f"^({'|'.join(bare)}|{FUNCTION.pattern})$"}
     return {
         "type": "array",
         "description": Config.model_fields["rewards"].description,
@@ -127,9 +128,13 @@ def _reward_schema(name: str) -> dict[str, Any]:
         "type": "object",
         "description": model.__doc__,
         "additionalProperties": False,
-        "required": [key for key, field in model.model_fields.items() if field.is_required()],
+        "required": _required(model),
         "properties": properties,
     }
+
+
+def _required(model: type[RewardConfig]) -> list[str]:
+    return [key for key, field in model.model_fields.items() if field.is_required()]
 
 
 def _rewards_lines() -> Iterator[str]:

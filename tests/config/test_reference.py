@@ -9,9 +9,11 @@ from pathlib import Path
 
 import fastjsonschema
 import pytest
+from pydantic import ValidationError
 
 from pipeline.config.advice import SECTIONS
 from pipeline.config.reference import bounds, reference, schema
+from pipeline.config.rewards import REWARD_NAMES
 from pipeline.config.schema import Config
 from tests.config.test_mistakes import MISTAKES
 
@@ -71,6 +73,22 @@ def test_the_schema_takes_the_embedded_configuration_and_every_default() -> None
         }
     )
     validate({"buffer": {"arena_bytes": "2GiB", "row_bytes": "4 MiB"}, "rollout": {"stop_token_ids": [[1, 2], [3]]}})
+
+
+@pytest.mark.parametrize("name", [*REWARD_NAMES, "rewards:exact"])
+def test_the_schema_takes_a_name_alone_where_its_table_needs_no_option(name: str) -> None:
+    try:
+        Config.model_validate({"rewards": [name]})
+        is_enough = True
+    except ValidationError:
+        is_enough = False
+
+    try:
+        validate({"rewards": [name]})
+        is_taken = True
+    except fastjsonschema.JsonSchemaException:
+        is_taken = False
+    assert is_taken is is_enough is (name not in ("judge", "model", "remote"))
 
 
 # Errors that involve several keys, or types that JSON lacks: 1.0 is an integer there, a date a text.
