@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from pipeline.experience.running_moments import RATE
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.trainer.learner import Learner
-from tests.support import tiny
+from tests.support import forked_ranks, tiny
 from tests.trainer import test_learner as plain
 from tests.trainer.test_learner import ACTION_COLUMNS, PROMPT_COLUMNS, ROWS, TRAINER
 
@@ -198,12 +197,10 @@ def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:
     expected = one.update([rows])
     for rank, part in enumerate((slice(5), slice(5, 8))):
         torch.save(plain.rows_of(rows, part), tmp_path / f"experience-{rank}.pt")
-    code = "import sys, tests.trainer.test_normalized_values as t; t.train_rank(int(sys.argv[1]), sys.argv[2])"
+    command = forked_ranks.command(2, "tests.trainer.test_normalized_values:train_rank", tmp_path)
 
-    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path)]) for rank in (0, 1)]
-    codes = [rank.wait(timeout=100) for rank in ranks]
+    subprocess.run(command, timeout=100, check=True)
 
-    assert codes == [0, 0]
     results = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False) for rank in (0, 1)]
     plain.assert_same(results[0]["gradients"], plain.applied_gradients(one))
     assert all(torch.equal(a, b) for a, b in zip(results[0]["weights"], results[1]["weights"], strict=True))
