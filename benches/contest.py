@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benches.peers import RAY, REVERB, Environment, NotInstallableError, python_of
 from benches.report import ROOT
-from benches.workload import APPEND_ROWS, RAGGED_VARIABLE, ROWS_VARIABLE
+from benches.workload import APPEND_ROWS, ROWS_VARIABLE, TRAINER_VARIABLE
 
 WARM_APPENDS = 32
 _ANSWER_S = 60.0
@@ -35,7 +35,10 @@ class Contestant(NamedTuple):
 BOUND = Contestant("bound", "bound: two plain copies and the touch, no messages")
 BARE = Contestant("bare", "bare: the same three processes, plain copies, no promise kept")
 DAEMON = Contestant("daemon", "rlhfd: worker, buffer, external trainer")
-RAGGED = Contestant("daemon", "rlhfd, its own trainer: worker, buffer, trainer", variables=((RAGGED_VARIABLE, "1"),))
+RAGGED = Contestant(
+    "daemon", "rlhfd, without padding: worker, buffer, external trainer", variables=((TRAINER_VARIABLE, "ragged"),)
+)
+OWN = Contestant("daemon", "rlhfd, its own trainer: worker, buffer, trainer", variables=((TRAINER_VARIABLE, "own"),))
 REPLAY = Contestant("replay", "rlhfd: `DetachedReplayBuffer`")
 RAW = Contestant("zeromq_raw", "ZeroMQ, raw bytes, zero-copy send")
 STREAMER = Contestant("zeromq_streamer", "ZeroMQ, raw bytes, through a process between the two")

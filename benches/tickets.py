@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from benches.contest import BARE, BOUND, DAEMON, PICKLE, RAGGED, RAW, TORCHRL, running
+from benches.contest import BARE, BOUND, DAEMON, OWN, PICKLE, RAGGED, RAW, TORCHRL, running
 from benches.report import Section, Table
 from benches.transport import contest, floor_table, floors, table
 
 _ROWS = (64, 256)
 # The fastest ways of the contest with 8 rows.
-_WAYS = (BOUND, BARE, DAEMON, RAGGED, RAW, PICKLE, TORCHRL)
+_WAYS = (BOUND, BARE, DAEMON, RAGGED, OWN, RAW, PICKLE, TORCHRL)
 _ASKED = {BARE: 0.6, RAW: 1.5}
 
 

@@ -16,6 +16,7 @@ from benches.contest import (
     BOUND,
     COATI,
     DAEMON,
+    OWN,
     PEERS,
     RAGGED,
     RAW,
@@ -30,7 +31,7 @@ from benches.contest import (
 from benches.measure import Sample, figure, interleaved
 from benches.report import Section, Table
 
-OURS = (DAEMON, RAGGED, REPLAY)
+OURS = (DAEMON, RAGGED, OWN, REPLAY)
 Results = dict[Contestant, list[dict[str, Any]]]
 
 
@@ -97,7 +98,7 @@ def floors(
         shape: The appends.
         producers: Number of producers.
     """
-    for (way, least), own in itertools.product(asked.items(), (DAEMON, RAGGED)):
+    for (way, least), own in itertools.product(asked.items(), (DAEMON, RAGGED, OWN)):
         if way in results and own in results:
             ratio = speed(results[own]).over(speed(results[way]))
             names = (one.title.partition(":")[0] for one in (own, way))
@@ -131,9 +132,10 @@ def table(results: Results, shape: str, producers: int) -> Table:
 _TEXT = """Appends of 8 ragged rows, taken out as batches of 16: small S=512 A=256, medium S=2048 A=1024, large S=8192
 A=7168, vl is medium and 1.2 MB of pixels a row. At most 8 batches are queued. GB/s are of true bytes, without padding.
 The CPU of a way's own idle daemons counts only during its turn. rlhfd runs with leases, ledger, version stamps and xxh3
-on both sides: an *external trainer* gets padded batches, *its own trainer* rows without padding or full masks, as they
-lie in memory; each call of the class for scripts waits for an answer of its server. *bare* has the same three processes
-and messages, and plain copies of whole blocks into shared memory and out of it: no torch, trimming, checksums, ledger
-or recovery; the distance to it is the gain that is possible. Raw ZeroMQ goes directly from producer to consumer, so
-that data in a consumer is lost when it dies; its second row has ZeroMQ's own streamer between.
+on both sides: an *external trainer* gets padded batches, or, *without padding*, rows without full masks, as they lie in
+memory; *its own trainer* gets such rows, and writes its metrics elsewhere. Each call of the class for scripts waits for
+an answer of its server. *bare* has the same three processes and messages, and plain copies of whole blocks into shared
+memory and out of it: no torch, trimming, checksums, ledger or recovery; the distance to it is the gain that is
+possible. Raw ZeroMQ goes directly from producer to consumer, so that data in a consumer is lost when it dies; its
+second row has ZeroMQ's own streamer between.
 """

@@ -16,8 +16,8 @@ import numpy as np
 
 # Of this process and those that it starts.
 ROWS_VARIABLE = "RLHFD_BENCH_APPEND_ROWS"
-# Of a process whose batches are rows without padding.
-RAGGED_VARIABLE = "RLHFD_BENCH_RAGGED"
+# The trainer of rlhfd's way: external with padded batches, or "ragged", or its "own".
+TRAINER_VARIABLE = "RLHFD_BENCH_TRAINER"
 APPEND_ROWS = int(os.environ.get(ROWS_VARIABLE, "8"))
 BATCH_ROWS = 2 * APPEND_ROWS
 PATCH_VALUES = 1176

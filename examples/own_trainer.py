@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--model", default="state/sort-digits/model", help="the daemon's model.actor, a directory")
     parser.add_argument("--steps", type=int, default=0, help="0: until the daemon drains")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ragged", action="store_true", help="take rows without padding")
     options = parser.parse_args()
     actor = load_actor(options.model, dtype="float32", device=options.device)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=4e-4, betas=(0.9, 0.99), weight_decay=0.0)
@@ -33,13 +34,17 @@ def main() -> None:
     with pipeline.connect(options.runtime_dir) as daemon:
         if daemon.newest() is not None:
             daemon.restore(actor=actor.state_dict())
-        for step, experience in enumerate(daemon.experiences(device=options.device), start=1):
-            loss = policy_gradient_loss(actor, experience)
+        batches = daemon.experiences(device=options.device, ragged=options.ragged)
+        for step, batch in enumerate(batches, start=1):
+            if isinstance(batch, pipeline.RaggedRows):
+                loss, scores = ragged_policy_gradient_loss(actor, batch), batch.tensors["reward"]
+            else:
+                loss, scores = policy_gradient_loss(actor, batch), batch.reward
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             published = daemon.publish(actor=actor.state_dict())
-            reward = experience.reward.mean().item()
+            reward = scores.mean().item()
             print(f"step={step} reward={reward:.3f} loss={loss.item():.4f} version={published.version}", flush=True)
             if step == options.steps:
                 break
@@ -59,6 +64,29 @@ def policy_gradient_loss(actor: torch.nn.Module, experience: pipeline.Experience
     log_probs = action_log_probs(actor, experience.sequences, experience.attention_mask, mask.shape[1])
     ratios = (log_probs - experience.action_log_probs).exp()
     return -(ratios * experience.advantages[:, None])[mask].mean()
+
+
+def ragged_policy_gradient_loss(actor: torch.nn.Module, rows: pipeline.RaggedRows) -> torch.Tensor:
+    """Return the loss of `policy_gradient_loss` from rows end to end, by one pass without padding.
+
+    Args:
+        actor: The trained policy; transformers keeps rows apart by position ids that begin anew.
+        rows: T tokens of B rows, of which N are actions, one advantage per row.
+
+    Returns:
+        Scalar.
+    """
+    tokens = rows.tensors["sequences"]  # (T,)
+    positions = torch.cat([torch.arange(length) for length in rows.lengths]).to(tokens.device)  # (T,)
+    ends = zip(rows.starts("S")[1:], rows.counts, strict=True)
+    actions = torch.cat([torch.arange(end - count, end) for end, count in ends]).to(tokens.device)  # (N,)
+    logits = actor(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0, actions - 1]
+    log_probs = logits.float().log_softmax(-1).gather(1, tokens[actions, None])[:, 0]
+    ratios = (log_probs - rows.tensors["action_log_probs"]).exp()
+    counts = torch.tensor(rows.counts, device=tokens.device)
+    losses = -ratios * rows.tensors["advantages"].repeat_interleave(counts)
+    mask = rows.tensors.get("action_mask")  # (N,), only if tokens of a tool are among them
+    return losses.mean() if mask is None else losses[mask].mean()
 
 
 if __name__ == "__main__":

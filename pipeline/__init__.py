@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         zero_pad_sequences,
     )
     from pipeline.experience.quarantine_reader import QuarantinedExtent, read_quarantine
+    from pipeline.experience.ragged import RaggedRows
     from pipeline.experience.recorded_batches import recorded_batches
     from pipeline.experience.types import BufferItem, BufferItemVL, Experience, ExperienceVL, is_vl_experience
     from pipeline.experience.vision_rows import VisionRows
@@ -50,6 +51,7 @@ _MODULES = {
         "zero_pad_sequences",
     ),
     "experience.quarantine_reader": ("QuarantinedExtent", "read_quarantine"),
+    "experience.ragged": ("RaggedRows",),
     "experience.recorded_batches": ("recorded_batches",),
     "experience.types": ("BufferItem", "BufferItemVL", "Experience", "ExperienceVL", "is_vl_experience"),
     "experience.vision_rows": ("VisionRows",),
@@ -88,6 +90,7 @@ __all__ = [
     "NaiveExperienceMaker",
     "PolicyLoss",
     "QuarantinedExtent",
+    "RaggedRows",
     "ResponseGenerator",
     "Responses",
     "RlhfdError",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benches.ways import QUEUED_BATCHES, Send
-from benches.workload import APPEND_ROWS, BATCH_ROWS, RAGGED_VARIABLE, Arrays
+from benches.workload import APPEND_ROWS, BATCH_ROWS, TRAINER_VARIABLE, Arrays
 from pipeline.buffer import process as buffer_process
 from pipeline.buffer.sizing import checked_layout
 from pipeline.config.schema import Config, DaemonConfig, RolloutConfig, TrainerConfig
@@ -37,14 +37,13 @@ from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
-from pipeline.trainer.prefetch import Gathering
 
 # Half of the batches that may be queued are leased to the trainer; half are reserved, or sealed and not leased yet.
 _PREFETCH = QUEUED_BATCHES // 2
 _TICKETS_AHEAD = QUEUED_BATCHES // 2 * BATCH_ROWS // APPEND_ROWS
 _WORKERS = 2
 _DEADLINE_S = 60.0
-_IS_RAGGED = os.environ.get(RAGGED_VARIABLE) == "1"
+_TRAINER = os.environ.get(TRAINER_VARIABLE)
 
 
 class Way:
@@ -54,22 +53,21 @@ class Way:
         folder = Path("/dev/shm") / f"rlhfd-bench-{secrets.token_hex(4)}"
         config = configuration(folder)
         self._workspace = Workspace.prepare(folder, config, checked_layout(config))
-        slots = [SlotName("supervisor", 0), SlotName("buffer", 0)]
+        slots = [SlotName("supervisor", 0), SlotName("buffer", 0), SlotName("trainer", 0)]
         MetricsSlab.create(self._workspace.metrics_path, slots).close()
         self._buffer = subprocess.Popen([sys.executable, "-m", "benches.ways.daemon", str(folder)])
         self.parts = {"buffer": self._buffer.pid}
-        gathering = Gathering(padded=not _IS_RAGGED)
         self._connection: Connection = open_connection(
-            folder, rank=0, world_size=1, prefetch=_PREFETCH, gathering=gathering
+            folder, rank=0, world_size=1, prefetch=_PREFETCH, external=None if _TRAINER == "own" else config
         )
 
     def address(self) -> Any:
         return str(self._workspace.folder)
 
     def batches(self) -> Iterator[Any]:
-        while (batch := self._connection.take(timeout_s=_DEADLINE_S)) is not None:
-            yield arrays_of_rows(batch.rows) if _IS_RAGGED else arrays_of(batch.experience)
-            self._connection.acknowledge()
+        if _TRAINER is None:
+            return map(arrays_of, self._connection.experiences(timeout_s=_DEADLINE_S))
+        return map(arrays_of_rows, self._connection.experiences(timeout_s=_DEADLINE_S, ragged=True))
 
     def close(self) -> None:
         self._connection.close()
@@ -148,8 +146,9 @@ def configuration(folder: Path) -> Config:
 
 
 def experience_of(arrays: Arrays) -> Experience:
-    """Return the experience that shares these arrays."""
-    tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
+    """Return the experience that shares these arrays; an external trainer's metrics take its scores."""
+    tensors: dict[str, Any] = {name: torch.from_numpy(value) for name, value in arrays.items()}
+    tensors["info"] = {"score": tensors["reward"]}
     if "pixel_values" in tensors:
         patches = len(tensors["pixel_values"]) // APPEND_ROWS
         grids = torch.tensor([[1, 1, patches]]).repeat(APPEND_ROWS, 1)

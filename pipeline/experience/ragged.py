@@ -48,7 +48,12 @@ _SHORT_COLUMNS = 48
 
 @dataclass(frozen=True, eq=False)
 class RaggedRows:
-    """B rows with T tokens, of which N are actions, in memory of the host.
+    """B rows with T tokens, of which N are actions, end to end; the form of `Connection.experiences(ragged=True)`.
+
+    `tensors` has the values. The tokens of row i are ``tensors["sequences"][starts("S")[i] : starts("S")[i + 1]]``. Its
+    last ``counts[i]`` tokens are its actions; ``starts("A")`` has the first value of each row in a field with a number
+    an action. ``starts("S")``, as an int32 tensor, is `cu_seqlens` of a variable-length kernel. `padded` returns the
+    rows as an `Experience`.
 
     Attributes:
         fields: The fields by the names of `Experience`, ``info.`` before those of `info`.
@@ -59,6 +64,24 @@ class RaggedRows:
         vision: The vision fields of an `ExperienceVL` of these rows, by name; None for text alone.
         block: The memory of stacks, uint8, from which one copy moves them to a card; None if they lie elsewhere.
         moved: The same values on a card, by name, pixels and grids too; None if they were not moved.
+
+    Examples:
+        >>> rows = RaggedRows.of(
+        ...     Experience(
+        ...         sequences=torch.tensor([[5, 6, 7], [0, 8, 9]]),
+        ...         attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]]),
+        ...         action_mask=torch.tensor([[True, True], [False, True]]),
+        ...         action_log_probs=torch.tensor([[-0.5, -0.25], [0.0, -1.0]]),
+        ...         reward=torch.tensor([1.0, 0.0]),
+        ...     )
+        ... )
+        >>> len(rows), rows.lengths, rows.counts, rows.starts("S"), rows.starts("A")
+        (2, [3, 2], [2, 1], [0, 3, 5], [0, 2, 3])
+        >>> {name: values.tolist() for name, values in rows.tensors.items()}
+        {'sequences': [5, 6, 7, 8, 9], 'action_log_probs': [-0.5, -0.25, -1.0], 'reward': [1.0, 0.0]}
+        >>> rows.padded().action_log_probs
+        tensor([[-0.5000, -0.2500],
+                [ 0.0000, -1.0000]])
     """
 
     fields: Fields
@@ -179,6 +202,20 @@ class RaggedRows:
         }
 
     @functools.cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The values by name, on the card if the rows were moved to one; they share the rows' memory.
+
+        A field that is ``(B, S)`` in `Experience` is ``(T,)``, one that is ``(B, A)`` is ``(N,)``, of the same dtype.
+        Any other, and ``info.NAME`` for an entry of `info`, is ``(B, ...)`` as there. A mask without holes is missing:
+        all tokens are real, and the last `counts` tokens of each row are its actions. Pixels and grids have their own
+        names.
+        """
+        if self.moved is not None:
+            return self.moved
+        found = {name: as_tensor(values, self.named[name].dtype) for name, values in self.columns.items()}
+        return found | {name: value for name, value in (self.vision or {}).items() if isinstance(value, Tensor)}
+
+    @functools.cached_property
     def named(self) -> dict[str, FieldHeader]:
         """The fields by name."""
         return {field.name: field for field in self.fields}
@@ -194,7 +231,11 @@ class RaggedRows:
         return self.columns[name][starts[row] : starts[row + 1]]
 
     def starts(self, kind: str) -> list[int]:
-        """Return the first column of each row, and their number, of fields with a column a token, an action, a row."""
+        """Return the first column of each row, and the number of columns; B + 1 numbers.
+
+        Args:
+            kind: "S" for fields with a column a token, "A" for an action, "" for a row.
+        """
         return self._starts[kind]
 
     @functools.cached_property
@@ -324,7 +365,7 @@ class RaggedRows:
         return experience_of(tensors, self.vision)
 
     def padded(self) -> Experience:
-        """Return the rows as one batch, padded with zeros on the left; it shares no memory with them."""
+        """Return the rows as one batch on the CPU, padded with zeros on the left; it shares no memory with them."""
         tensors = pad([(self, range(len(self)))])
         if self.vision is None:
             return experience_of(tensors)
@@ -466,7 +507,7 @@ def pad(parts: Parts, *, pin_memory: bool = False) -> dict[str, Tensor]:
         if not kind:
             np.concatenate([*_slices(spans, together)], axis=1, out=out)
         elif together[0].name in full_masks:
-            out[...] = rows_of[kind].mask
+            np.copyto(out[0], rows_of[kind].mask)
         else:
             rows_of[kind].fill(spans, together, out)
     return tensors

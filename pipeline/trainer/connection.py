@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     """A leased batch.
 
     Attributes:
-        content: The rows, in the form in which the connection gathers them.
+        content: The rows: without padding if they were asked for with `ragged`, else as `experience`.
         lease: The lease's number.
         for_version: The policy version that is trained on the batch.
         position: Every prompt before this position is trained, dropped, or in a lease up to this one.
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> RaggedRows:
-        """The rows without padding, on the CPU, and on the connection's device besides."""
+        """The rows without padding."""
         return ragged_rows(self.content)
 
     @property
@@ -153,30 +153,54 @@ class Connection:
 
     # Batches.
 
+    @overload
     def experiences(
-        self, *, device: str | torch.device = "cpu", timeout_s: float | None = None
-    ) -> Iterator[Experience]:
-        """Yield batches of `sample_batch_size` rows until the daemon drains.
+        self, *, device: str | torch.device = ..., timeout_s: float | None = ..., ragged: Literal[False] = ...
+    ) -> Iterator[Experience]: ...
+
+    @overload
+    def experiences(
+        self, *, device: str | torch.device = ..., timeout_s: float | None = ..., ragged: Literal[True]
+    ) -> Iterator[RaggedRows]: ...
+
+    @overload
+    def experiences(
+        self, *, device: str | torch.device = ..., timeout_s: float | None = ..., ragged: bool
+    ) -> Iterator[Experience] | Iterator[RaggedRows]: ...
+
+    def experiences(
+        self, *, device: str | torch.device = "cpu", timeout_s: float | None = None, ragged: bool = False
+    ) -> Iterator[Experience] | Iterator[RaggedRows]:
+        """Return an iterator over batches of `sample_batch_size` rows, until the daemon drains.
 
         Each batch counts as trained when the next one is requested, or at `publish`.
 
         Args:
             device: Device of the tensors; a CUDA device is fed from page-locked memory.
             timeout_s: Longest wait for one batch, in seconds; None for no limit.
+            ragged: Whether a batch is `RaggedRows`, rows end to end as they lie in the arena, in place of an
+                `Experience`, which is padded on the left.
 
         Raises:
             DeadlineError: If no batch arrives in time.
         """
-        while (batch := self.take(timeout_s=timeout_s, device=device)) is not None:
-            yield batch.experience
+        batches = self._batches(device, timeout_s, ragged)
+        return (batch.rows for batch in batches) if ragged else (batch.experience for batch in batches)
+
+    def _batches(self, device: str | torch.device, timeout_s: float | None, ragged: bool) -> Iterator[Batch]:
+        while (batch := self.take(timeout_s=timeout_s, device=device, ragged=ragged)) is not None:
+            yield batch
             self.acknowledge()
 
-    def take(self, *, timeout_s: float | None, device: str | torch.device = "cpu") -> Batch | None:
+    def take(
+        self, *, timeout_s: float | None, device: str | torch.device = "cpu", ragged: bool = False
+    ) -> Batch | None:
         """Acknowledge the batches in hand and wait for the next batch.
 
         Args:
             timeout_s: Longest wait, in seconds; None for no limit.
             device: Device of the tensors; a CUDA device is fed from page-locked memory.
+            ragged: Whether the batch comes without padding.
 
         Returns:
             The batch; None once the daemon drains.
@@ -187,7 +211,7 @@ class Connection:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.acknowledge()
         while not self.draining:
-            if (batch := self.poll(device=device)) is not None:
+            if (batch := self.poll(device=device, ragged=ragged)) is not None:
                 return batch
             left_s = 1.0 if deadline is None else deadline - time.monotonic()
             if left_s <= 0:
@@ -196,11 +220,12 @@ class Connection:
                 self.receive(min(left_s, 1.0))
         return None
 
-    def poll(self, *, device: str | torch.device = "cpu") -> Batch | None:
+    def poll(self, *, device: str | torch.device = "cpu", ragged: bool = False) -> Batch | None:
         """Take the next batch without waiting; a damaged batch is handed back.
 
         Args:
             device: Device of the tensors; a CUDA device is fed from page-locked memory.
+            ragged: Whether the batch comes without padding.
 
         Returns:
             The batch; None if no batch is leased, the leased one is damaged, or the daemon drains.
@@ -208,7 +233,7 @@ class Connection:
         if self._session.next_lease is None:
             return None
         lease, device = self._session.take(), torch.device(device)
-        fetched = self._prefetcher.take(lease, device)
+        fetched = self._prefetcher.take(lease, device, padded=not ragged)
         if fetched.content is None:
             self._prefetcher.discard()
             self._session.refuse(lease, fetched.damaged)
@@ -216,12 +241,12 @@ class Connection:
         self._session.hold(lease)
         batch = Batch(fetched.content, lease.lease, lease.for_version, lease.position, lease.parts, lease.deaths)
         if self._metrics is not None:
-            self._metrics.took(batch.experience, lease.lease, lease.for_version)
+            self._metrics.took(fetched.content, lease.lease, lease.for_version)
         if self._prefetcher.wants_next(device):
             # Leases that arrived meanwhile: the next batch is copied while this one is trained.
             self.receive(0.0)
             if (following := self._session.next_lease) is not None:
-                self._prefetcher.begin(following, device)
+                self._prefetcher.begin(following, device, padded=not ragged)
         return batch
 
     def gather(self, parts: Sequence[ExtentRows], device: torch.device) -> RaggedRows:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.activity import ActivityClock
@@ -40,21 +41,27 @@ class ExternalMetrics:
         self._scores: list[torch.Tensor] = []
         self._begin()
 
-    def took(self, batch: Experience, lease: int, for_version: int) -> None:
+    def took(self, batch: RaggedRows | Experience, lease: int, for_version: int) -> None:
         """Count a batch in hand; the time from here on is spent on training.
 
         Args:
-            batch: The batch in hand.
+            batch: The rows of the batch.
             lease: Number of its lease.
             for_version: Version that is trained on it.
         """
         self._begin_again()
-        assert batch.info is not None
-        self._scores.append(batch.info["score"].detach().float().cpu())
-        self._experiences.inc(len(batch.sequences))
-        if batch.action_mask is not None:
-            self._tokens.inc(int(batch.action_mask.sum()))
-        staleness = (for_version - batch.info["policy_version"]).clamp(min=0)
+        if isinstance(batch, RaggedRows):
+            info = {name: batch.tensor(f"info.{name}") for name in ("score", "policy_version")}
+            actions = sum(batch.actions_of_rows()) if "action_mask" in batch.named else 0
+        else:
+            info = batch.info or {}
+            actions = 0 if batch.action_mask is None else int(batch.action_mask.sum())
+        scores, versions = info["score"], info["policy_version"]
+        assert scores is not None and versions is not None
+        self._scores.append(scores.detach().float().cpu())
+        self._experiences.inc(len(scores))
+        self._tokens.inc(actions)
+        staleness = (for_version - versions).clamp(min=0)
         self._staleness.observe_many(staleness.tolist())
         self._writer.work_on(lease)
         self._clock.enter("train")

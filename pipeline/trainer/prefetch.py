@@ -34,7 +34,7 @@ class Fetched(NamedTuple):
     """The batch of a lease, or, if extents are damaged, their tickets with the reasons.
 
     Attributes:
-        content: The rows of the batch, padded if that is asked for; None if an extent is damaged.
+        content: The rows of the batch, padded on the left if that was asked for; None if an extent is damaged.
         damaged: Reason by ticket, for each damaged extent.
         copied: Event at the end of the copy to a GPU; None without such a copy.
     """
@@ -42,6 +42,15 @@ class Fetched(NamedTuple):
     content: RaggedRows | Experience | None
     damaged: Mapping[int, str]
     copied: torch.cuda.Event | None = None
+
+
+class _Begun(NamedTuple):
+    """A batch that is gathered in the background."""
+
+    lease: int
+    device: torch.device
+    padded: bool
+    made: concurrent.futures.Future[Fetched]
 
 
 class Gathering(NamedTuple):
@@ -57,14 +66,12 @@ class Gathering(NamedTuple):
         needs_reference: Whether the log-probs of the reference are needed; not if the trainer computes them.
         needs_log_probs: Whether those of the policy that sampled are needed; not if the trainer computes them.
         needs_cut: Whether it is needed that rows tell whether their response was cut.
-        padded: Whether batches are an `Experience`, padded on the left, as external trainers take them.
     """
 
     ahead: bool | None = None
     needs_reference: bool = False
     needs_log_probs: bool = False
     needs_cut: bool = False
-    padded: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -75,7 +82,6 @@ class Gathering(NamedTuple):
             needs_reference=config.reference_on == "worker" and (config.trainer_kl_coef > 0 or is_external),
             needs_log_probs=log_probs_by(config) != "trainer",
             needs_cut=config.trainer.mask_cut_responses,
-            padded=is_external,
         )
 
 
@@ -171,7 +177,7 @@ class Prefetcher:
         self._rows = ArenaRows(rows, gathering) if isinstance(rows, Arena) else rows
         self._gathering = gathering
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
-        self._next: tuple[int, torch.device, concurrent.futures.Future[Fetched]] | None = None
+        self._next: _Begun | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def wants_next(self, device: torch.device) -> bool:
@@ -179,24 +185,30 @@ class Prefetcher:
         ahead = self._gathering.ahead
         return self._next is None and (device.type == "cuda" if ahead is None else ahead)
 
-    def begin(self, lease: Lease, device: torch.device) -> None:
+    def begin(self, lease: Lease, device: torch.device, *, padded: bool = False) -> None:
         """Begin to gather the next batch in the background; one at a time."""
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rlhfd-copy")
-        self._next = lease.lease, device, self._thread.submit(self._make, lease.parts, device)
+        made = self._thread.submit(self._make, lease.parts, device, padded)
+        self._next = _Begun(lease.lease, device, padded, made)
 
-    def take(self, lease: Lease, device: torch.device) -> Fetched:
+    def take(self, lease: Lease, device: torch.device, *, padded: bool = False) -> Fetched:
         """Return the batch of a lease, begun before or not, ready for use on this thread's stream.
+
+        Args:
+            lease: The lease.
+            device: Device of the tensors.
+            padded: Whether the batch is an `Experience`, padded on the left, in place of `RaggedRows`.
 
         Raises:
             FieldError: If extents of one batch have different fields.
         """
         begun, self._next = self._next, None
-        if begun is not None and begun[:2] == (lease.lease, device):
-            fetched = begun[2].result()
+        if begun is not None and begun[:3] == (lease.lease, device, padded):
+            fetched = begun.made.result()
         else:
             _wait_for(begun)
-            fetched = self._make(lease.parts, device)
+            fetched = self._make(lease.parts, device, padded)
         return self._on_this_stream(fetched, device)
 
     def gather(self, parts: Sequence[ExtentRows], device: torch.device) -> RaggedRows:
@@ -207,7 +219,7 @@ class Prefetcher:
             FieldError: If the extents have different fields.
         """
         _wait_for(self._next)
-        fetched = self._on_this_stream(self._make(parts, device), device)
+        fetched = self._on_this_stream(self._make(parts, device, padded=False), device)
         if fetched.content is None:
             raise DecodeError(f"rows of the ranks' batches cannot be gathered, the reason by ticket: {fetched.damaged}")
         return ragged_rows(fetched.content)
@@ -231,13 +243,13 @@ class Prefetcher:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _make(self, parts: Sequence[ExtentRows], device: torch.device) -> Fetched:
+    def _make(self, parts: Sequence[ExtentRows], device: torch.device, padded: bool) -> Fetched:
         chosen, damaged = self._rows.find(parts)
         if damaged:
             return Fetched(None, damaged)
         versions = np.repeat([part.policy_version for part in parts], [len(part.rows) for part in parts])
         content: RaggedRows | Experience
-        if self._gathering.padded:
+        if padded:
             content = codec.gather_padded(chosen, pin_memory=device.type == "cuda")
             content.info = {**(content.info or {}), "policy_version": torch.from_numpy(versions)}
         else:
@@ -261,6 +273,6 @@ def _moved(content: RaggedRows | Experience, device: torch.device) -> RaggedRows
     return content
 
 
-def _wait_for(begun: tuple[int, torch.device, concurrent.futures.Future[Fetched]] | None) -> None:
+def _wait_for(begun: _Begun | None) -> None:
     if begun is not None:
-        concurrent.futures.wait([begun[2]])
+        concurrent.futures.wait([begun.made])

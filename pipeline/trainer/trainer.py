@@ -162,7 +162,7 @@ class Trainer:
         batch = None
         if not self._has_batches:
             with self._metrics.fetching():
-                batch = self._connection.poll(device=self._device)
+                batch = self._connection.poll(device=self._device, ragged=True)
             if batch is not None:
                 self._metrics.work_on(batch.lease)
                 self._batches.append(batch)

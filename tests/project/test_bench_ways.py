@@ -10,7 +10,7 @@ import torch
 
 import benches.contest
 from benches import hub
-from benches.contest import BARE, BOUND, DAEMON, RAGGED, RAW, STREAMER, Contestant, FailedError, Runner, running
+from benches.contest import BARE, BOUND, DAEMON, OWN, RAGGED, RAW, STREAMER, Contestant, FailedError, Runner, running
 from benches.peers import RAY, REVERB
 from benches.transport import contest, floors, speed, table
 from benches.ways.daemon import arrays_of, experience_of
@@ -101,7 +101,7 @@ def test_the_ratios_asked_of_rlhfd_stand_beside_those_measured():
     # Raw ZeroMQ was not measured.
     assert rows == [
         ("rlhfd against bare, small, 64 rows an append, 2 to 1", "0.600", "0.375 (0.250 to 0.500)"),
-        ("rlhfd, its own trainer against bare, small, 64 rows an append, 2 to 1", "0.600", "0.750 (0.500 to 1.00)"),
+        ("rlhfd, without padding against bare, small, 64 rows an append, 2 to 1", "0.600", "0.750 (0.500 to 1.00)"),
     ]
 
 
@@ -113,7 +113,7 @@ def test_peers_are_pinned_and_torch_is_ours():
 @pytest.mark.integration
 @pytest.mark.parametrize("append_rows", [8, pytest.param(64, marks=pytest.mark.variant)])
 def test_ways_deliver_what_was_sent(append_rows):
-    ways = (BOUND, BARE, DAEMON, RAGGED, RAW, STREAMER)
+    ways = (BOUND, BARE, DAEMON, RAGGED, OWN, RAW, STREAMER)
 
     with running(ways, 1, append_rows) as (runners, failed):
         results = contest(runners, "tiny", 0.05, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -10,8 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from pipeline import RaggedRows
+from tests.support import tiny
 from tests.support.daemon import SMALL, START_TIMEOUT_S, Daemon, clean_environment, task, total  # noqa: F401 - a fixture
+from tests.support.experiences import made_up
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -28,10 +33,10 @@ optimizer = torch.optim.SGD(actor.parameters(), lr=1e-3)
 """
 
 
-def train(daemon: Daemon, model: Path, steps: int) -> list[int]:
-    """Run the example for so many steps; return the versions that it published."""
+def train(daemon: Daemon, model: Path, *options: str) -> list[int]:
+    """Run the example with these options; return the versions that it published."""
     done = subprocess.run(
-        [sys.executable, EXAMPLE, "--runtime-dir", daemon.runtime_dir, "--model", model, "--steps", str(steps)],
+        [sys.executable, EXAMPLE, "--runtime-dir", daemon.runtime_dir, "--model", model, *options],
         cwd=daemon.folder,
         env=clean_environment(),
         capture_output=True,
@@ -56,7 +61,8 @@ def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, tas
     with Daemon(tmp_path, *SMALL, "trainer.kind=external", task=task, runtime_dir=tmp_path / "run" / "rlhfd") as daemon:
         daemon.wait_ready()
 
-        assert train(daemon, task / "model", steps=3) == [1, 2, 3]
+        assert train(daemon, task / "model", "--steps=2") == [1, 2]
+        assert train(daemon, task / "model", "--steps=1", "--ragged") == [3]
         seen = daemon.wait_until(lambda: (status := daemon.status())["step"] == 3 and status, "its steps are shown")
         assert seen["policy_version"] == 3
         assert seen["reward_mean"] is not None
@@ -84,6 +90,24 @@ def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, tas
         assert total(metrics, "rlhfd_items_trained_total") >= 5 * 32
         assert total(metrics, "rlhfd_items_unaccounted") == 0
         assert daemon.wait() == 0, daemon.errors
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_the_loss_of_rows_without_padding_is_that_of_the_padded_batch(holes: bool) -> None:
+    example, actor = runpy.run_path(str(EXAMPLE)), tiny.llama()
+    experience = made_up(6, ppo=False, holes=holes)
+    experience.sequences %= tiny.VOCABULARY_SIZE
+
+    padded = example["policy_gradient_loss"](actor, experience)
+    padded.backward()
+    expected = [parameter.grad for parameter in actor.parameters()]
+    actor.zero_grad()
+    ragged = example["ragged_policy_gradient_loss"](actor, RaggedRows.of(experience))
+    ragged.backward()
+
+    torch.testing.assert_close(ragged, padded)
+    for parameter, gradient in zip(actor.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.integration

@@ -9,6 +9,8 @@ from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
 from pipeline.errors import DeadlineError
 from pipeline.experience import codec
+from pipeline.experience.ragged import RaggedRows
+from pipeline.experience.types import Experience
 from pipeline.runtime.messages import Exhausted, Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
 from pipeline.serial import InProcessTransport
 from pipeline.storage.allocator import ExtentAllocator
@@ -22,6 +24,7 @@ from pipeline.trainer.prefetch import Gathering
 from pipeline.trainer.session import BufferSession
 from tests.buffer.test_buffer import Counts
 from tests.support.experiences import made_up
+from tests.support.recording import equal
 
 LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
 LIMITS = Limits(
@@ -39,8 +42,9 @@ LIMITS = Limits(
 class House:
     """A buffer, its arena, and a worker that seals made-up experience for every ticket."""
 
-    def __init__(self, folder, *, copy_ahead=False, prompts=0):
+    def __init__(self, folder, *, copy_ahead=False, ragged=False, prompts=0):
         self.copy_ahead = copy_ahead
+        self.ragged = ragged
         self.prompts = prompts
         self.connections = []
         Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
@@ -112,14 +116,20 @@ class House:
         for _ in range(4):
             self.turn()
             connection.receive(0.0)
-            if (batch := connection.poll()) is not None:
+            if (batch := connection.poll(ragged=self.ragged)) is not None:
+                assert isinstance(batch.content, RaggedRows) is self.ragged
                 return batch
         raise AssertionError("no batch came")
 
 
 @pytest.fixture(params=[False, True], ids=["copied when asked for", "copied ahead"])
-def house(tmp_path, request):
-    house = House(tmp_path, copy_ahead=request.param)
+def copy_ahead(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["padded", "ragged"])
+def house(tmp_path, copy_ahead, request):
+    house = House(tmp_path, copy_ahead=copy_ahead, ragged=request.param)
     yield house
     house.close()
 
@@ -185,9 +195,9 @@ def test_the_iterator_acknowledges_a_batch_when_the_next_is_asked_for(house):
     connection.acknowledge()
     for _ in range(3):
         house.turn()
-    batches = connection.experiences(timeout_s=1.0)
+    batches = connection.experiences(timeout_s=1.0, ragged=house.ragged)
 
-    next(batches)
+    assert isinstance(next(batches), RaggedRows if house.ragged else Experience)
     house.turn()
     assert house.ledger.totals.trained == 8
     next(batches)
@@ -196,9 +206,37 @@ def test_the_iterator_acknowledges_a_batch_when_the_next_is_asked_for(house):
     assert house.ledger.totals.trained == 16
 
 
-@pytest.mark.parametrize("copy_ahead", [False, True])
-def test_a_batch_that_is_handed_back_comes_again_before_later_ones_and_is_not_counted_as_trained(tmp_path, copy_ahead):
-    with contextlib.closing(House(tmp_path, copy_ahead=copy_ahead)) as house:
+def test_rows_without_padding_are_those_of_the_padded_batch_of_the_same_lease(house):
+    first = house.batch(house.connect())
+    house.ragged = not house.ragged
+
+    # A trainer that takes the other form after the death of the first one.
+    second = house.batch(house.connect())
+
+    assert second.lease == first.lease
+    rows, experience = (first.rows, second.experience) if not house.ragged else (second.rows, first.experience)
+    equal(rows.padded(), experience)
+
+
+def test_the_form_of_a_batch_may_change_with_each_one(house):
+    connection = house.connect(prefetch=4)
+    forms = [house.ragged, not house.ragged, not house.ragged, house.ragged]
+    taken = []
+    for house.ragged in forms:
+        taken.append(house.batch(connection))
+
+    assert [batch.lease for batch in taken] == [0, 1, 2, 3]
+    for batch, sealed in zip(taken, ((0, 1), (2, 3), (4, 5), (6, 7)), strict=True):
+        rewards = torch.cat([house.rolled[ticket].reward for ticket in sealed])
+        assert torch.equal(batch.experience.reward, rewards)
+        assert torch.equal(batch.rows.tensors["reward"], rewards)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_batch_that_is_handed_back_comes_again_before_later_ones_and_is_not_counted_as_trained(
+    tmp_path, copy_ahead, ragged
+):
+    with contextlib.closing(House(tmp_path, copy_ahead=copy_ahead, ragged=ragged)) as house:
         connection = house.connect(prefetch=5)
         first, second, third = (house.batch(connection) for _ in range(3))
         house.turn()
@@ -278,7 +316,7 @@ def test_a_batch_is_trained_once_however_often_it_is_delivered(house):
     for _ in range(8):
         house.turn()
         successor.receive(0.0)
-        while (batch := successor.poll()) is not None:
+        while (batch := successor.poll(ragged=house.ragged)) is not None:
             leases.append(batch.lease)
             successor.publish(actor={"w": torch.full((3,), float(len(leases)))})
 

@@ -78,7 +78,9 @@ def connect(bench):
     return bench.house.connect(metrics=metrics)
 
 
-def test_steps_versions_and_rewards_of_an_own_trainer_are_counted(bench, locked):
+@pytest.mark.parametrize("ragged", [False, True])
+def test_steps_versions_and_rewards_of_an_own_trainer_are_counted(bench, locked, ragged):
+    bench.house.ragged = ragged
     connection = connect(bench)
     # Weights that include no batch are no step.
     connection.publish(actor=STATE)

@@ -105,19 +105,22 @@ def test_once_it_is_discarded_nothing_of_the_arena_is_read(shelf, monkeypatch, e
     prefetcher.close()
 
 
-def test_an_external_trainer_gets_the_same_rows_padded(shelf):
-    ragged, padded = Prefetcher(shelf.arena), Prefetcher(shelf.arena, Gathering(padded=True))
+@pytest.mark.parametrize("begun", [None, False, True])
+def test_a_padded_batch_has_the_same_rows(shelf, begun):
+    prefetcher, lease = Prefetcher(shelf.arena), shelf.lease(0)
+    rows = prefetcher.take(lease, CPU).content
+    if begun is not None:
+        prefetcher.begin(lease, CPU, padded=begun)
 
-    rows, batch = (prefetcher.take(shelf.lease(0), CPU).content for prefetcher in (ragged, padded))
+    batch = prefetcher.take(lease, CPU, padded=True).content
 
     expected = rows.padded()
     assert torch.equal(batch.sequences, expected.sequences) and torch.equal(batch.values, expected.values)
     assert batch.info.keys() == expected.info.keys()
     assert torch.equal(batch.info["policy_version"], expected.info["policy_version"])
-    moved = padded.take(shelf.lease(0), torch.device("meta")).content
+    moved = prefetcher.take(lease, torch.device("meta"), padded=True).content
     assert moved.sequences.device.type == moved.info["policy_version"].device.type == "meta"
-    for prefetcher in (ragged, padded):
-        prefetcher.close()
+    prefetcher.close()
 
 
 def test_by_default_a_cpu_is_not_given_two_things_to_do(shelf):
@@ -239,7 +242,7 @@ def test_rows_without_log_probs_of_the_engine_are_refused_beside_rows_with_them(
         ({"rollout": {"algorithm": "ppo"}}, Gathering(needs_log_probs=True)),
         (
             {"rollout": {"algorithm": "ppo"}, "trainer": {"kind": "external"}},
-            Gathering(needs_reference=True, needs_log_probs=True, padded=True),
+            Gathering(needs_reference=True, needs_log_probs=True),
         ),
     ],
 )
