@@ -167,6 +167,31 @@ def test_rows_at_the_short_width_and_above_it_are_taken_alike(columns):
     assert torch.equal(rows.padded().attention_mask, mask.long())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_field_of_any_dtype_is_padded_with_zeros_beside_rows_without_actions(dtype):
+    counts, columns = [[60, 0, 7], [0, 0], [59]], 60
+    parts = [
+        RaggedRows.of_columns(
+            torch.arange(1, 70 * len(each) + 1),
+            lengths=[70] * len(each),
+            counts=each,
+            actions={"action_log_probs": torch.arange(1, sum(each) + 1).to(dtype)},
+            rows={},
+            info={},
+        )
+        for each in counts
+    ]
+    assert columns > ragged._SHORT_COLUMNS
+
+    found = pad([(part, range(len(part))) for part in parts])["action_log_probs"]
+
+    assert found.dtype is dtype
+    expected = torch.zeros((6, columns))
+    for row, values in ((0, range(1, 61)), (2, range(61, 68)), (5, range(1, 60))):
+        expected[row, columns - len(values) :] = torch.tensor(values)
+    assert torch.equal(found.float(), expected)
+
+
 def test_a_field_may_be_left_out_and_a_number_a_row_added():
     rows = RaggedRows.of(made_up())
 
