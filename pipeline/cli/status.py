@@ -48,6 +48,7 @@ def render(status: Mapping[str, Any]) -> str:
         ),
         "rows": f"{_shown(buffer, 'sealed')} sealed, {_shown(buffer, 'trained')} trained, {_dropped(buffer)} dropped",
         "model": f"{_shown(status, 'model')}, {_shown(status, 'algorithm')}{_ranks(status)}",
+        "cluster": _cluster(status.get("cluster") or {}),
         "checkpoint": _shown(status, "checkpoint"),
         "run": f"{_shown(status, 'run')}, id {_shown(status, 'run_id')}",
         "daemon": f"pid {_shown(status, 'pid')}, configured by {_shown(status, 'config')}",
@@ -75,6 +76,16 @@ def warnings(status: Mapping[str, Any]) -> list[str]:
     if pending := status.get("needs_restart"):
         found.append(f"changed, needs a restart: {', '.join(pending)}")
     return found
+
+
+def _cluster(cluster: Mapping[str, Any]) -> str:
+    """Return the nodes of a cluster and the actors on them as text; empty without one."""
+    if not cluster:
+        return ""
+    nodes, left, actors = cluster.get("nodes") or [], cluster.get("left") or [], cluster.get("actors") or {}
+    gone = f", {len(left):,} left: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}" if left else ""
+    waiting = f", {actors['pending']:,} wait for room" if actors.get("pending") else ""
+    return f"{len(nodes):,} nodes{gone}; actors: {actors.get('placed') or 0:,} placed{waiting}"
 
 
 def _ranks(status: Mapping[str, Any]) -> str:
@@ -146,7 +157,12 @@ def _process_row(process: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def devices(process: Mapping[str, Any]) -> str:
-    """Return the device of a process: its number with the GPU's name, or cpu; a dash if it is missing."""
+    """Return the device of a process: its number with the GPU's name, or cpu; a dash if it is missing.
+
+    Of a worker whose actor runs on a node of a cluster, the node in its place.
+    """
+    if node := process.get("node"):
+        return f"node {node}"
     number, name = _shown(process, "devices"), process.get("device") or ""
     return number if name in ("", number) else f"{number}: {name}"
 

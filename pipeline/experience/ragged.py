@@ -560,9 +560,9 @@ class _PaddedOutput:
 
     def _fill_one(self, spans: _Spans, fields: Fields, out: Array) -> None:
         # A slice of a memoryview costs half of one of an array; of several fields an array has the fewer slices.
-        zeros, view, stop = memoryview(np.zeros(self.width, out.dtype)), memoryview(out), 0
+        zeros, view, stop = np.zeros(self.width, out.dtype).data, out.data, 0
         for part, first, last in spans:
-            column, starts = memoryview(part.stack(fields)[0]), part.starts(fields[0].columns)
+            column, starts = part.stack(fields)[0].data, part.starts(fields[0].columns)
             for start, end in itertools.pairwise(starts[first : last + 1]):
                 row, stop = stop, stop + self.width
                 place = stop - (end - start)

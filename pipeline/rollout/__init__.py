@@ -10,6 +10,7 @@ loader           loading of a worker's models, reward and engine, tried on one p
 maker            `NaiveExperienceMaker`: prompts to experience, PPO and GRPO
 metrics          a worker's metrics
 model_passes     forward passes over sampled rows: log-probs, values, rewards
+node_watch       the nodes of the cluster that join and leave
 process          the worker process
 prompt_batch     prompts with their sampling parameters, requests to an engine and the rows of its responses
 ray              the gateway to Ray actors that hold the models; the only import of ray

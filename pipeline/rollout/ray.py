@@ -34,11 +34,12 @@ from pipeline.errors import ConfigError, ExitCode, RlhfdError, WeightsError
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout import process as rollout_process
 from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.node_watch import WATCHERS, NodeWatch
 from pipeline.rollout.process import may_quote_texts
 from pipeline.rollout.remote import CallResult, Loaded, NodeStatus, RolloutNode, WorkerSpec
 from pipeline.rollout.roller import Rolled
 from pipeline.runtime.ray_cluster import join, one_line
-from pipeline.runtime.role import Report, RoleContext
+from pipeline.runtime.role import ClusterNode, Report, RoleContext
 from pipeline.storage.weights_header import Age, WeightsVersion
 from pipeline.telemetry.carried_records import log_carried
 
@@ -62,11 +63,15 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     """Run a worker whose models are an actor of the cluster, until a shutdown or the end of a drain."""
     join(config, context)
     _configure_ray()
+    watch = NodeWatch(_nodes, context.report)
+    if context.index < WATCHERS:
+        watch.start()
     try:
         return rollout_process.run(config, context, load_remote)
     except _StoppedError:
         return ExitCode.OK
     finally:
+        watch.close()
         ray.shutdown()
 
 
@@ -130,6 +135,7 @@ class RemoteStream:
             raise RlhfdError(str(error), bare=error.bare) from error
         self._machine, self.tickets_ahead = loaded.machine, loaded.tickets_ahead
         log.info("rolls out in the cluster: machine=%s actor_pid=%d gpus=%g", loaded.machine, loaded.pid, self._gpus)
+        self._context.report(Report(placed_on=self._node()))
 
     @property
     def has_room(self) -> bool:
@@ -195,6 +201,14 @@ class RemoteStream:
                 self._context.report(Report(state="pending"))
         if is_pending:
             self._context.report(Report(state="placed"))
+
+    def _node(self) -> ClusterNode | None:
+        """Return the node on which the actor runs; None if the cluster does not know it any more."""
+        try:
+            node_id = self._wait(self._actor.node_id.remote(), 0.0, ends=False)
+        except RayActorError as error:
+            raise RlhfdError(f"the actor on {self._machine} is gone: {one_line(error)}") from error
+        return next((node for node in _nodes() if node.id == node_id), None)
 
     def _newest(self, patience_s: float) -> Any:
         """Return a reference to the newest weights.
@@ -330,6 +344,11 @@ class _RolloutActor(RolloutNode):
 
     status = ray.method(concurrency_group="status")(RolloutNode.status)
 
+    def node_id(self) -> str:
+        """Return Ray's id of this machine."""
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
+
 
 class WeightsHolder:
     """Puts each version into the cluster's store once for all workers; an actor on the daemon's machine."""
@@ -368,3 +387,16 @@ def _configure_ray() -> None:
         return torch.from_numpy(data.copy()).view(dtype).reshape(shape)
 
     ray.util.register_serializer(torch.Tensor, serializer=serialize, deserializer=deserialize)
+
+
+def _nodes() -> list[ClusterNode]:
+    """Return the nodes of the cluster, those that have left too; none if it does not answer."""
+    try:
+        found = ray.nodes()
+    except RayError as error:
+        log.debug("the cluster does not list its nodes: %s", error)
+        return []
+    return [
+        ClusterNode(node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], node["Alive"])
+        for node in found
+    ]

@@ -20,6 +20,26 @@ from pipeline.telemetry.slab import SlotWriter
 log = logging.getLogger(__name__)
 
 
+class ClusterNode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A machine of a Ray cluster.
+
+    Attributes:
+        id: Ray's id of it; a machine that joins again has another one.
+        name: Its host name.
+        address: Its IP address.
+        alive: Whether it belongs to the cluster; False once it has left.
+    """
+
+    id: str
+    name: str
+    address: str
+    alive: bool = True
+
+    def __str__(self) -> str:
+        """Return name and address, such as ``gpu-7 (10.0.0.7)``."""
+        return f"{self.name} ({self.address})"
+
+
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of a child to its supervisor, one JSON line each.
 
@@ -27,7 +47,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     the name of the `device` that computes, empty if that is not known;
     ``"finished"``; ``"unusable"``: it is never started again; ``"pending"``: a cluster has no place for it;
     ``"placed"``: the cluster has a place for it, or it waits for its turn on a card: the time limit of its start begins
-    anew. `killed`: SIGKILL has ended a process that it cannot go on without.
+    anew. `killed`: SIGKILL has ended a process that it cannot go on without. `node`: a node of the cluster that has
+    joined or left. `placed_on`: the node on which the worker's actor runs.
     """
 
     state: str = ""
@@ -35,6 +56,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
     device: str = ""
     killed: bool = False
+    node: ClusterNode | None = None
+    placed_on: ClusterNode | None = None
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """The supervisor: starts, watches, restarts and ends the processes; no torch.
 
 capacity    the fit of a run on a machine
+cluster_nodes  the nodes of a Ray cluster
 diagnosis   the cause of a slow or stopped run, in sentences
 ended_page  the page's data of a run that is not running
 exits       the consequence of each child's exit

@@ -45,6 +45,7 @@ class ProcessView:
         shares: Share of the last minute by activity.
         last_line: Error of the process, else the last line that it printed.
         engine: State of a worker's engine; None if it shows none.
+        node: Name and address of the node of a cluster on which a worker's actor runs; "" without one.
     """
 
     observed: Observation
@@ -53,6 +54,7 @@ class ProcessView:
     shares: Shares
     last_line: str = ""
     engine: EngineView | None = None
+    node: str = ""
 
     @property
     def is_waiting(self) -> bool:
@@ -79,6 +81,8 @@ class RunView:
         external_ranks: The ranks of an external trainer.
         evaluation: Done and all prompts of an evaluation under way; 0 and 0 without one.
         idle_steps: Newest steps in a row in which no token was trained.
+        nodes: Nodes of the cluster on which workers compute; 0 without one.
+        nodes_left: Name and address of each node that left the cluster lately, and the seconds since.
     """
 
     now_s: float
@@ -93,6 +97,8 @@ class RunView:
     external_ranks: Sequence[ExternalRank] = ()
     evaluation: tuple[int, int] = (0, 0)
     idle_steps: int = 0
+    nodes: int = 0
+    nodes_left: Sequence[tuple[str, float]] = ()
 
     def of(self, role: str) -> list[ProcessView]:
         """Return the processes of a role."""
@@ -136,6 +142,8 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
     sentences += [_suspect(run, process) for process in suspects(run)]
     if run.state == "paused":
         sentences.insert(0, "The run is paused: no tickets are issued until `rlhfd resume`.")
+    if run.nodes_left:
+        sentences.append(_left_nodes(run))
     if run.idle_steps >= IDLE_STEPS:
         sentences.append(
             f"Nothing to learn: the last {run.idle_steps:,} steps trained no token and moved no weight; in GRPO all "
@@ -224,6 +232,13 @@ def _suspect(run: RunView, process: ProcessView) -> str:
 def _gone(run: RunView, rank: ExternalRank) -> str:
     name = "The external trainer" if len(run.external_ranks) == 1 else f"Rank {rank.rank} of the external trainer"
     return f"{name} (pid {rank.pid}) has left, {duration(run.now_s - rank.since_s)} ago."
+
+
+def _left_nodes(run: RunView) -> str:
+    (name, ago_s), *others = run.nodes_left
+    more = f" and {len(others)} more nodes" if len(others) > 1 else f" and {others[0][0]}" if others else ""
+    verb, noun = "remains" if run.nodes == 1 else "remain", "node" if run.nodes == 1 else "nodes"
+    return f"Node {name}{more} left the cluster, the last one {duration(ago_s)} ago; {run.nodes} {noun} {verb}."
 
 
 def _suspicious_s(limits: HangLimits) -> float:
@@ -334,7 +349,8 @@ def _task(process: ProcessView) -> str:
 
 
 def _named(process: ProcessView) -> str:
-    return f"{process.observed.name} (pid {process.observed.pid})"
+    node = f", actor on node {process.node}" if process.node else ""
+    return f"{process.observed.name} (pid {process.observed.pid}{node})"
 
 
 def _shown(shares: Shares, role: str) -> str:

@@ -18,7 +18,8 @@ from pipeline.prompts.source import prompts_at_most
 from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, cache_variables, child_environment, executed
 from pipeline.runtime.forkserver import Forkserver
 from pipeline.runtime.forkserver_refusal import ForkserverRefusal, conditions_of
-from pipeline.runtime.role import Report
+from pipeline.runtime.role import ClusterNode, Report
+from pipeline.supervisor.cluster_nodes import ClusterNodes
 from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
 from pipeline.telemetry import log_lines
@@ -58,6 +59,7 @@ class Slot:
         is_pending: Whether the child's Ray actor waits for resources, or a trainer rank for those of other machines: it
             is not late, and a worker is not required for readiness.
         device: Name of the device that the child computes on; empty before it is ready, or if it computes nothing.
+        node: Node of a Ray cluster on which the child's actor runs; None before it is placed, or without a cluster.
         lived_s: Time from ready to the last progress of the last child; the hang at its end does not count.
     """
 
@@ -86,6 +88,7 @@ class Slot:
     ready_s: float | None = None
     is_pending: bool = False
     device: str = ""
+    node: ClusterNode | None = None
     lived_s: float = 0.0
 
     @property
@@ -155,6 +158,7 @@ class Fleet:
     Attributes:
         folder: The instance's folder in shared memory.
         slots: All slots, in the order of their start.
+        nodes: Nodes of the Ray cluster on which workers compute; none without one.
     """
 
     def __init__(
@@ -173,6 +177,7 @@ class Fleet:
         self._limits = limits
         self._settings = settings or ChildSettings()
         self.slots: list[Slot] = []
+        self.nodes = ClusterNodes()
         self._forkserver = Forkserver()
         self._refusal = ForkserverRefusal(self._settings.state_dir)
         self._forkserver_slot = self.add("forkserver", 0, Devices("", ()))
@@ -262,7 +267,7 @@ class Fleet:
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
         slot.ended_by, slot.working_on, slot.last_line, slot.is_late = "", -1, "", False
         slot.from_outside = False
-        slot.ready_s, slot.is_pending, slot.device = None, False, ""
+        slot.ready_s, slot.is_pending, slot.device, slot.node = None, False, "", None
 
     def _child(self, slot: Slot, *, forked: bool) -> LocalChild:
         return LocalChild(
@@ -373,6 +378,11 @@ class Fleet:
             if slot.role == "forkserver":
                 self._refusal.remember(self._conditions(), report.error)
         slot.from_outside |= report.killed
+        if report.node is not None:
+            self.nodes.heard(report.node, self._clock())
+        if report.placed_on is not None:
+            slot.node = report.placed_on
+            self.nodes.placed(slot.name, slot.node)
         if report.state in ("pending", "placed"):
             slot.is_pending = report.state == "pending"
             # The time limit of the start runs from here on.

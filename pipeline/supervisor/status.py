@@ -115,6 +115,7 @@ class InstanceStatus:
         self._reader.external["rlhfd_device_info"] = {
             (slot.role, str(slot.index), slot.device): 1.0 for slot in self._fleet.slots if slot.alive and slot.device
         }
+        self._sample_cluster()
         if (names := self._number_names.names) != self._named:
             self._named = list(names)
             self._reader.name(dict(zip(NUMBER_LABELS, names, strict=False)))
@@ -278,6 +279,7 @@ class InstanceStatus:
                 "dropped": counts.dropped_by_reason() if counts else {},
                 "unaccounted": counts.unaccounted if counts else 0,
             },
+            "cluster": self._cluster(),
             "processes": [self._process(slot) for slot in self._fleet.slots if slot.works]
             + [
                 process_row(rank, self._fleet.now_s(), resident_bytes(rank.pid))
@@ -357,6 +359,7 @@ class InstanceStatus:
             "progress": self._progress(slot),
             "engine": self._engine(slot),
             "device": slot.device,
+            "node": str(slot.node or "") if slot.child else "",
             "last_exit": slot.last_exit,
         }
 
@@ -385,6 +388,44 @@ class InstanceStatus:
             if cpu_s > before_s:
                 self._cpu_s[slot.child.pid] = cpu_s
                 self._writer.counter("rlhfd_process_cpu_seconds_total", role=slot.role).inc(cpu_s - before_s)
+
+    def _actors(self) -> dict[str, int]:
+        """Return the number of actors by state: waiting for room in the cluster, or on a node of it."""
+        workers = [slot for slot in self._fleet.of("rollout") if slot.alive]
+        placed = sum(slot.node is not None for slot in workers)
+        return {"pending": sum(slot.is_pending for slot in workers), "placed": placed}
+
+    def _cluster(self) -> dict[str, Any] | None:
+        """Return the nodes of the cluster and the actors on them; None without a cluster."""
+        if self._config.cluster.engine != "ray":
+            return None
+        nodes, on = self._fleet.nodes, [slot for slot in self._fleet.of("rollout") if slot.alive and slot.node]
+        return {
+            "nodes": [
+                {
+                    "name": node.name,
+                    "address": node.address,
+                    "workers": [slot.name for slot in on if slot.node and slot.node.id == node.id],
+                }
+                for node in nodes.alive
+            ],
+            "left": [str(node) for node in nodes.left],
+            "actors": self._actors(),
+        }
+
+    def _sample_cluster(self) -> None:
+        if self._config.cluster.engine != "ray":
+            return
+        nodes = self._fleet.nodes
+        for state, count in (("alive", len(nodes.alive)), ("left", len(nodes.left))):
+            self._writer.gauge("rlhfd_cluster_nodes", state=state).set(count)
+        for state, count in self._actors().items():
+            self._writer.gauge("rlhfd_cluster_actors", state=state).set(count)
+        self._reader.external["rlhfd_cluster_actor_info"] = {
+            (str(slot.index), slot.node.name, slot.node.address): 1.0
+            for slot in self._fleet.of("rollout")
+            if slot.alive and slot.node
+        }
 
     def _sample_memory(self) -> None:
         for kind, path in (

@@ -165,6 +165,7 @@ class Watchdog:
                     "since_s": _ago(run.now_s, process.observed.progress.since_s),
                     "silent_s": _ago(run.now_s, process.observed.progress.beat_s),
                     "working_on": process.observed.progress.working_on,
+                    "node": process.node,
                     "last_minute": {name: round(share, 4) for name, share in process.shares.items()},
                 }
                 for process in run.processes
@@ -233,6 +234,7 @@ class Watchdog:
                     self.shares.shares(slot.role, str(slot.index)),
                     slot.error or slot.last_line if slot.alive else slot.cause,
                     self.engines.view(slot.index) if slot.role == "rollout" else None,
+                    str(slot.node or ""),
                 )
                 for slot in self._slots()
             ]
@@ -246,6 +248,8 @@ class Watchdog:
             external_ranks=self.external_ranks(),
             evaluation=self._evaluation,
             idle_steps=self.idle_steps,
+            nodes=len(self._fleet.nodes.alive),
+            nodes_left=[(str(node), ago_s) for node, ago_s in self._fleet.nodes.recently_left(now_s)],
         )
 
     def _preparing(self, slot: Slot) -> ProcessView:

@@ -316,6 +316,15 @@ METRICS: Final[tuple[Metric, ...]] = (
             result="kept removed too_large failed"),
     gauge("rlhfd_recording_bytes", TRAINER, "Bytes of the recorded rows on disk."),
 
+    gauge("rlhfd_cluster_nodes", SUPERVISOR,
+          "Nodes of the Ray cluster that belong to it (alive), or left it since the start (left); absent without one.",
+          state="alive left"),
+    gauge("rlhfd_cluster_actors", SUPERVISOR,
+          "Actors of workers that run on a node (placed) or wait for room (pending); absent without a cluster.",
+          state="pending placed"),
+    gauge("rlhfd_cluster_actor_info", INFO,
+          "Always 1, for each worker whose actor runs on a node of the cluster; node is its host name.",
+          worker="", node="", address=""),
     gauge("rlhfd_tracker_up", SUPERVISOR, "Whether the process of a tracker runs.", tracker=_TRACKERS),
     counter("rlhfd_tracker_starts_total", SUPERVISOR, "Starts of the process of a tracker.", tracker=_TRACKERS),
 

@@ -395,6 +395,18 @@ class TestStatus:
             "rollout 1  –     failed   –         –           –        –        exit 78",
         ]
 
+    def test_a_cluster_is_shown_by_its_nodes_and_actors(self) -> None:
+        nodes = [{"name": f"gpu-{number}", "address": f"10.0.0.{number}", "workers": []} for number in range(3)]
+        whole = {"nodes": nodes, "left": [], "actors": {"pending": 0, "placed": 2}}
+        lost = {"nodes": nodes[:2], "left": ["gpu-2 (10.0.0.2)"], "actors": {"pending": 1, "placed": 1}}
+
+        assert "cluster    3 nodes; actors: 2 placed" in status_view.render(STATUS | {"cluster": whole}).splitlines()
+        assert (
+            "cluster    2 nodes, 1 left: gpu-2 (10.0.0.2); actors: 1 placed, 1 wait for room"
+            in status_view.render(STATUS | {"cluster": lost}).splitlines()
+        )
+        assert "cluster" not in status_view.render(STATUS | {"cluster": None})
+
     def test_a_rollout_in_progress_tells_rows_and_tokens(self) -> None:
         buffer, worker, failed = STATUS["processes"]
         rolling = worker | {"progress": {"rows_done": 12, "rows": 128, "tokens": 3412}}

@@ -36,6 +36,8 @@ WHY = {
         ({"devices": "cpu", "device": "cpu"}, "cpu"),
         ({"devices": "3", "device": ""}, "3"),
         ({"devices": "3", "device": "NVIDIA H200"}, "3: NVIDIA H200"),
+        ({"devices": "cpu", "device": "cpu", "node": ""}, "cpu"),
+        ({"devices": "cpu", "device": "cpu", "node": "gpu-7 (10.0.0.7)"}, "node gpu-7 (10.0.0.7)"),
         ({}, "–"),
     ],
 )

@@ -224,6 +224,20 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
             daemon.wait_ready()
             daemon.wait_step(2)
             before = actors(daemon)
+            # The head, which computes nothing, and two machines.
+            here = f"{socket.gethostname()} ({cluster.address.rpartition(':')[0]})"
+            daemon.wait_until(lambda: len(daemon.status()["cluster"]["nodes"]) == 3, "its nodes are shown")
+            assert daemon.status()["cluster"]["actors"] == {"pending": 0, "placed": 2}
+            workers = [node["workers"] for node in daemon.status()["cluster"]["nodes"]]
+            assert sorted(workers) == [[], ["rollout-0"], ["rollout-1"]]
+            shown = [one["node"] for one in daemon.status()["processes"] if one["role"] == "rollout"]
+            assert shown == [here, here]
+            metrics = daemon.metrics()
+            assert total(metrics, "rlhfd_cluster_nodes", state="alive") == 3
+            assert total(metrics, "rlhfd_cluster_nodes", state="left") == 0
+            assert total(metrics, "rlhfd_cluster_actors", state="placed") == 2
+            assert total(metrics, "rlhfd_cluster_actor_info", node=socket.gethostname()) == 2
+            assert daemon.errors.count("node joined the cluster: node=") == 3
             cluster.lose_a_machine()
             lost = daemon.wait_until(
                 lambda: next((name for name, pid in before.items() if not is_alive(pid)), ""), "an actor is gone"
@@ -233,6 +247,11 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
             step = daemon.status()["step"]
             # The other machine's one core is taken: one worker is left, and the log says what the other waits for.
             daemon.wait_logged(f"WARNING {lost} pipeline.rollout.ray: waits for room in the cluster: gpus=0 cpus=1")
+            daemon.wait_logged(f"node left the cluster: node={socket.gethostname()} address=")
+            assert re.search(rf"node left the cluster: .* nodes=2 workers={lost}\n", daemon.errors)
+            assert f"Node {here} left the cluster, " in daemon.ask("why")
+            assert total(daemon.metrics(), "rlhfd_cluster_nodes", state="left") == 1
+            assert total(daemon.metrics(), "rlhfd_cluster_actors", state="pending") == 1
             daemon.wait_until(lambda: daemon.status()["state"] == "ready", "it is ready without it")
             daemon.wait_step(step + 5)
 

@@ -244,6 +244,33 @@ def test_steps_that_train_nothing_are_the_first_sentence_from_the_twentieth_on()
     )
 
 
+@pytest.mark.parametrize(
+    ("nodes", "left", "sentence"),
+    [
+        (2, [("gpu-7 (10.0.0.7)", 41.0)],
+         "Node gpu-7 (10.0.0.7) left the cluster, the last one 41 s ago; 2 nodes remain."),
+        (1, [("gpu-7 (10.0.0.7)", 41.0), ("gpu-8 (10.0.0.8)", 60.0)],
+         "Node gpu-7 (10.0.0.7) and gpu-8 (10.0.0.8) left the cluster, the last one 41 s ago; 1 node remains."),
+        (1, [("gpu-7 (10.0.0.7)", 41.0), ("gpu-8 (10.0.0.8)", 60.0), ("gpu-9 (10.0.0.9)", 61.0)],
+         "Node gpu-7 (10.0.0.7) and 2 more nodes left the cluster, the last one 41 s ago; 1 node remains."),
+    ],
+)  # fmt: skip
+def test_nodes_that_left_the_cluster_are_named(nodes: int, left: list[tuple[str, float]], sentence: str) -> None:
+    lost = dataclasses.replace(run(BUFFER, STARVED, GENERATING), nodes=nodes, nodes_left=left)
+
+    assert explain(lost, {})[0] == sentence
+    assert not any("cluster" in one for one in explain(run(BUFFER, STARVED, GENERATING), {}))
+
+
+def test_a_worker_in_a_cluster_is_named_with_the_node_of_its_actor() -> None:
+    remote = dataclasses.replace(GENERATING, node="gpu-7 (10.0.0.7)")
+
+    assert (
+        "rollout-0 (pid 4711, actor on node gpu-7 (10.0.0.7)) has been in generate"
+        in explain(run(BUFFER, STARVED, remote), {})[0]
+    )
+
+
 def test_an_evaluation_under_way_is_named_with_its_prompts_and_not_with_a_number_of_tickets() -> None:
     evaluating = view("rollout-0", "generate", since_s=41, working_on=EVALUATION_TICKETS + 17)
 

@@ -98,8 +98,9 @@ function showEvaluation(evaluation) {
   write("held-out-of", passed + (evaluation.prompts ? `; ${fixed(0)(evaluation.done)} of ${fixed(0)(evaluation.prompts)} prompts` : ""));
 }
 
-/** The number of a process's GPU with its name, or cpu. */
+/** The number of a process's GPU with its name, or cpu; of a worker whose actor runs on a node of a cluster, the node. */
 function device(process) {
+  if (process.node) return `node ${process.node}`;
   return process.device && process.device !== process.devices ? `${process.devices}: ${process.device}` : process.devices;
 }
 
