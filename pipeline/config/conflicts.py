@@ -78,6 +78,8 @@ def conflicts(config: Config) -> list[Conflict]:
     module = Path(__file__).parents[1] / "rollout" / "generation" / rollout.engine
     if ":" not in rollout.engine and not (module.is_dir() or module.with_suffix(".py").is_file()):
         found.append(Conflict(("rollout.engine",), f'"{rollout.engine}" is not available in this version'))
+    if rollout.tensor_parallel > 1:
+        found += _conflicts_of_tensor_parallel(config)
     if rollout.engine == "vllm":
         found += _vllm_conflicts(config)
     elif rollout.cache_bytes is not None:
@@ -313,6 +315,25 @@ def _vllm_conflicts(config: Config) -> list[Conflict]:
         message = f'must be at most {_VLLM_RANKS} with rollout.engine = "vllm", got {config.model.lora_rank}'
         found.append(Conflict(("model.lora_rank", "rollout.engine"), message))
     return found
+
+
+def _conflicts_of_tensor_parallel(config: Config) -> list[Conflict]:
+    rollout, key = config.rollout, "rollout.tensor_parallel"
+    if rollout.engine != "vllm":
+        message = f'must be 1 with rollout.engine = "{rollout.engine}": only vllm splits a model over GPUs'
+        return [Conflict((key, "rollout.engine"), message)]
+    if config.cluster.engine == "ray":
+        return [
+            Conflict((key, "cluster.engine"), 'must be 1 with cluster.engine = "ray": an actor has one GPU at most')
+        ]
+    if config.model.lora_rank:
+        return [Conflict((key, "model.lora_rank"), "must be 1 with model.lora_rank: adapters are not split over GPUs")]
+    if rollout.sleep:
+        return [Conflict((key, "rollout.sleep"), "must be 1 with rollout.sleep: turns are taken on one GPU")]
+    if rollout.devices != "auto" and len(rollout.devices) % rollout.tensor_parallel:
+        message = f"must divide the {len(rollout.devices)} of rollout.devices, got {rollout.tensor_parallel}"
+        return [Conflict((key, "rollout.devices"), message)]
+    return []
 
 
 def _sleep_conflicts(config: Config) -> list[Conflict]:

@@ -251,6 +251,28 @@ def _problem_of_file(path: Path) -> str:
     return ""
 
 
+def problem_of_parts(folder: Path, parts: int) -> str:
+    """Return why vLLM cannot split the model in a folder over GPUs, else an empty text.
+
+    Args:
+        folder: The folder.
+        parts: The number of GPUs.
+    """
+    described = _described(folder)
+    if "vision_config" in described:
+        return f"must be 1: {folder} is a vision-language model, which is not split over GPUs"
+    text = described.get("text_config") or described
+    heads = text.get("num_attention_heads") or text.get("n_head")
+    pairs = text.get("num_key_value_heads") or heads
+    for name, count in (("attention heads", heads), ("values inside the MLP", text.get("intermediate_size"))):
+        if isinstance(count, int) and count % parts:
+            return f"must divide the {count:,} {name} of {folder}, got {parts}"
+    # With fewer of them than GPUs each has copies on several.
+    if isinstance(pairs, int) and pairs % parts and parts % pairs:
+        return f"must divide the {pairs:,} heads of keys and values of {folder}, or be a multiple, got {parts}"
+    return ""
+
+
 def has_images(folder: Path) -> bool:
     """Return whether config.json describes a vision-language model; False if it cannot be read."""
     return "vision_config" in _described(folder)

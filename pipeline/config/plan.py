@@ -53,6 +53,8 @@ _VLLM_ROWS, _GRAPH_BYTES = 256, 500_000_000
 
 ENGINE_TERMS = ("weights of the engine", "KV cache")
 """Terms of an engine that allocates them itself, and frees them while it sleeps."""
+_SHARD_TERMS = (*ENGINE_TERMS, "passes and graphs of the engine")
+"""Terms of a rank of an engine."""
 
 _HIDDEN_STATES, _INNER_STATES = 15.25, 4.0
 """Vectors that a layer keeps a token for its backward pass: of the hidden width, and of the MLP's. Fitted to the four
@@ -86,6 +88,7 @@ class Needs(NamedTuple):
     Attributes:
         rank: Bytes of each trainer rank, on its card or in host memory.
         worker: Bytes of each rollout worker, on its card or in host memory.
+        shard: Bytes of each further card of a rollout worker (`rollout.tensor_parallel`).
         worker_host: Bytes of each rollout worker in host memory, beside its card.
         shared: In /dev/shm.
         publish: Written by a publish.
@@ -95,6 +98,7 @@ class Needs(NamedTuple):
 
     rank: Terms
     worker: Terms
+    shard: Terms
     worker_host: Terms
     shared: Terms
     publish: Terms
@@ -141,9 +145,11 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
     is_ours = config.trainer.kind == "builtin"
     held = _reference_on("worker", config, models)
     streams = config.model.reference_device == "host"
+    worker = _worker(config, models, on_cards=on_cards)
     return Needs(
         rank=_rank(config, models, trained, frozen, on_cards=on_cards) if is_ours else {},
-        worker=_worker(config, models, on_cards=on_cards),
+        worker=worker,
+        shard={term: worker[term] for term in _SHARD_TERMS if term in worker},
         worker_host={"layers of the reference": width * _streamed(held)} if streams and held is not None else {},
         shared={
             "arena and ledger": config.buffer.arena_bytes + LEDGER_BYTES + METRICS_BYTES,
@@ -176,6 +182,9 @@ def process_bytes(config: Config, role: str) -> int:
     """
     has_engine = role == "rollout" and config.rollout.engine == "vllm" and config.cluster.engine == "local"
     engine = VLLM_PROCESS_BYTES if has_engine else 0
+    if config.rollout.tensor_parallel > 1:
+        # Each rank imports vLLM, as does the engine's process.
+        engine *= 1 + config.rollout.tensor_parallel
     return PROCESS_BYTES + engine + (SHARDING_BYTES if role == "trainer" and config.shards_trainer else 0)
 
 
@@ -186,13 +195,16 @@ def checkpoint_bytes(config: Config, models: Models) -> int:
 
 
 def card_bytes(config: Config, role: str, terms: Terms) -> Terms:
-    """Return what a rank ("trainer") or worker takes of a card beside its tensors, whose `terms` are given.
+    """Return what a rank ("trainer"), worker or further card of a worker ("shard") takes of it beside its tensors.
 
     vLLM's weights and cache are of fixed size: nothing is kept beside them.
     """
-    has_vllm = role == "rollout" and config.rollout.engine == "vllm"
+    has_vllm = role in ("rollout", "shard") and config.rollout.engine == "vllm"
     of_passes = sum(terms.get(term, 0) for term in _OF_PASSES if not (has_vllm and term in ENGINE_TERMS))
-    processes = 2 if has_vllm else 1
+    processes = 2 if has_vllm and role == "rollout" else 1
+    if role == "rollout" and config.rollout.tensor_parallel > 1:
+        # The worker, the engine's process and the rank of this card.
+        processes += 1
     return {"kept by the allocator": round(KEPT_SHARE * of_passes), "contexts and libraries": CONTEXT_BYTES * processes}
 
 
@@ -287,9 +299,14 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     ticket = config.prompts_per_ticket * config.group_size
     rows = min(config.rollout.inference_batch_size or ticket, ticket)
     if config.rollout.engine == "vllm":
-        terms["weights of the engine"] = width * (models.actor.parameters + adapters)
+        # Each card has its part; on a CPU all ranks are counted.
+        parts = config.rollout.tensor_parallel if on_cards else 1
+        terms["weights of the engine"] = math.ceil(width * (models.actor.parameters + adapters) / parts)
         # On a card the cache is what is free there: a row is the least with which the engine starts.
-        terms["KV cache"] = config.rollout.cache_bytes or (a_row if on_cards else VLLM_CPU_CACHE_BYTES)
+        if on_cards:
+            terms["KV cache"] = config.rollout.cache_bytes or math.ceil(a_row / parts)
+        else:
+            terms["KV cache"] = (config.rollout.cache_bytes or VLLM_CPU_CACHE_BYTES) * config.rollout.tensor_parallel
         if on_cards:
             # Its first pass is as large as any: a step of prompts, and the sampler with all rows.
             most = config.rollout.inference_batch_size or _VLLM_ROWS

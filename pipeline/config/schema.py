@@ -132,6 +132,12 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
         gt=0,
         description='Key-value cache of vllm, in bytes or as "4GiB"; left out: what the GPU has free, on a CPU 1 GiB.',
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="GPUs of one worker, over which vllm splits the actor; on a CPU as many processes.",
+    )
     sleep: bool = Field(
         default=False,
         description="Whether the engine sleeps while the trainer steps, which gives its memory of a shared GPU to the "

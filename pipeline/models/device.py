@@ -10,7 +10,7 @@ from pipeline.errors import ConfigError
 
 
 def process_device() -> torch.device:
-    """Return this process's device: the one GPU that its CUDA_VISIBLE_DEVICES names, or the CPU.
+    """Return this process's device: the first GPU that its CUDA_VISIBLE_DEVICES names, or the CPU.
 
     Raises:
         ConfigError: If CUDA_VISIBLE_DEVICES names a GPU that PyTorch cannot use: a run would silently use the CPU.

@@ -14,7 +14,12 @@ from pipeline.errors import ConfigError
 
 
 class Devices(NamedTuple):
-    """Devices of one process: GPU (an entry of CUDA_VISIBLE_DEVICES, "" for none) and CPU cores (empty: any)."""
+    """Devices of one process: its CUDA_VISIBLE_DEVICES, and its CPU cores (empty: any).
+
+    Attributes:
+        gpu: Its GPU, with `rollout.tensor_parallel` its GPUs, separated by commas; "" for none.
+        cpus: Its cores.
+    """
 
     gpu: str
     cpus: tuple[int, ...]
@@ -85,10 +90,10 @@ def assign(
 ) -> dict[tuple[str, int], Devices]:
     """Assign GPUs and cores to trainer ranks and rollout workers.
 
-    With ``auto``, ranks take the first GPUs and workers the others, one each; if none is left, workers share the ranks'
-    GPUs. With at least one core a process, each process gets its own cores; with fewer, no process is pinned. If the
-    GPUs are on several NUMA nodes, the processes of a node share its cores in this way. Ranks and workers whose models
-    run on other machines of a cluster get neither.
+    With ``auto``, ranks take the first GPUs and workers the others, one each or `rollout.tensor_parallel` each; if none
+    is left, workers share the ranks' GPUs. With at least one core a process, each process gets its own cores; with
+    fewer, no process is pinned. If the GPUs are on several NUMA nodes, the processes of a node share its cores in this
+    way. Ranks and workers whose models run on other machines of a cluster get neither.
 
     Args:
         config: The configuration.
@@ -100,20 +105,21 @@ def assign(
         The devices of each (role, index).
 
     Raises:
-        ConfigError: If a configured device does not exist, or there are fewer GPUs than ranks.
+        ConfigError: If a configured device does not exist, or there are fewer GPUs than ranks, or than a worker needs.
     """
     ranks = config.ranks_here if config.trainer.kind == "builtin" else 0
     trainer_gpus = _chosen(config.trainer.devices, gpus, "trainer.devices") or list(gpus[:ranks])
     if gpus and ranks and len(trainer_gpus) < ranks:
         raise ConfigError(f"trainer.world_size: {ranks} ranks need a GPU each, {len(trainer_gpus)} are there")
     rest = [gpu for gpu in gpus if gpu not in trainer_gpus]
-    worker_gpus = _chosen(config.rollout.devices, gpus, "rollout.devices") or rest or list(gpus)
+    worker_gpus = _groups(_chosen(config.rollout.devices, gpus, "rollout.devices") or rest or list(gpus), config)
     trainers = [("trainer", rank) for rank in range(ranks)]
     workers = [("rollout", index) for index in range(worker_count(config, gpus))]
     is_remote = config.cluster.engine == "ray"
     processes = trainers if is_remote else trainers + workers
     chosen = [_nth(trainer_gpus if role == "trainer" else worker_gpus, index) for role, index in processes]
-    cores = _shares_of_nodes(cpus, [frozenset(local.get(gpu, ())) for gpu in chosen]) or _shares(cpus, len(processes))
+    first = [gpu.partition(",")[0] for gpu in chosen]
+    cores = _shares_of_nodes(cpus, [frozenset(local.get(gpu, ())) for gpu in first]) or _shares(cpus, len(processes))
     remote_ranks = [("trainer", rank) for rank in range(ranks, config.trainer.world_size)] if ranks else []
     gateways = dict.fromkeys([*(workers if is_remote else []), *remote_ranks], Devices("", ()))
     return gateways | {
@@ -124,14 +130,16 @@ def assign(
 def worker_count(config: Config, gpus: Sequence[str]) -> int:
     """Return the number of rollout workers: one for each of their GPUs, or `rollout.workers` if that is more.
 
+    With `rollout.tensor_parallel` it is one for as many GPUs.
+
     In a cluster it is `rollout.workers`: the GPUs of the other nodes are not known here.
     """
     if config.cluster.engine == "ray":
         return config.rollout.workers
     if config.rollout.devices != "auto":
-        return max(len(config.rollout.devices), config.rollout.workers)
+        return max(len(config.rollout.devices) // config.rollout.tensor_parallel, config.rollout.workers)
     ranks = config.ranks_here if config.trainer.kind == "builtin" else 0
-    return max(config.rollout.workers, len(gpus) - ranks)
+    return max(config.rollout.workers, (len(gpus) - ranks) // config.rollout.tensor_parallel)
 
 
 def _chosen(devices: str | list[int], gpus: Sequence[str], key: str) -> list[str]:
@@ -141,6 +149,14 @@ def _chosen(devices: str | list[int], gpus: Sequence[str], key: str) -> list[str
     if beyond:
         raise ConfigError(f"{key}: device {beyond[0]} is not there, {len(gpus)} GPUs are visible")
     return [gpus[device] for device in devices]
+
+
+def _groups(gpus: Sequence[str], config: Config) -> list[str]:
+    """Return the GPUs of each worker that has its own, separated by commas; a rest is left out."""
+    size = config.rollout.tensor_parallel
+    if gpus and len(gpus) < size:
+        raise ConfigError(f"rollout.tensor_parallel: a worker needs {size} GPUs, {len(gpus)} are there for workers")
+    return [",".join(gpus[start : start + size]) for start in range(0, len(gpus) - size + 1, size)]
 
 
 def _nth(gpus: Sequence[str], index: int) -> str:

@@ -16,7 +16,14 @@ from pipeline import sort_digits
 from pipeline.config import own_model, user_modules
 from pipeline.config.evaluation import held_out
 from pipeline.config.load import FOLDER_KEYS, FUNCTION_KEYS, MODEL_KEYS, SECRET_KEYS, LoadedConfig, get
-from pipeline.config.model_files import VLLM_IMAGE_MODELS, has_images, model_type, problem_of_model, problem_of_pointers
+from pipeline.config.model_files import (
+    VLLM_IMAGE_MODELS,
+    has_images,
+    model_type,
+    problem_of_model,
+    problem_of_parts,
+    problem_of_pointers,
+)
 from pipeline.config.optimizers import missing_package as missing_optimizer
 from pipeline.config.positions import problem_of_positions
 from pipeline.config.rewards import OwnReward, missing_package, reward_models
@@ -63,6 +70,12 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
             )
         ):
             errors.append(f"{loaded.where(key)}: {problem}")
+        elif (
+            key == "model.actor"
+            and (parts := loaded.config.rollout.tensor_parallel) > 1
+            and (problem := problem_of_parts(Path(source), parts))
+        ):
+            errors.append(f"{loaded.where('rollout.tensor_parallel')}: {problem}")
     errors += _problems_of_vocabularies(loaded)
     if problem := _problem_of_adapter(loaded):
         errors.append(f"{loaded.where('model.lora_adapter')}: {problem}")

@@ -107,7 +107,10 @@ class TestAnswers:
             ("init_kl_coef", "OpenRLHF's init_kl_coef is rollout.kl_coef and trainer.kl_coef here: in the reward"),
             ("save_steps", "TRL's save_steps and OpenRLHF's ckpt.save_steps are trainer.save_every here, with differ"),
             ("kl_cov_ratio", f"verl's {A}.policy_loss.kl_cov_ratio is missing here: the losses of these options"),
-            ("tensor_model_parallel_size", f"verl's {R}.tensor_model_parallel_size is missing here: an engine has one"),
+            (
+                "tensor_model_parallel_size",
+                f"verl's {R}.tensor_model_parallel_size is missing here: rollout.tensor_parallel is",
+            ),
             (
                 "gpu_memory_utilization",
                 f"verl's {R}.gpu_memory_utilization and OpenRLHF's vllm.gpu_memory_utilization are missing here: ",

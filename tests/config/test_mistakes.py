@@ -615,6 +615,28 @@ MISTAKES = [
         '2:13: model.lora_rank: must be at most 512 with rollout.engine = "vllm", got 513',
     ),
     (
+        "[rollout]\ntensor_parallel = 2",
+        '2:19: rollout.tensor_parallel: must be 1 with rollout.engine = "transformers": only vllm splits a model over '
+        "GPUs",
+    ),
+    (
+        '[rollout]\nengine = "vllm"\ntensor_parallel = 2\n[cluster]\nengine = "ray"',
+        '3:19: rollout.tensor_parallel: must be 1 with cluster.engine = "ray": an actor has one GPU at most',
+    ),
+    (
+        '[rollout]\nengine = "vllm"\ntensor_parallel = 2\n[model]\nlora_rank = 4',
+        "3:19: rollout.tensor_parallel: must be 1 with model.lora_rank: adapters are not split over GPUs",
+    ),
+    (
+        '[rollout]\nengine = "vllm"\ntensor_parallel = 2\nsleep = true\ncache_bytes = "2GiB"\n'
+        "[buffer]\nmax_staleness = 0",
+        "3:19: rollout.tensor_parallel: must be 1 with rollout.sleep: turns are taken on one GPU",
+    ),
+    (
+        '[rollout]\nengine = "vllm"\ntensor_parallel = 2\ndevices = [0, 1, 2]',
+        "3:19: rollout.tensor_parallel: must divide the 3 of rollout.devices, got 2",
+    ),
+    (
         '[rollout]\ncache_bytes = "2GiB"',
         '2:15: rollout.cache_bytes: must be left out with rollout.engine = "transformers": only vllm reads it',
     ),
@@ -993,6 +1015,44 @@ class TestFiles:
         assert errors_of("[rollout]\ndevices = [1, 7]", files=True) == [
             "config.toml:2:11: rollout.devices: device 7 is not there, 2 GPUs are visible"
         ]
+
+    def test_more_gpus_for_a_worker_than_there_are_is_named_with_its_place(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+
+        assert errors_of('[rollout]\nengine = "vllm"\ntensor_parallel = 4', files=True) == [
+            "config.toml:3:19: rollout.tensor_parallel: a worker needs 4 GPUs, 2 are there for workers"
+        ]
+
+    @pytest.mark.parametrize(
+        ("sizes", "parts", "problem"),
+        [
+            ({}, 2, ""),
+            ({}, 4, ""),
+            ({}, 3, "must divide the 4 attention heads of {}, got 3"),
+            (
+                {"num_attention_heads": 8, "num_key_value_heads": 6}, 4,
+                "must divide the 6 heads of keys and values of {}, or be a multiple, got 4",
+            ),
+            ({"intermediate_size": 130}, 4, "must divide the 130 values inside the MLP of {}, got 4"),
+            ({"vision_config": {}}, 2, "must be 1: {} is a vision-language model, which is not split over GPUs"),
+        ],
+    )  # fmt: skip
+    def test_a_model_that_vllm_cannot_split_is_named_at_the_number_of_gpus(
+        self, folder: Path, sizes: dict[str, object], parts: int, problem: str
+    ) -> None:
+        model = folder / "model"
+        save_shell(model)
+        plain = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+        (model / "config.json").write_text(json.dumps({**plain, **sizes}))
+        # Without a reward of its own, so that there is always an error.
+        text = f'[model]\nactor = "model"\n[rollout]\nengine = "vllm"\ntensor_parallel = {parts}'
+
+        found = [error for error in errors_of(text, files=True) if "tensor_parallel" in error]
+
+        where = "config.toml:5:19: rollout.tensor_parallel: "
+        assert found == ([where + problem.format(model)] if problem else [])
 
     def test_column_that_no_row_has_is_named_at_its_key(self, folder: Path) -> None:
         (folder / "p.jsonl").write_text('{"question": "a"}\n')

@@ -225,6 +225,33 @@ def test_vllm_has_a_cache_and_weights_of_its_own(
     assert vllm_engine._CPU_CACHE_BYTES == plan.VLLM_CPU_CACHE_BYTES
 
 
+def test_each_card_of_a_worker_has_its_part_of_the_engine_and_the_first_one_the_workers_models(folder: Path) -> None:
+    rollout = {"engine": "vllm", "max_length": 10}
+    cards, parted = Machine(3, 10**12, 10**12, 10**12), {**rollout, "tensor_parallel": 2}
+    whole, parts = (configured(folder, rollout=one) for one in (rollout, parted))
+    models = models_of(whole)
+    trainer, first, second, shm, host = budgets_of(parts, models, cards)
+    (alone,) = [one for one in budgets_of(whole, models, cards) if one.name.startswith("GPU of rollout")]
+
+    assert (first.name, second.name) == ("GPU of rollout 0 (1 like it)", "GPU of shard of rollout 0 (1 like it)")
+    for card, name in ((first, "rollout 0"), (second, "shard of rollout 0")):
+        for term in ("weights of the engine", "KV cache"):
+            assert card.terms[f"{name}: {term}"] == alone.terms[f"rollout 0: {term}"] / 2
+    assert first.terms["rollout 0: actor"] == alone.terms["rollout 0: actor"]
+    assert not any("actor" in term or "reference" in term for term in second.terms)
+    # Worker, engine and rank; the rank.
+    assert first.terms["rollout 0: contexts and libraries"] == 3 * plan.CONTEXT_BYTES
+    assert second.terms["shard of rollout 0: contexts and libraries"] == plan.CONTEXT_BYTES
+    engine_and_ranks = 3 * plan.VLLM_PROCESS_BYTES
+    assert host.terms["processes without their models"] == plan.DAEMON_BYTES + 2 * plan.PROCESS_BYTES + engine_and_ranks
+    assert not any(term.startswith("shard") for term in host.terms)
+    assert {budget.name for budget in (trainer, shm)} == {"GPU of trainer 0 (1 like it)", "/dev/shm"}
+
+    on_cpu = needs(parts, models, on_cards=False)
+    assert on_cpu.worker["weights of the engine"] == 4 * models.actor.parameters, "of both ranks"
+    assert on_cpu.worker["KV cache"] == 2 * plan.VLLM_CPU_CACHE_BYTES
+
+
 @pytest.mark.parametrize(
     ("changes", "holds"),
     [

@@ -151,3 +151,37 @@ def test_engine_worker_and_supervisor_are_killed_nothing_is_lost_and_nothing_is_
         daemon.wait()
         wait_until(lambda: not any(map(is_alive, family)), END_TIMEOUT_S, "no process of it is left")
         shutil.rmtree(daemon.shm_dir)
+
+
+def ranks_of(daemon):
+    below = descendants(daemon.pids()["rollout-0"])
+    return [pid for pid in below if b"::Worker_TP" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_killed_rank_of_an_engine_costs_no_ticket_and_nothing_is_left_after_the_supervisor(tmp_path, task):
+    settings = (*ENDLESS, *SETTINGS, *ALONE, "rollout.tensor_parallel=2", "rollout.cache_bytes=64MiB")
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(3)
+        worker, ranks = daemon.pids()["rollout-0"], ranks_of(daemon)
+        assert len(ranks) == 2
+
+        os.kill(ranks[0], signal.SIGKILL)
+        daemon.wait_logged("engine vllm: its process was killed by signal 9; the log may say why")
+        daemon.wait_until(lambda: not any(map(is_alive, ranks)), "the other rank is dead")
+        another_worker(daemon, worker)
+
+        metrics = daemon.metrics()
+        assert total(metrics, "rlhfd_engine_probes_total", verdict="ok") > 3
+        assert total(metrics, "rlhfd_engine_probes_total") == total(metrics, "rlhfd_engine_probes_total", verdict="ok")
+        assert total(metrics, "rlhfd_process_starts_total", role="rollout") == 2
+        assert total(metrics, "rlhfd_tickets_total", result="failed") == 0, "no ticket is at fault"
+        assert balanced(metrics)
+
+        # The first worker's folder of sockets is gone with its successor's start.
+        assert len(list(daemon.shm_dir.glob("rlhfd-vllm-*"))) == 1
+        family = [*daemon.family(), *descendants(daemon.pids()["rollout-0"])]
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+        wait_until(lambda: not any(map(is_alive, family)), END_TIMEOUT_S, "no process of it is left")
+        shutil.rmtree(daemon.shm_dir)

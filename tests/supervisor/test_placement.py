@@ -43,6 +43,34 @@ def test_named_devices_are_taken_as_they_are():
     }
 
 
+@pytest.mark.parametrize(
+    ("rollout", "gpus", "expected"),
+    [
+        ({}, "abcde", {"trainer-0": "a", "rollout-0": "b,c", "rollout-1": "d,e"}),
+        # The rest is of no use.
+        ({}, "abcd", {"trainer-0": "a", "rollout-0": "b,c"}),
+        ({"workers": 3}, "abcde", {"trainer-0": "a", "rollout-0": "b,c", "rollout-1": "d,e", "rollout-2": "b,c"}),
+        ({"devices": [3, 1]}, "abcd", {"trainer-0": "a", "rollout-0": "d,b"}),
+        ({"devices": [0, 1]}, "ab", {"trainer-0": "a", "rollout-0": "a,b"}),
+        ({}, "", {"trainer-0": "", "rollout-0": ""}),
+    ],
+)
+def test_each_worker_has_as_many_gpus_as_its_engine_splits_the_model_over(rollout, gpus, expected):
+    chosen = config(rollout={"engine": "vllm", "tensor_parallel": 2, **rollout})
+
+    assert gpus_of(assign(chosen, list(gpus), range(8))) == expected
+    assert worker_count(chosen, list(gpus)) == len(expected) - 1
+
+
+def test_a_worker_of_several_gpus_has_the_cores_of_the_first():
+    chosen = config(rollout={"engine": "vllm", "tensor_parallel": 2})
+    nodes = {"a": range(4), "b": range(4, 8), "c": range(4, 8)}
+
+    devices = assign(chosen, ["a", "b", "c"], range(8), nodes)
+
+    assert devices["trainer", 0].cpus == (0, 1, 2, 3) and devices["rollout", 0].cpus == (4, 5, 6, 7)
+
+
 def test_an_external_trainer_leaves_all_gpus_to_the_workers():
     assert worker_count(config(trainer={"kind": "external"}), ["0", "1"]) == 2
 
@@ -72,6 +100,10 @@ def test_ranks_of_other_machines_take_neither_gpu_nor_core_here():
     [
         ({"rollout": {"devices": [4]}}, "rollout.devices: device 4 is not there, 2 GPUs are visible"),
         ({"trainer": {"world_size": 3}}, "3 ranks need a GPU each, 2 are there"),
+        (
+            {"rollout": {"engine": "vllm", "tensor_parallel": 2}},
+            "rollout.tensor_parallel: a worker needs 2 GPUs, 1 are there for workers",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused(sections, message):

@@ -316,7 +316,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("vllm_model_impl cache_implementation use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged", "the engine chooses", aliases="vllm_device vllm_dtype vllm_enable_prefix_caching vllm_max_model_len"),
     missing("vllm_enable_sleep_mode", "rollout.sleep needs the size of the cache, rollout.cache_bytes: set both", key="rollout.sleep"),
     missing("vllm_gpu_memory_utilization", "rollout.cache_bytes is the size of the cache in bytes, no share of the GPU", key="rollout.cache_bytes", unless=lambda value, given: not given["use_vllm"]),
-    missing("vllm_tensor_parallel_size", "an engine has one GPU", off=(1,)),
+    missing("vllm_tensor_parallel_size", "rollout.tensor_parallel is the GPUs of a worker: set it", key="rollout.tensor_parallel", off=(1,)),
     missing("vllm_structured_outputs_regex", "responses are free; the reward `format`, `regex` or `json_schema` scores them", key="rewards", aliases="vllm_guided_decoding_regex"),
     missing("max_tool_calling_iterations", "rollout.max_turns bounds the turns of an environment", key="rollout.max_turns"),
     needless("ds3_gather_for_generation pad_to_multiple_of", "workers have whole weights; rows are not padded"),

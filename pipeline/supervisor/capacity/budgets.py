@@ -82,11 +82,14 @@ def budgets_of(config: Config, models: Models, machine: Machine) -> list[Budget]
     for (role, index), where in roles.items():
         # Models of a cluster are on its other machines, all but those of this machine's ranks.
         if index < config.ranks_here if role == "trainer" else config.cluster.engine == "local":
-            cards.setdefault(where.gpu, []).append(f"{role} {index}")
+            first, *further = where.gpu.split(",")
+            cards.setdefault(first, []).append(f"{role} {index}")
+            for gpu in further:
+                cards.setdefault(gpu, []).append(f"shard of rollout {index}")
     budgets, seen = [], set()
     host = {"processes without their models": DAEMON_BYTES + sum(process_bytes(config, role) for role, _ in roles)}
     for gpu, names in cards.items():
-        of_role = {"trainer": found.rank, "rollout": found.worker}
+        of_role = {"trainer": found.rank, "rollout": found.worker, "shard": found.shard}
         terms = {f"{name}: {term}": nbytes for name in names for term, nbytes in of_role[name.split()[0]].items()}
         host |= {f"{name}: {term}": nbytes for name in names if name.startswith("rollout")
                  for term, nbytes in found.worker_host.items()}  # fmt: skip
@@ -101,7 +104,7 @@ def budgets_of(config: Config, models: Models, machine: Machine) -> list[Budget]
         terms |= {f"{name}: {term}": nbytes for name in names for term, nbytes in beside[name.split()[0]].items()}
         # Models pass through host memory to a card, those of all processes at the same time.
         host |= {f"{name}: load": found.rank_load if name.startswith("trainer") else found.worker_load
-                 for name in names}  # fmt: skip
+                 for name in names if not name.startswith("shard")}  # fmt: skip
         kinds = tuple(name.split()[0] for name in names)
         if kinds not in seen:
             seen.add(kinds)

@@ -162,7 +162,7 @@ def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, s
 def _shares_with_growing_cache(config: Config, cards: list[Budget]) -> bool:
     """Return whether ranks share their cards with an engine whose cache is the rest of the card."""
     grows = config.rollout.engine == "vllm" and config.rollout.cache_bytes is None
-    return grows and any(term.startswith("rollout ") for card in cards for term in card.terms)
+    return grows and any(term.startswith(("rollout ", "shard ")) for card in cards for term in card.terms)
 
 
 def _state(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:

@@ -7,6 +7,7 @@ images          the images of a request, between worker and child
 memory          tensors in memory that worker and child map
 packed          packed copies of the matrices of a CPU's model
 process         the child's process
+ranks           the processes that vLLM starts in the child's, one a card
 releases        the admitted releases of vLLM, and the differences between them
 step_progress   tokens so far, and whether the steps advance
 targets         the targets of published tensors in vLLM's parameters

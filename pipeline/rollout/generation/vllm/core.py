@@ -1,8 +1,8 @@
 """vLLM in this process: requests in, ended requests out, a step at a time.
 
-`VLLM_ENABLE_V1_MULTIPROCESSING=0` keeps scheduler and, with one card, the model in this process. The step is
-synchronous (`async_scheduling=False`): weights are replaced between two steps, when no kernel reads them and no sampled
-token is on its way.
+`VLLM_ENABLE_V1_MULTIPROCESSING=0` keeps scheduler and, with one card, the model in this process; with several, each
+card's part of the model is in a process that vLLM starts (`ranks`). The step is synchronous (`async_scheduling=False`):
+weights are replaced between two steps, when no kernel reads them and no sampled token is on its way.
 
 An update while requests run takes them back to the waiting queue: their keys and values are computed again with the new
 weights, the tokens they have stay. So a token's log-prob is that of its version given the whole sequence before it.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from pipeline.models.weights.tensor_specs import TensorSpec
 from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.vllm.adapters import ADAPTER, least_rank
 from pipeline.rollout.generation.vllm.packed import PackedMatrices
+from pipeline.rollout.generation.vllm.ranks import forget_names, scratch_files, watch
 from pipeline.rollout.generation.vllm.releases import has_field, is_woken
 from pipeline.rollout.generation.vllm.step_progress import StepProgress
 from pipeline.rollout.generation.vllm.token_versions import TokenVersions, extend
@@ -38,6 +40,8 @@ from pipeline.rollout.generation.vllm.wire import Ended, Row, Settings, Stepped,
 
 _EXTENSION = "pipeline.rollout.generation.vllm.weights.FeedsWeights"
 _FETCH_ATTEMPTS = 16
+# The ranks that are left may fail before the end of one is seen.
+_RANK_S = 1.0
 # Whether this build of vLLM has oneDNN.
 _PACKS = custom_operators._supports_onednn
 # Numbers of rows for which a packed matrix keeps its kernel.
@@ -115,18 +119,30 @@ class Core:
             arguments["enable_sleep_mode"] = True
         # Adapters replace no base weights: these, and the places of adapters, must come back as they were.
         self._sleep_level = 2 if settings.lora is None else 1
+        if settings.tensor_parallel > 1:
+            arguments |= {
+                "tensor_parallel_size": settings.tensor_parallel,
+                "distributed_executor_backend": "mp",
+            }
         if settings.cache_bytes:
             arguments["kv_cache_memory_bytes"] = settings.cache_bytes
         if not settings.on_cpu:
             arguments["gpu_memory_utilization"] = _free_share()
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        self._watch: threading.Thread | None = None
+        with scratch_files(settings.scratch):
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        if settings.tensor_parallel > 1:
+            # All of them have opened the memory that they share.
+            self._engine.collective_rpc("rlhfd_forget_names")
+            forget_names()
+            self._watch = watch(self._engine.model_executor)
         self._adapter: LoRARequest | None = None
         if settings.lora is not None:
             self._engine.collective_rpc("rlhfd_adapt", args=(msgspec.structs.astuple(settings.lora),))
             # The path is never read: the adapter is there, and each version replaces it.
             self._adapter = LoRARequest("actor", ADAPTER, "in memory")
         self._packed: PackedMatrices | None = None
-        if settings.on_cpu and _PACKS:
+        if settings.on_cpu and _PACKS and settings.tensor_parallel == 1:
             (model,) = self._engine.collective_rpc(_model_of)
             pack = functools.partial(custom_operators.create_onednn_mm, primitive_cache_size=_CACHED_SHAPES)
             self._packed = PackedMatrices(model, pack, custom_operators.onednn_mm)
@@ -223,6 +239,11 @@ class Core:
         """
         if not is_woken(self._engine, self._engine.wake_up()):
             raise RuntimeError("vLLM did not wake all of its memory")
+
+    def await_ranks(self) -> None:
+        """Return after an error that is not the end of a rank; of such an end this process dies here."""
+        if self._watch is not None:
+            self._watch.join(_RANK_S)
 
     def step(self) -> bool:
         """Advance the requests by one step; return whether a request has ended."""

@@ -14,10 +14,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,6 +56,7 @@ from pipeline.rollout.generation.vllm.images import sight_of
 from pipeline.rollout.generation.vllm.releases import refuse_unsuitable
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from pipeline.runtime.link import Link
+from pipeline.runtime.lock import shm_directory
 from pipeline.storage.card_turns import inherited
 from pipeline.storage.weights_header import Age
 
@@ -63,6 +66,7 @@ _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 # The least CUDA capability of vLLM's batch-invariant kernels.
 _LEAST_CAPABILITY = (8, 0)
 _CPU_CACHE_BYTES = 1 << 30
+_SCRATCH = "rlhfd-vllm-"
 _POLL_S = 0.05
 _CALL_S = 1.0
 _KILL_S = 10.0
@@ -137,7 +141,22 @@ def _settings(config: Config, directory: Path, device: torch.device) -> wire.Set
         title=f"{setproctitle.getproctitle()} vllm",
         sleeps=config.rollout.sleep,
         batch_invariant=_is_batch_invariant(config, device),
+        tensor_parallel=config.rollout.tensor_parallel,
+        scratch=_scratch(config) if config.rollout.tensor_parallel > 1 else "",
     )
+
+
+def _scratch(config: Config) -> str:
+    """Return the folder for the sockets and files of this process's engine; those of processes that ended are removed.
+
+    It is in the instance's folder in shared memory, which the supervisor removes.
+    """
+    folder = shm_directory(config.daemon.runtime_dir)
+    folder = folder if folder.is_dir() else Path(tempfile.gettempdir())
+    for left in folder.glob(f"{_SCRATCH}*"):
+        if not Path("/proc", left.name.removeprefix(_SCRATCH)).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return str(folder / f"{_SCRATCH}{os.getpid()}")
 
 
 def _is_batch_invariant(config: Config, device: torch.device) -> bool:
@@ -176,6 +195,8 @@ class EngineProcess:
         self.link.close()
         self.child.kill()
         self.child.wait()
+        if self.settings.scratch:
+            shutil.rmtree(self.settings.scratch, ignore_errors=True)
 
 
 class VllmEngine:
@@ -469,6 +490,8 @@ def _configuration_advice(message: str, settings: wire.Settings) -> str:
     """Return vLLM's message with the key that helps."""
     if "KV cache" in message or "cache blocks" in message:
         return f"rollout.cache_bytes: too little for rows of {settings.max_length:,} tokens: {message}"
+    if "tensor parallel" in message:
+        return f"rollout.tensor_parallel: {message}"
     if "max_model_len" in message or "max seq len" in message:
         return f"rollout.max_length: {message}"
     return f'rollout.engine: "vllm" cannot load {settings.directory}: {message}'
@@ -480,15 +503,21 @@ def _started(theirs: socket.socket, settings: wire.Settings, threads: int) -> su
         "OMP_NUM_THREADS": str(threads),
         # Scheduler and model in one process: a grandchild would be known to vLLM alone.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # A rank runs the main module of the engine's process (`process`), so that it ends with it.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_PROCESS_NAME_PREFIX": settings.title,
         # vLLM reports its use to its makers otherwise.
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
         # vLLM's records go through this package's handler.
         "VLLM_CONFIGURE_LOGGING": "0",
         _BATCH_INVARIANT: str(int(settings.batch_invariant)),
     }
+    if settings.scratch:
+        variables["VLLM_RPC_BASE_PATH"] = settings.scratch
     if settings.on_cpu:
         # Otherwise all engines of a machine bind their threads to the same cores.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -40,22 +40,17 @@ def main(descriptor: int, settings_json: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    # Workers of vLLM that this process starts die with it (`pipeline.rollout.generation.vllm.weights`).
+    # The ranks that vLLM starts die with it.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     keep_inherited()
-    import msgspec
-    import setproctitle
-
     from pipeline.errors import LinkEndedError
-    from pipeline.rollout.generation.vllm.wire import Failed, Ready, Settings, orders
+    from pipeline.rollout.generation.vllm.ranks import start_tracker
+    from pipeline.rollout.generation.vllm.wire import Failed, Ready, orders
     from pipeline.runtime.link import Link
-    from pipeline.telemetry import log as log_settings
 
-    settings = msgspec.json.decode(settings_json, type=Settings)
-    setproctitle.setproctitle(settings.title)
-    log_settings.configure("vllm", level=settings.log_level, json=settings.log_json)
-    # The start of vLLM alone has a dozen warnings, none of which its user can act on.
-    _set_levels(settings, logging.ERROR)
+    settings = _introduced(settings_json)
+    if settings.tensor_parallel > 1:
+        start_tracker()
     link = Link(socket.socket(fileno=descriptor), orders)
     try:
         core = _core(link)
@@ -76,7 +71,34 @@ def main(descriptor: int, settings_json: str) -> None:
         return
     except Exception as error:
         log.exception("the engine failed")
+        core.await_ranks()
         link.send(Failed("engine", _one_line(error)))
+
+
+def _introduced(settings_json: str) -> Settings:
+    """Return the settings; this process has its title, and writes its log by them."""
+    import msgspec
+    import setproctitle
+
+    from pipeline.rollout.generation.vllm.wire import Settings
+    from pipeline.telemetry import log as log_settings
+
+    settings = msgspec.json.decode(settings_json, type=Settings)
+    setproctitle.setproctitle(settings.title)
+    log_settings.configure("vllm", level=settings.log_level, json=settings.log_json)
+    # The start of vLLM alone has a dozen warnings, none of which its user can act on.
+    _set_levels(settings, logging.ERROR)
+    return settings
+
+
+def _become_rank() -> None:
+    """Have this process, which vLLM starts for a card, end with the engine; before vLLM is imported here."""
+    die_with_parent()
+    settings = _introduced(sys.argv[2])
+    if settings.on_cpu:
+        from pipeline.rollout.generation.vllm.ranks import compute_on_cpu
+
+        compute_on_cpu()
 
 
 def _core(link: Link[Order]) -> Core:
@@ -182,3 +204,6 @@ def _one_line(error: Exception) -> str:
 if __name__ == "__main__":
     die_with_parent()
     main(int(sys.argv[1]), sys.argv[2])
+elif __name__ == "__mp_main__":
+    # The name of a main module in a process that was spawned; its arguments are the engine's.
+    _become_rank()

@@ -1,7 +1,8 @@
 """Published weights, from shared memory into the parameters of vLLM's model, without a copy in between.
 
-vLLM makes `FeedsWeights` a base of its workers: there is one on each card, in the engine's process or in a child of it.
-Each maps the weights file itself and copies its own part.
+vLLM makes `FeedsWeights` a base of its workers: there is one on each card, in the engine's process or in a child of it
+(`ranks`). Each maps the weights file itself and copies its own part; vLLM's loader, which knows the part, does so at
+each update where it cuts tensors. Each verifies the fingerprint of the whole version.
 
 At the first update with given names every element of every parameter is marked before the copy, and a mark that is left
 over afterwards is a stale parameter: vLLM's loader alone reports the names that it met, and counts a fused parameter of
@@ -24,15 +25,11 @@ from pipeline.errors import WeightsError, WeightsMismatchError
 from pipeline.models.weights.store import WeightsReader
 from pipeline.models.weights.tensor_specs import TensorSpec
 from pipeline.rollout.generation.vllm.memory import mapped
+from pipeline.rollout.generation.vllm.ranks import forget_names
 from pipeline.rollout.generation.vllm.targets import watched
-from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 
 if TYPE_CHECKING:
     from pipeline.rollout.generation.vllm.adapters import Adapters
-
-if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
-    # A worker that vLLM started: it holds a card, and must not outlive the engine.
-    die_with_parent()
 
 _ACTOR = "actor."
 _MARKS = {4: 0x7FC0DEAD, 2: 0x7FDE}
@@ -63,6 +60,10 @@ class FeedsWeights:
         from pipeline.rollout.generation.vllm.adapters import Adapters
 
         self._rlhfd_adapters = Adapters(self.model_runner.lora_manager, *lora)
+
+    def rlhfd_forget_names(self) -> None:
+        """Unlink the shared memory that vLLM's processes have opened; see `ranks`."""
+        forget_names()
 
     def rlhfd_newest(self, path: str) -> tuple[int, int] | None:
         """Return the age of the newest version in a weights file; None without one."""

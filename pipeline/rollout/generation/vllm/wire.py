@@ -48,6 +48,8 @@ class Settings(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sight: Sight | None = None
     sleeps: bool = False
     batch_invariant: bool = False
+    tensor_parallel: int = 1
+    scratch: str = ""
 
 
 class Images(msgspec.Struct, frozen=True, array_like=True):

@@ -364,8 +364,8 @@ def test_weights_that_leave_a_part_of_a_fused_parameter_out_are_refused(director
 class Weights:
     """A worker's weights over the engine: the actor's tensors, and versions in shared memory."""
 
-    def __init__(self, folder, engine, first, *, action="resync"):
-        self.actor = small_llama(0)
+    def __init__(self, folder, engine, first, *, action="resync", actor=None):
+        self.actor = small_llama(0) if actor is None else actor
         self.told = Told()
         tensors = flatten(actor=first.state_dict())
         self.publisher = WeightsPublisher(folder / "weights", tensors, slots=2)
