@@ -57,13 +57,14 @@ supervisor in turns, whose command is started again at once, in TRL ({trl}) of i
 at once too. rlhfd runs with its defaults, one checkpoint at the end. TRL writes a checkpoint each {save} steps and
 resumes from the last one. A kill costs the difference of both runs of a seed to the end of the last step, divided by
 the kills: imports and loading of the process that is started again are part of it. Steps computed again were taken once
-more, from the state before them; a kill comes right after a step's end, before its weights are published. Rows lost
-were sampled and are in no step of the final model: rlhfd's dropped rows, less those of the undisturbed run, which drops
-the rows that were ahead at its end too; TRL's are those of the steps that are computed again. Rows trained twice are in
-two steps of the final model: rows of its steps less the rows that the ledger counts as trained; TRL samples within its
-step, so that it has none. The cost by process is the time from a kill to the next one, or to the end, less the median
-step of the undisturbed run of that seed for each step between; the start of the run is no part of it. verl and
-OpenRLHF, which need a GPU, resume from a checkpoint as TRL does, and were not measured. {note}"""
+more, from the state before them; a kill comes right after the end of a step, whose weights have mostly been published
+by then; within a step it would cost either way the begun part of that step too. Rows lost were sampled and are in no
+step of the final model: rlhfd's dropped rows, less those of the undisturbed run, which drops the rows that were ahead
+at its end too; TRL's are those of the steps that are computed again. Rows trained twice are in two steps of the final
+model: rows of its steps less the rows that the ledger counts as trained; TRL samples within its step, so that it has
+none. The cost by process is the time from a kill to the next one, or to the end, less the median step of the
+undisturbed run of that seed for each step between; the start of the run is no part of it. verl and OpenRLHF, which need
+a GPU, resume from a checkpoint as TRL does, and were not measured. {note}"""
 
 
 class Steps(NamedTuple):
@@ -95,7 +96,7 @@ class Outcome:
         last: Mean reward of the last steps.
         step_s: Median seconds of a step, without the first ones.
         twice: Rows that are in two steps of the final model.
-        spent_s: Seconds from each kill to the next one, or to the end, and the steps between, by process.
+        spent_s: Seconds from each kill to the next one, or to the end, the steps between, and the kills, by process.
     """
 
     seconds: float
@@ -105,7 +106,7 @@ class Outcome:
     last: float
     step_s: float = 0.0
     twice: int = 0
-    spent_s: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    spent_s: Mapping[str, tuple[float, int, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return the figures in one line."""
@@ -139,10 +140,11 @@ def outcome_of(
     ordered = [line for _, line in sorted(final.items())]
     ends_s = [line["time_unix_s"] for line in ordered]
     between_s = [after - before for before, after in itertools.pairwise(ends_s[_FIRST_STEPS:])]
-    spent_s = {}
+    spent_s: dict[str, tuple[float, int, int]] = {}
     for kill, following in itertools.zip_longest(kills, kills[1:]):
         end_step, end_s = (following.step, following.unix_s) if following else (ordered[-1]["step"], ends_s[-1])
-        spent_s[kill.name] = (end_s - kill.unix_s, end_step - kill.step)
+        seconds, steps, count = spent_s.get(kill.name, (0.0, 0, 0))
+        spent_s[kill.name] = (seconds + end_s - kill.unix_s, steps + end_step - kill.step, count + 1)
     return Outcome(
         lines[-1]["time_unix_s"] - began_unix_s,
         len(kills),
@@ -178,8 +180,8 @@ def difference(killed: Sequence[Outcome], plain: Sequence[Outcome]) -> Differenc
     pairs = [*zip(killed, plain, strict=True)]
     by_process: dict[str, list[float]] = {}
     for one, other in pairs:
-        for name, (spent_s, steps) in one.spent_s.items():
-            by_process.setdefault(name, []).append(spent_s - steps * other.step_s)
+        for name, (spent_s, steps, count) in one.spent_s.items():
+            by_process.setdefault(name, []).append((spent_s - steps * other.step_s) / count)
     return Difference(
         Sample.of((one.seconds - other.seconds) / one.kills for one, other in pairs),
         statistics.median(one.repeated for one in killed),
@@ -221,6 +223,7 @@ def tables(found: Found) -> list[Table]:
         (f"{name}, SIGKILL of its {process}", str(cost))
         for name, own in differences.items()
         for process, cost in own.by_process.items()
+        if len(own.by_process) > 1
     ]
     return [Table(header, rows), Table(("by process", "s a kill costs"), costs)]
 

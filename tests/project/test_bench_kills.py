@@ -21,7 +21,7 @@ def test_steps_after_the_last_checkpoint_are_computed_again_and_their_rows_were_
 
     assert (found.seconds, found.kills, found.repeated, found.lost_rows) == (14.0, 1, 2, 2 * ROWS)
     assert found.last == pytest.approx(0.3), "each step once, as it was taken last"
-    assert found.spent_s == {"process": (5.5, 1)}, "from the kill to the end of the fifth step"
+    assert found.spent_s == {"process": (5.5, 1, 1)}, "from the kill to the end of the fifth step"
 
 
 def test_a_run_that_counts_its_rows_and_steps_itself_is_believed():
@@ -35,14 +35,16 @@ def test_the_time_of_a_kill_ends_with_the_next_one():
 
     found = outcome_of(lines(*range(1, 10)), BEGAN, kills)
 
-    assert found.spent_s == {"worker": (4.25, 2), "trainer": (5.5, 3)}
+    assert found.spent_s == {"worker": (4.25, 2, 1), "trainer": (5.5, 3, 1)}
+    twice = outcome_of(lines(*range(1, 10)), BEGAN, [kill._replace(name="process") for kill in kills])
+    assert twice.spent_s == {"process": (9.75, 5, 2)}, "of all its kills"
     assert found.step_s == 2.0
 
 
 def runs():
     """Three seeds, undisturbed and with four kills."""
     plain = [Outcome(100.0, 0, 0, 64, 0.5, 2.0), Outcome(110.0, 0, 0, 64, 0.5, 2.0), Outcome(120.0, 0, 0, 96, 0.5, 1.0)]
-    spent = {"worker": (23.0, 10), "trainer": (29.0, 10)}
+    spent = {"worker": (46.0, 20, 2), "trainer": (29.0, 10, 1)}
     killed = [
         Outcome(120.0, 4, 3, 64, 0.5, 2.0, 0, spent),
         Outcome(150.0, 4, 4, 464, 0.4, 2.0, 0, spent),
