@@ -164,31 +164,6 @@ def test_turns_on_actors_with_kills_are_those_of_a_serial_run_bit_for_bit(tmp_pa
     wait_until(lambda: not left_of(cluster), 30.0, "nothing of the run is left on the machines")
 
 
-def test_an_engine_without_progress_is_a_hang_though_its_actor_answers(tmp_path, task, cluster):  # noqa: F811
-    tmp_path.joinpath("sticking.py").write_text(
-        "from pathlib import Path\n"
-        "from tests.support.row_stream import RowStream\n"
-        "class Sticking(RowStream):\n"
-        "    def step(self):\n"
-        "        return [] if Path('stuck').exists() else super().step()\n"
-        "def new_engine(actor, *, directory, device, on_progress):\n"
-        "    return Sticking(actor, on_progress, room_rows=64)\n"
-    )
-    settings = (*SETTINGS, *cluster.settings, "rollout.engine=sticking:new_engine", "daemon.hang_timeout_s=4")
-    with Daemon(tmp_path, *settings, task=task) as daemon:
-        daemon.wait_ready()
-        daemon.wait_step(1)
-        stuck = actors(daemon)["rollout-0"]
-
-        tmp_path.joinpath("stuck").touch()
-
-        daemon.wait_logged("no heartbeat: machine=")
-        daemon.wait_until(lambda: not is_alive(stuck), "the actor is gone")
-        tmp_path.joinpath("stuck").unlink()
-        go_on_without(daemon, stuck, steps=1)
-        finish(daemon)
-
-
 @pytest.mark.variant
 def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daemon(tmp_path, task, cluster):  # noqa: F811
     with Daemon(tmp_path, *SETTINGS, *cluster.settings, "rollout.workers=2", task=task) as daemon:
