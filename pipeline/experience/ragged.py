@@ -97,6 +97,12 @@ class RaggedRows:
     def of(cls, experience: Experience) -> Self:
         """Return the rows of a padded batch on the CPU.
 
+        Args:
+            experience: The batch, padded on either side or both.
+
+        Returns:
+            Its rows; they share no memory with it, but for pixels and grids.
+
         Raises:
             ShapeError: If a field's shape does not fit `sequences`, naming the field.
             FieldError: If token ids are not integers, a row has no tokens, or a field or an element of `info` is not a
@@ -134,6 +140,9 @@ class RaggedRows:
             rows: Fields of an experience with a value a row, ``(B, ...)``.
             info: The entries of `info`, ``(B, ...)``.
             vision: As the attribute.
+
+        Returns:
+            The rows.
 
         Raises:
             ShapeError: If a column has another length, naming the field.
@@ -178,7 +187,18 @@ class RaggedRows:
         *,
         pin_memory: bool = False,
     ) -> Self:
-        """Return rows whose values are undefined, in one block; it is page-locked on request."""
+        """Return rows whose values are undefined, in one block.
+
+        Args:
+            fields: As the attribute.
+            lengths: As the attribute.
+            counts: As the attribute.
+            full_masks: As the attribute.
+            pin_memory: Whether the block is page-locked.
+
+        Returns:
+            The rows.
+        """
         sizes = {"S": sum(lengths), "A": sum(counts), "": len(lengths)}
         runs, nbytes = lay_out(fields, full_masks, sizes, 0)
         (block,), (memory,) = MEMORY.empty(1, (nbytes,), "uint8", pin_memory=pin_memory)
@@ -221,20 +241,38 @@ class RaggedRows:
         return {field.name: field for field in self.fields}
 
     def tensor(self, name: str) -> Tensor | None:
-        """Return the values of a field, which share the rows' memory; None without the field, and for a full mask."""
+        """Return the values of a field on the CPU, as `tensors` has them.
+
+        Args:
+            name: The field.
+
+        Returns:
+            A tensor over the rows' memory; None without the field, and for a mask without holes.
+        """
         values = self.columns.get(name)
         return None if values is None else as_tensor(values, self.named[name].dtype)
 
     def columns_of(self, name: str, row: int) -> Array:
-        """Return the values of one row, of a field with a column a token or an action."""
+        """Return the values of one row.
+
+        Args:
+            name: A field with a column a token or an action.
+            row: Number of the row.
+
+        Returns:
+            The values, which share the rows' memory.
+        """
         starts = self.starts(self.named[name].columns)
         return self.columns[name][starts[row] : starts[row + 1]]
 
     def starts(self, kind: str) -> list[int]:
-        """Return the first column of each row, and the number of columns; B + 1 numbers.
+        """Return the place of each row in the fields of a kind.
 
         Args:
             kind: "S" for fields with a column a token, "A" for an action, "" for a row.
+
+        Returns:
+            The first column of each row, and the number of columns; B + 1 numbers.
         """
         return self._starts[kind]
 
@@ -254,7 +292,14 @@ class RaggedRows:
         return [int(np.count_nonzero(mask[start:end])) for start, end in itertools.pairwise(self.starts("A"))]
 
     def stack(self, fields: Fields) -> Array:
-        """Return the values of neighbouring fields of one kind, ``(fields, ...)``; ones for a full mask."""
+        """Return the values of neighbouring fields of one kind.
+
+        Args:
+            fields: The fields.
+
+        Returns:
+            ``(fields, ...)``; ones for a full mask.
+        """
         found = self.stacks.get(fields)
         if found is not None:
             return found
@@ -265,7 +310,12 @@ class RaggedRows:
         return np.stack([self.columns[field.name] for field in fields])
 
     def write(self, fields: Fields, out: Array) -> None:
-        """Write the values of neighbouring fields of one kind into ``(fields, ...)``."""
+        """Write the values of neighbouring fields of one kind.
+
+        Args:
+            fields: The fields.
+            out: ``(fields, ...)``.
+        """
         found = self.stacks.get(fields)
         if found is not None:
             out[...] = found
@@ -274,7 +324,14 @@ class RaggedRows:
             values[...] = self.columns[field.name]
 
     def without(self, name: str) -> Self:
-        """Return the rows as if they had no field of this name; the memory is shared."""
+        """Return the rows as if they had no field of a name.
+
+        Args:
+            name: The field.
+
+        Returns:
+            The rows; the memory is shared.
+        """
         if name not in self.named:
             return self
         kept = tuple(field for field in self.fields if field.name != name)
@@ -285,7 +342,15 @@ class RaggedRows:
         return replace(self, fields=kept, full_masks=masks, stacks=stacks, moved=None)
 
     def with_info(self, name: str, values: Array) -> Self:
-        """Return the rows with an entry of `info`, ``(B, ...)``, in place of one of this name; the memory is shared."""
+        """Return the rows with an entry of `info`, in place of one of this name.
+
+        Args:
+            name: Name of the entry.
+            values: ``(B, ...)``.
+
+        Returns:
+            The rows; the memory is shared.
+        """
         rows = self.without(f"info.{name}")
         field = FieldHeader(f"info.{name}", values.dtype.name, "", values.shape[1:])
         stacks = {**rows.stacks, (field,): values[None]}
@@ -297,6 +362,9 @@ class RaggedRows:
         Args:
             device: The device.
             non_blocking: Whether copies from page-locked memory are asynchronous, on the current stream.
+
+        Returns:
+            The rows; their `tensors` are on the device.
         """
         block = None if self.block is None else self.block.to(device, non_blocking=non_blocking)
         moved: dict[str, Tensor] = {}
@@ -314,12 +382,23 @@ class RaggedRows:
         return replace(self, moved=moved)
 
     def on(self, device: torch.device) -> Self:
-        """Return the rows with their values on a device, as `to_device`, unless they are there already."""
+        """Return the rows with their values on a device, as `to_device`, unless they are there already.
+
+        Args:
+            device: The device.
+
+        Returns:
+            The rows.
+        """
         is_there = self.moved is not None and self.moved["sequences"].device == device
         return self if is_there else self.to_device(device)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of the values on a card until the work of `stream` that reads it is done."""
+        """Keep the memory of the values on a card until the work of a stream that reads it is done.
+
+        Args:
+            stream: The stream.
+        """
         for tensor in (self.moved or {}).values():
             tensor.record_stream(stream)
 

@@ -171,7 +171,7 @@ class Connection:
     def experiences(
         self, *, device: str | torch.device = "cpu", timeout_s: float | None = None, ragged: bool = False
     ) -> Iterator[Experience] | Iterator[RaggedRows]:
-        """Return an iterator over batches of `sample_batch_size` rows, until the daemon drains.
+        """Iterate over batches of `sample_batch_size` rows until the daemon drains.
 
         Each batch counts as trained when the next one is requested, or at `publish`.
 

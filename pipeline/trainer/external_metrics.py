@@ -58,7 +58,8 @@ class ExternalMetrics:
             actions = 0 if batch.action_mask is None else int(batch.action_mask.sum())
         scores, versions = info["score"], info["policy_version"]
         assert scores is not None and versions is not None
-        self._scores.append(scores.detach().float().cpu())
+        # A copy: a view would keep the whole block of the rows until the next publish.
+        self._scores.append(scores.detach().to("cpu", torch.float32, copy=True))
         self._experiences.inc(len(scores))
         self._tokens.inc(actions)
         staleness = (for_version - versions).clamp(min=0)

@@ -173,7 +173,7 @@ def test_the_digest_of_a_plan_follows_what_changes_a_score_and_not_the_form_or_t
     def digest(*tables: object, model: dict[str, object] | None = None, **keys: object) -> str:
         (tmp_path / "held.jsonl").write_text('{"prompt": "1>"}\n')
         evaluation = {"files": [str(tmp_path / "held.jsonl")], **keys}
-        config = Config.model_validate({"evaluation": evaluation, "rewards": tables, "model": model or {}})
+        config = Config.model_validate({"evaluation": evaluation, "rewards": [*tables], "model": model or {}})
         plan = EvaluationPlan.of(config)
         assert plan is not None
         return plan.digest

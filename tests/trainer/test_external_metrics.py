@@ -102,6 +102,17 @@ def test_steps_versions_and_rewards_of_an_own_trainer_are_counted(bench, locked,
     assert bench.value("rlhfd_tokens_total", kind="trained") == trained
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_metrics_hold_the_scores_of_a_batch_and_not_its_memory(bench, locked, ragged):
+    bench.house.ragged = ragged
+    connection = connect(bench)
+
+    bench.house.batch(connection)
+
+    (scores,) = connection._metrics._scores
+    assert scores.shape == (8,) and scores.untyped_storage().nbytes() == 8 * 4
+
+
 def test_batches_that_are_handed_back_do_not_count_for_the_reward(bench, locked):
     connection = connect(bench)
     first = bench.house.batch(connection)

@@ -48,7 +48,7 @@ def shelf(tmp_path):
 def test_what_was_begun_is_copied_before_it_is_taken(shelf):
     prefetcher, lease = Prefetcher(shelf.arena, Gathering(ahead=True)), shelf.lease(0)
     prefetcher.begin(lease, CPU)
-    prefetcher._next[2].result()
+    prefetcher._next.made.result()
     shelf.damage(0)
 
     fetched = prefetcher.take(lease, CPU)
