@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -62,6 +63,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Take four times the examples with --variants."""
     if config.getoption("--variants"):
         settings.load_profile("variants")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Hide the modules and items from the garbage collector: each of its full runs would walk them all, for 0.3 s."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -141,8 +154,12 @@ def _fail_on(before: Holdings, *, descriptors: bool = True) -> None:
 @pytest.fixture(autouse=True)
 def _seeded_torch(request: pytest.FixtureRequest) -> None:
     """Seed torch as pytest-randomly seeds the others, where a test module has imported it."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(request.config.getoption("randomly_seed", 0))
+    if torch := sys.modules.get("torch"):
+        seed = request.config.getoption("randomly_seed", 0)
+        # torch.manual_seed takes 1.5 ms: of each kind of device that is not in use it notes the call and its stack.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -63,13 +63,15 @@ NO_GRACE = "from tests.support.leaks import Holdings\nHoldings.leaks.__kwdefault
 
 GARBAGE = """
 import gc
-gc.disable()
 class Held:
     def __init__(self): self.itself, self.number = self, os.open('/dev/null', os.O_RDONLY)
     def __del__(self): os.close(self.number)
-Held()
+@pytest.fixture(scope="module", autouse=True)
+def garbage():
+    gc.disable()
+    Held()
 """
-"""A descriptor that a collection alone closes; the collections of an import come when they come."""
+"""A descriptor of before the test, which only a collection closes; none comes but the one that is asked for."""
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,17 @@ def test_what_is_not_allowed_fails(tmp_path: Path, body: str, expected: str) -> 
 
     assert "1 error" in printed or "1 failed" in printed
     assert expected in printed
+
+
+def test_the_garbage_collector_does_not_walk_what_was_collected_for_a_run(tmp_path: Path) -> None:
+    body = """
+import gc
+def test_one():
+    assert gc.isenabled() and gc.is_tracked(test_one)
+    assert not any(one is test_one for one in gc.get_objects())
+"""
+
+    assert "1 passed" in outcome(tmp_path, body)
 
 
 @pytest.mark.parametrize("slow", ["the example", "its making"])
