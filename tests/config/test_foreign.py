@@ -349,13 +349,11 @@ CASES = [
 
 
 class TestConversions:
-    @pytest.mark.parametrize(("word", "options", "expected"), CASES, ids=[str(case[1])[:60] for case in CASES])
-    def test_options_become_keys_of_the_same_run(
-        self, word: str, options: dict[str, Any], expected: dict[str, Any]
-    ) -> None:
-        found = values(word, options)
-
-        assert {key: found.get(key) for key in expected} == expected
+    def test_options_become_keys_of_the_same_run(self, subtests: pytest.Subtests) -> None:
+        for word, options, expected in CASES:
+            with subtests.test(word, options=options):
+                found = values(word, options)
+                assert {key: found.get(key) for key in expected} == expected
 
     def test_folders_of_reward_models_are_those_of_the_current_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -370,15 +368,14 @@ class TestConversions:
         paths = [str(getattr(reward, "path", reward.name)) for reward in rewards]
         assert paths == [str(tmp_path / "models" / "kind"), "a:b", "/models/brief"]
 
-    @pytest.mark.parametrize(("word", "options", "expected"), CASES, ids=[str(case[1])[:60] for case in CASES])
-    def test_what_is_written_is_a_configuration(
-        self, tmp_path: Path, word: str, options: dict[str, Any], expected: dict[str, Any]
-    ) -> None:
-        text = conversion.render(converted(word, options), "file", tmp_path)
-        (tmp_path / "c.toml").write_text(text)
+    def test_what_is_written_is_a_configuration(self, tmp_path: Path, subtests: pytest.Subtests) -> None:
+        for word, options, _ in CASES:
+            with subtests.test(word, options=options):
+                text = conversion.render(converted(word, options), "file", tmp_path)
+                (tmp_path / "c.toml").write_text(text)
 
-        assert tomllib.loads(text)
-        config_load.load(tmp_path / "c.toml", [], {})
+                assert tomllib.loads(text)
+                config_load.load(tmp_path / "c.toml", [], {})
 
     @pytest.mark.parametrize(
         ("word", "options", "reason"),
@@ -484,15 +481,14 @@ class TestConversions:
         assert lost(word, options) == []
 
     @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.word)
-    @pytest.mark.parametrize("value", [0, -1, 1.5, 1e400, "x", "", True, False, None, [], [1], ["a", 2], {}, {"a": 1}])
     def test_no_value_of_any_option_is_an_error_and_what_is_written_is_toml(
-        self, tmp_path: Path, trainer: Trainer, value: Any
+        self, tmp_path: Path, trainer: Trainer, subtests: pytest.Subtests
     ) -> None:
-        options = {name.replace("*", "x"): value for option in trainer.options for name in option.names}
-
-        done = conversion.convert(trainer, options, {})
-
-        tomllib.loads(conversion.render(done, "f", tmp_path))
+        for value in (0, -1, 1.5, 1e400, "x", "", True, False, None, [], [1], ["a", 2], {}, {"a": 1}):
+            with subtests.test(value=value):
+                options = {name.replace("*", "x"): value for option in trainer.options for name in option.names}
+                done = conversion.convert(trainer, options, {})
+                tomllib.loads(conversion.render(done, "f", tmp_path))
 
     def test_a_default_that_would_change_the_run_is_written_and_named_as_one(self, tmp_path: Path) -> None:
         lines = conversion.render(converted("verl", {}), "f", tmp_path).splitlines()

@@ -769,9 +769,10 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "error"), MISTAKES, ids=[error.partition(": ")[2][:50] for _, error in MISTAKES])
-def test_mistake_is_shown_at_its_place(text: str | bytes, error: str) -> None:
-    assert errors_of(text) == [f"config.toml:{error}"]
+def test_each_mistake_is_shown_at_its_place(subtests: pytest.Subtests) -> None:
+    for text, error in MISTAKES:
+        with subtests.test(error):
+            assert errors_of(text) == [f"config.toml:{error}"]
 
 
 def test_a_step_may_have_a_mini_batch_for_each_row_of_all_its_batches() -> None:
@@ -844,9 +845,10 @@ SET_MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("assignment", "error"), SET_MISTAKES, ids=[name for name, _ in SET_MISTAKES])
-def test_mistake_on_the_command_line_names_its_option(assignment: str, error: str) -> None:
-    assert errors_of("", assignment) == [error]
+def test_each_mistake_on_the_command_line_names_its_option(subtests: pytest.Subtests) -> None:
+    for assignment, error in SET_MISTAKES:
+        with subtests.test(assignment):
+            assert errors_of("", assignment) == [error]
 
 
 @pytest.mark.parametrize(
@@ -866,30 +868,36 @@ def test_mistake_in_the_environment_names_its_variable(variable: str, value: str
     assert errors_of("", environ={variable: value}) == [f"{variable}: {error}"]
 
 
-@pytest.mark.parametrize("key", DROPPED)
-def test_a_key_that_is_gone_is_refused_wherever_it_is_set_and_what_holds_now_is_named(key: str) -> None:
+def errors_wherever_set(key: str) -> dict[str, list[str]]:
+    """Return the errors by the place, of a key that stands in the file, on the command line and in the environment."""
     section, _, name = key.partition(".")
-    variable, said = f"RLHFD_{section}__{name}".upper(), f"{key} is gone: {DROPPED[key]}"
-
-    assert errors_of(f"[{section}]\n{name} = 1") == [f"config.toml:2:1: {said}"]
-    assert errors_of("", f"{key}=1") == [f"--set {key}: {said}"]
-    assert errors_of(environ={variable: "1"}) == [f"{variable}: {said}"]
-
-
-@pytest.mark.parametrize("key", MOVED)
-def test_a_key_with_a_new_spelling_is_refused_wherever_it_is_set_and_the_new_one_is_named(key: str) -> None:
-    section, _, name = key.partition(".")
-    option, *tables = MOVED[key] or ("name",)
     variable = f"RLHFD_{section}__{name}".upper()
+    return {
+        "config.toml:2:1": errors_of(f"[{section}]\n{name} = 1"),
+        f"--set {key}": errors_of("", f"{key}=1"),
+        variable: errors_of(environ={variable: "1"}),
+    }
 
-    for (error,), place in (
-        (errors_of(f"[{section}]\n{name} = 1"), "config.toml:2:1"),
-        (errors_of("", f"{key}=1"), f"--set {key}"),
-        (errors_of(environ={variable: "1"}), variable),
-    ):
-        assert error.startswith(f"{place}: {key} is now ") and "[[rewards]]" in error
-        assert MOVED[key] == () or f" {option} of the table" in error
-        assert all(f'"{table}"' in error and option in table_of(table).model_fields for table in tables)
+
+def test_a_key_that_is_gone_is_refused_wherever_it_is_set_and_what_holds_now_is_named(
+    subtests: pytest.Subtests,
+) -> None:
+    for key, holds in DROPPED.items():
+        with subtests.test(key):
+            errors = errors_wherever_set(key)
+            assert errors == {place: [f"{place}: {key} is gone: {holds}"] for place in errors}
+
+
+def test_a_key_with_a_new_spelling_is_refused_wherever_it_is_set_and_the_new_one_is_named(
+    subtests: pytest.Subtests,
+) -> None:
+    for key, spelling in MOVED.items():
+        option, *tables = spelling or ("name",)
+        with subtests.test(key):
+            for place, (error,) in errors_wherever_set(key).items():
+                assert error.startswith(f"{place}: {key} is now ") and "[[rewards]]" in error
+                assert spelling == () or f" {option} of the table" in error
+                assert all(f'"{table}"' in error and option in table_of(table).model_fields for table in tables)
 
 
 def test_what_holds_in_place_of_a_key_that_is_gone_names_keys_that_are_there() -> None:
