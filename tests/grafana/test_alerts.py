@@ -353,13 +353,14 @@ def test_rules_name_metrics_and_labels_of_the_catalogue_only(file: str) -> None:
                 assert known[0].startswith("@") or set(values.split("|")) <= set(known), (name, label, values)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_alert_has_a_section_in_the_runbook_to_which_it_leads(name: str) -> None:
+def test_every_alert_has_a_section_in_the_runbook_to_which_it_leads() -> None:
     runbook = (ROOT / "docs/runbook.md").read_text()
     sections = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", runbook, re.MULTILINE | re.DOTALL))
 
-    assert alerts()[name]["annotations"]["runbook"] == f"docs/runbook.md#{name.lower()}"
-    assert all(f"**{part}**" in sections[name] for part in ("Means", "Look", "Do"))
+    leads = {name: alert["annotations"]["runbook"] for name, alert in alerts().items() if name in CASES}
+    assert leads == {name: f"docs/runbook.md#{name.lower()}" for name in CASES}
+    parts = [(name, part) for name in CASES for part in ("Means", "Look", "Do")]
+    assert [(name, part) for name, part in parts if f"**{part}**" not in sections[name]] == []
 
 
 def test_the_runbook_has_no_section_of_an_alert_that_is_gone() -> None:

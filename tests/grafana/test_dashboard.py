@@ -88,16 +88,18 @@ def test_rows_of_panels_are_full() -> None:
     assert set(widths.values()) == {24}
 
 
-@pytest.mark.parametrize(("title", "expression"), QUERIES)
-def test_query_asks_for_the_chosen_instances_and_for_what_the_catalogue_declares(title: str, expression: str) -> None:
-    selectors = re.findall(r"(rlhfd_\w+)\{([^}]*)\}", expression)
-
-    assert len(selectors) == len(re.findall(r"rlhfd_\w+", expression)) > 0
-    for name, selector in selectors:
-        metric = BY_NAME[name if name in BY_NAME else re.sub(r"_(sum|count|bucket)$", "", name)]
-        assert 'instance=~"$instance"' in selector
-        for label, value in re.findall(r'(\w+)(?:=|!=)"([^"]*)"', selector):
-            assert metric.labels[label][0].startswith("@") or value in metric.labels[label]
+def test_each_query_asks_for_the_chosen_instances_and_for_what_the_catalogue_declares(
+    subtests: pytest.Subtests,
+) -> None:
+    for title, expression in QUERIES:
+        with subtests.test(title, expression=expression):
+            selectors = re.findall(r"(rlhfd_\w+)\{([^}]*)\}", expression)
+            assert len(selectors) == len(re.findall(r"rlhfd_\w+", expression)) > 0
+            for name, selector in selectors:
+                metric = BY_NAME[name if name in BY_NAME else re.sub(r"_(sum|count|bucket)$", "", name)]
+                assert 'instance=~"$instance"' in selector
+                for label, value in re.findall(r'(\w+)(?:=|!=)"([^"]*)"', selector):
+                    assert metric.labels[label][0].startswith("@") or value in metric.labels[label]
 
 
 @pytest.mark.needs("promtool")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -14,16 +15,21 @@ def test_names_are_unique() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_declaration_keeps_the_conventions(metric: Metric) -> None:
-    assert metric.name.startswith("rlhfd_")
-    assert metric.name.endswith("_total") == (metric.kind == "counter")
-    assert metric.help.endswith(".")
-    assert not set(metric.help) & set('\\"\n')
-    assert set(metric.owners) <= {*EVERY_ROLE.split(), CONSERVATION, INFO}
-    assert list(metric.buckets) == sorted(set(metric.buckets))
-    assert all(bound >= 0 for bound in metric.buckets)
-    assert bool(metric.buckets) == (metric.kind == "histogram")
+CONVENTIONS: dict[str, Callable[[Metric], bool]] = {
+    "the name begins with that of the program": lambda metric: metric.name.startswith("rlhfd_"),
+    "the names of counters end with total": lambda metric: metric.name.endswith("_total") == (metric.kind == "counter"),
+    "the help is a sentence": lambda metric: metric.help.endswith("."),
+    "the help needs no escapes": lambda metric: not set(metric.help) & set('\\"\n'),
+    "the owners are roles": lambda metric: set(metric.owners) <= {*EVERY_ROLE.split(), CONSERVATION, INFO},
+    "the bounds rise": lambda metric: list(metric.buckets) == sorted(set(metric.buckets)),
+    "no bound is below 0": lambda metric: all(bound >= 0 for bound in metric.buckets),
+    "histograms have buckets": lambda metric: bool(metric.buckets) == (metric.kind == "histogram"),
+}
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_every_declaration_keeps_the_convention(convention: str) -> None:
+    assert [metric.name for metric in METRICS if not CONVENTIONS[convention](metric)] == []
 
 
 def test_seconds_and_bytes_stand_at_the_end_of_the_name() -> None:
