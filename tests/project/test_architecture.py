@@ -118,14 +118,16 @@ def test_every_failure_names_a_test() -> None:
     assert [title for title, text in failures if "`test_" not in text] == []
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=lambda path: path.stem)
-def test_a_decision_is_one_numbered_page(page: Path) -> None:
-    title, *lines = page.read_text().splitlines()
-
-    assert re.fullmatch(r"\d{4}-[a-z0-9-]+", page.stem)
-    assert title.startswith(f"# {page.stem[:4]} ")
-    assert len(lines) <= 60
-    assert len([*page.parent.glob(f"{page.stem[:4]}-*.md")]) == 1
+def test_a_decision_is_one_numbered_page(subtests: pytest.Subtests) -> None:
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    numbers = [page.stem[:4] for page in pages]
+    for page, number in zip(pages, numbers, strict=True):
+        with subtests.test(page.stem):
+            title, *lines = page.read_text().splitlines()
+            assert re.fullmatch(r"\d{4}-[a-z0-9-]+", page.stem)
+            assert title.startswith(f"# {number} ")
+            assert len(lines) <= 60
+            assert numbers.count(number) == 1
 
 
 def test_the_reading_order_has_each_file_once() -> None:

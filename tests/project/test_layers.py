@@ -59,12 +59,12 @@ print(json.dumps([*sys.modules]))
     assert not HEAVY & set(loaded)
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_docstring_of_a_package_lists_its_modules(package: Path) -> None:
-    modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
-    folders = {path.name for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
-
-    assert listed(package) == sorted(modules | folders)
+def test_the_docstring_of_each_package_lists_its_modules(subtests: pytest.Subtests) -> None:
+    for package in PACKAGES:
+        with subtests.test(str(package.relative_to(ROOT))):
+            modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
+            folders = {path.name for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
+            assert listed(package) == sorted(modules | folders)
 
 
 def test_the_root_holds_what_everybody_uses_and_nothing_else() -> None:

@@ -44,14 +44,13 @@ def test_the_page_of_the_api_lists_each_public_name_once() -> None:
     assert sorted(listed) == sorted(pipeline.__all__)
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in SEEDS.items() for name in names])
-def test_a_public_name_is_the_object_of_its_module(module: str, name: str) -> None:
-    scope: dict[str, object] = {}
-
-    exec(f"from pipeline import {name}", scope)
-
-    assert scope[name] is getattr(importlib.import_module(f"pipeline.{module}"), name)
-    assert name in pipeline.__all__ and name in dir(pipeline)
+def test_a_public_name_is_the_object_of_its_module(subtests: pytest.Subtests) -> None:
+    for module, name in [(module, name) for module, names in SEEDS.items() for name in names]:
+        with subtests.test(name):
+            scope: dict[str, object] = {}
+            exec(f"from pipeline import {name}", scope)
+            assert scope[name] is getattr(importlib.import_module(f"pipeline.{module}"), name)
+            assert name in pipeline.__all__ and name in dir(pipeline)
 
 
 def test_every_name_is_there_for_type_checkers_and_at_run_time_alike() -> None:
