@@ -73,12 +73,10 @@ EACH_ROW: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("entry", [make_experience_batch, packed, remove_padding_in_sequences])
-@pytest.mark.parametrize(("change", "error", "message"), EACH_ROW, ids=[message for _, _, message in EACH_ROW])
-def test_a_row_that_is_wrong_in_itself(
-    entry: Callable[[Any], Any], change: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        entry(changed(change))
+def test_a_row_that_is_wrong_in_itself(entry: Callable[[Any], Any], subtests: pytest.Subtests) -> None:
+    for change, error, message in EACH_ROW:
+        with subtests.test(message), pytest.raises(error, match=re.escape(message)):
+            entry(changed(change))
 
 
 BETWEEN_ROWS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -107,12 +105,10 @@ BETWEEN_ROWS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("entry", [make_experience_batch, packed])
-@pytest.mark.parametrize(("change", "error", "message"), BETWEEN_ROWS, ids=[message for _, _, message in BETWEEN_ROWS])
-def test_rows_that_do_not_go_together(
-    entry: Callable[[Any], Any], change: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        entry(changed(change))
+def test_rows_that_do_not_go_together(entry: Callable[[Any], Any], subtests: pytest.Subtests) -> None:
+    for change, error, message in BETWEEN_ROWS:
+        with subtests.test(message), pytest.raises(error, match=re.escape(message)):
+            entry(changed(change))
 
 
 BATCHES: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -136,12 +132,11 @@ BATCHES: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BATCHES, ids=[message for _, _, message in BATCHES])
-def test_a_batch_that_cannot_be_taken_apart(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    batch = dataclasses.replace(make_experience_batch(changed({})), **change)
-
-    with pytest.raises(error, match=re.escape(message)):
-        split_experience_batch(batch)
+def test_a_batch_that_cannot_be_taken_apart(subtests: pytest.Subtests) -> None:
+    for change, error, message in BATCHES:
+        batch = dataclasses.replace(make_experience_batch(changed({})), **change)
+        with subtests.test(message), pytest.raises(error, match=re.escape(message)):
+            split_experience_batch(batch)
 
 
 def test_a_packed_batch_is_checked_row_by_row() -> None:
@@ -252,12 +247,10 @@ VISION: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("entry", [make_experience_batch, packed])
-@pytest.mark.parametrize(("change", "error", "message"), VISION, ids=[message for _, _, message in VISION])
-def test_pixels_that_do_not_match_their_grids(
-    entry: Callable[[Any], Any], change: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        entry(changed(change, vision=True))
+def test_pixels_that_do_not_match_their_grids(entry: Callable[[Any], Any], subtests: pytest.Subtests) -> None:
+    for change, error, message in VISION:
+        with subtests.test(message), pytest.raises(error, match=re.escape(message)):
+            entry(changed(change, vision=True))
 
 
 @pytest.mark.parametrize(
