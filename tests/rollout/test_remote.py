@@ -214,9 +214,10 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     assert node.load().error is None
     before = Rollout(node, 0, 2).rolled.rows.padded()
     other = load_actor(config.model.actor, dtype="float32", device=CPU)
+    draws = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in other.parameters():
-            weight.add_(torch.randn_like(weight) * 0.02)
+            weight.add_(torch.randn(weight.shape, generator=draws) * 0.02)
     state = {f"actor.{name}": tensor for name, tensor in other.state_dict().items() if name != "lm_head.weight"}
     publisher = WeightsPublisher(tmp_path / "weights", state)
     published = publisher.publish(3, state)
