@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shutil
@@ -75,7 +76,8 @@ def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, tas
         with subprocess.Popen(
             [sys.executable, "-c", GIVEN + readme_trainer(), task / "model"],
             cwd=daemon.folder,
-            env={**clean_environment(), "PYTHONPATH": str(EXAMPLE.parent)},
+            # Beside the tree that is tested: the environment may hold another one.
+            env={**clean_environment(), "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parent), str(ROOT)])},
         ) as successor:
             try:
                 daemon.wait_until(
