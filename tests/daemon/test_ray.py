@@ -224,7 +224,7 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
             daemon.wait_logged(f"WARNING {lost} pipeline.rollout.ray: waits for room in the cluster: gpus=0 cpus=1")
             daemon.wait_logged(f"node left the cluster: node={socket.gethostname()} address=")
             assert re.search(rf"node left the cluster: .* nodes=2 workers={lost}\n", daemon.errors)
-            assert f"Node {here} left the cluster, " in daemon.ask("why")
+            assert f"Node {here} left the cluster, " in daemon.ask("why").stdout
             assert total(daemon.metrics(), "rlhfd_cluster_nodes", state="left") == 1
             assert total(daemon.metrics(), "rlhfd_cluster_actors", state="pending") == 1
             daemon.wait_until(lambda: daemon.status()["state"] == "ready", "it is ready without it")

@@ -86,6 +86,7 @@ def test_two_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(
     assert found.groups() == here
 
 
+@pytest.mark.variant
 def test_a_rank_without_room_waits_and_says_what_for(tmp_path, task, cluster):  # noqa: F811
     settings = (*SMALL, *TWO, *cluster.settings, "trainer.nodes=3", "trainer.world_size=3")
     with Daemon(tmp_path, *settings, task=task) as daemon:
