@@ -239,7 +239,7 @@ class _Serial:
             self._arena, workspace.weights_path,
             self._transport.outbox(trainer_name(0)), self._transport.outbox(BUFFER),
             rank=0, world_size=1, prefetch=batches_ahead(self._config),
-            gathering=Gathering.of(self._config),
+            gathering=Gathering.of(self._config), weight_slots=self._config.trainer.weight_slots,
         )  # fmt: skip
         trainer = new_trainer(self._config, self._context("trainer", workspace), connection)
         trainer.publish_in_place()

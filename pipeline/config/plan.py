@@ -21,7 +21,7 @@ from pipeline.config.sections import ReferenceRole
 WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COPY_BYTES = {"bfloat16": 4, "float16": 4, "float32": 0}
 GRADIENT_BYTES = {"bfloat16": 6, "float16": 6, "float32": 4}
-WEIGHT_SLOTS, STATE_SLOTS = 3, 2
+STATE_SLOTS = 2
 LEDGER_BYTES = 71_000_000
 METRICS_BYTES = 1 << 20
 DAEMON_BYTES, PROCESS_BYTES, SHARDING_BYTES = 100_000_000, 300_000_000, 200_000_000
@@ -153,7 +153,7 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
         worker_host={"layers of the reference": width * _streamed(held)} if streams and held is not None else {},
         shared={
             "arena and ledger": config.buffer.arena_bytes + LEDGER_BYTES + METRICS_BYTES,
-            "weights": WEIGHT_SLOTS * width * trained,
+            "weights": config.trainer.weight_slots * width * trained,
             "training state": STATE_SLOTS * state,
         },
         publish={"weights": width * trained, "training state": state // config.trainer.keep_state_every},

@@ -394,6 +394,11 @@ class TrainerConfig(LossSection):
         warmup = math.ceil(self.warmup_ratio * (length or self.max_steps)) if self.warmup_ratio else self.warmup_steps
         return Decay(self.schedule, warmup, length, self.final_learning_rate_ratio)
 
+    @property
+    def weight_slots(self) -> int:
+        """Versions of the weights held at once; a third one where a version may have no training state."""
+        return 2 if self.kind == "builtin" and self.keep_state_every == 1 else 3
+
 
 class Config(Section):
     """A whole configuration, checked.

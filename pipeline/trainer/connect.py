@@ -69,6 +69,7 @@ def open_connection(
     traffic: Traffic | None = None,
     check: Check = lambda actor, critic: None,
     external: Config | None = None,
+    weight_slots: int = 3,
 ) -> Connection:
     """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`.
 
@@ -81,6 +82,7 @@ def open_connection(
         traffic: Counts the messages.
         check: Called with the state dicts of each publish; raises if they must not be published.
         external: Configuration of the run whose external trainer this rank is; None for the built-in trainer.
+        weight_slots: Versions of the weights held at once.
     """
     lock = lock_rank(folder, rank)
     metrics = None
@@ -100,7 +102,7 @@ def open_connection(
     return Connection(
         arena, folder / "weights", mailbox, outbox,
         rank=rank, world_size=world_size, prefetch=prefetch, gathering=gathering,
-        on_close=on_close, check=check, metrics=metrics,
+        on_close=on_close, check=check, metrics=metrics, weight_slots=weight_slots,
     )  # fmt: skip
 
 

@@ -85,6 +85,7 @@ class Connection:
         on_close: Callable[[], None] = lambda: None,
         check: Check = lambda actor, critic: None,
         metrics: ExternalMetrics | None = None,
+        weight_slots: int = 3,
     ) -> None:
         """Send this rank's hello to the buffer; users call `connect`.
 
@@ -100,11 +101,12 @@ class Connection:
             on_close: Called once by `close`.
             check: Called with the state dicts of each publish; raises if they must not be published.
             metrics: The rank's metrics, if it is an external trainer's.
+            weight_slots: Versions of the weights held at once.
         """
         self.rank = rank
         self.world_size = world_size
         self.weights_path = weights_path
-        self._versions = PolicyVersions(weights_path)
+        self._versions = PolicyVersions(weights_path, weight_slots=weight_slots)
         self._prefetcher = Prefetcher(rows, gathering)
         self._on_close = on_close
         self._check = check

@@ -73,6 +73,7 @@ def connect_here(config: Config, context: RoleContext) -> Connection:
         prefetch=batches_ahead(config),
         gathering=Gathering.of(config),
         traffic=Traffic(context.metrics),
+        weight_slots=config.trainer.weight_slots,
     )
 
 

@@ -524,6 +524,7 @@ def test_a_publish_writes_the_training_state_of_every_nth_version(folder: Path) 
     fourth = needs(config, models_of(config), on_cards=False)
 
     assert fourth.publish["training state"] == every.publish["training state"] // 4 > 0
-    assert fourth.shared == every.shared, "two states are held as before"
+    assert fourth.shared["training state"] == every.shared["training state"], "two states are held as before"
+    assert 2 * fourth.shared["weights"] == 3 * every.shared["weights"], "a third slot has the weights of the state"
     of_shards = needs(sharded, models_of(sharded), on_cards=False)
     assert of_shards.publish == fourth.publish

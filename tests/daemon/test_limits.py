@@ -102,7 +102,7 @@ def test_shared_memory_too_small_for_the_weights_ends_the_start_with_both_sizes(
     with Daemon(tmp_path, *SMALL_ARENA, task=task, program=program) as daemon:
         assert daemon.wait() == BAD_CONFIG, daemon.errors
 
-    assert re.search(rf"weights in 3 slots of [\d,]+ B each, a file{BOTH_SIZES}", daemon.errors.splitlines()[-1])
+    assert re.search(rf"weights in 2 slots of [\d,]+ B each, a file{BOTH_SIZES}", daemon.errors.splitlines()[-1])
     assert "restart in" not in daemon.errors and "Traceback" not in daemon.errors
 
 

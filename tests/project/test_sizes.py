@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.config.schema import TrainerConfig
 from pipeline.models.weights.store import flatten
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage.weights_header import WeightsVersion
@@ -41,7 +42,7 @@ def test_the_files_in_shared_memory_have_the_documented_bytes_a_parameter(tmp_pa
     parameters = 1 << 20
     model = torch.nn.Linear(1 << 10, 1 << 10, bias=False, dtype=dtype)
     optimizer = ModelOptimizer(model, learning_rate=1.0, betas=(0.9, 0.95), weight_decay=0.0, clip_norm=1.0)
-    versions = PolicyVersions(tmp_path / "weights")
+    versions = PolicyVersions(tmp_path / "weights", weight_slots=TrainerConfig().weight_slots)
     versions.publish(WeightsVersion(0), flatten(actor=model.state_dict()), optimizer.tensors())
     versions.close()
     documented = bytes_a_parameter(dtype)

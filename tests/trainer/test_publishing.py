@@ -13,6 +13,7 @@ from pipeline.runtime.messages import Welcome
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import SlotWriter
+from pipeline.trainer.resume import Start
 from pipeline.trainer.saving import publishing
 from tests.models.weights.lazy_gpu import LazyGpu
 from tests.trainer.test_trainer import Bench, CountingLearner, NotedModels
@@ -336,3 +337,17 @@ def test_sharded_ranks_keep_the_state_of_every_nth_version_too(bench):
 
     assert given == [(0, True), (1, False), (2, False), (3, True), (4, False), (5, False), (6, True)]
     trainer._publishing.finish()
+
+
+def test_a_successor_that_finds_two_slots_of_weights_keeps_the_state_of_every_version(bench):
+    first = bench.trainer(max_steps=0)
+    steps(bench, first, 1)
+    first.close()
+    trainer = bench.trainer(max_steps=0, keep_state_every=3, start=Start(first.progress, None))
+    versions, seen = trainer._connection.versions, []
+    bench.learner.may_change = lambda: seen.append((versions.newest().version, versions.kept().version))
+
+    steps(bench, trainer, 5)
+
+    assert seen == [(version, version) for version in range(1, 5)]
+    trainer.close()

@@ -86,7 +86,7 @@ class Bench:
         config = Config.model_validate({"trainer": settings})
         self.slab.begin("trainer", 0)
         steps = config.trainer.gradient_accumulation_steps * config.trainer.publish_every
-        connection = self.house.connect(prefetch=steps + 1)
+        connection = self.house.connect(prefetch=steps + 1, weight_slots=config.trainer.weight_slots)
         return Trainer(
             config,
             self.learner,
@@ -482,7 +482,9 @@ class NotedModels:
 
     def __init__(self, order, weights_bytes=0):
         self.order = order
-        self.versions = SimpleNamespace(nbytes=weights_bytes, weights_bytes=weights_bytes, state_s=0.0)
+        self.versions = SimpleNamespace(
+            nbytes=weights_bytes, weights_bytes=weights_bytes, state_s=0.0, may_lack_state=lambda: True
+        )
 
     def meet(self):
         self.order.append("meet")

@@ -175,6 +175,7 @@ class WeightsPublisher:
         self.newest_slot = self._mapping.newest
         self.slot_of = self._mapping.slot_of
         self.version = self._mapping.version
+        self.slots = self._mapping.slots
         self._slots = self._mapping.all_slots()
 
     @property

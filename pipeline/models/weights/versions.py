@@ -1,6 +1,6 @@
 """The trainer's side of the policy versions: weights for the workers, and the training state for a restarted trainer.
 
-    weights     three slots, read by all (`pipeline.models.weights.store`)
+    weights     two slots, or three, read by all (`pipeline.models.weights.store`)
     training    two slots of the same format: optimizer moments, float32 copies, step, digest, random state; rank 1 of a
                 sharded trainer has its own in `training-1`, and so on
 
@@ -19,7 +19,8 @@ by the next publish.
 
 Not every version needs a state (`trainer.keep_state_every`). The newest weights that have one, and their state, are
 *kept*: no publish writes to their slots, until the next weights that have one are the newest. So weights and state of
-one version are always whole, and a successor goes back to it if the newest version has no state.
+one version are always whole, and a successor goes back to it if the newest version has no state. That takes a third
+slot of weights. Where every version has a state the newest weights are the kept ones, and two slots take turns.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class PolicyVersions:
         state_s: Seconds that the write of this rank's last training state took.
     """
 
-    def __init__(self, weights_path: Path, group: Group | None = None, *, holds_pages: bool = True) -> None:
+    def __init__(
+        self, weights_path: Path, group: Group | None = None, *, holds_pages: bool = True, weight_slots: int = 3
+    ) -> None:
         """Store the arguments; the first `publish` creates the files.
 
         Args:
@@ -61,11 +64,14 @@ class PolicyVersions:
             group: The ranks that publish together; None for a rank that holds whole models.
             holds_pages: Whether written pages stay mapped, so that the next publish is faster; else they do not count
                 as resident memory of a rank, which on a CPU has its shards there.
+            weight_slots: Versions of the weights held at once in a file that is made here, 2 or 3; a predecessor's file
+                stays as it is.
         """
         self._group = Alone() if group is None else group
         self._weights_path = weights_path
         self._training_path = self._path_of(self._group.rank)
         self._holds_pages = holds_pages
+        self._weight_slots = weight_slots
         self._weights: WeightsPublisher | None = None
         self._training: WeightsPublisher | None = None
         self._has_room = True
@@ -82,6 +88,15 @@ class PolicyVersions:
     def weights_bytes(self) -> int:
         """Bytes of one version, the same on every rank; 0 before the first publish."""
         return 0 if self._weights is None else self._weights.nbytes
+
+    def may_lack_state(self) -> bool:
+        """Return whether a version may be published without a state while an older one is kept: in three slots."""
+        if self._weights is not None:
+            return bool(self._weights.slots > 2)
+        if not self._weights_path.exists():
+            return self._weight_slots > 2
+        with contextlib.closing(WeightsMapping(self._weights_path)) as weights:
+            return bool(weights.slots > 2)
 
     def newest(self) -> WeightsVersion | None:
         """Return the version published last, by this trainer or its predecessor; None before the first."""
@@ -165,7 +180,7 @@ class PolicyVersions:
             # Allocated before the state: if there is room for only one of the two, the weights get it.
             weights = self._weights = self._weights or self._publisher(shards)
             wanted = weights.following(wanted)
-            slot = weights.begin(spared=self._kept_age())
+            slot = weights.begin(spared=self._spared(weights))
         slot, version, through, rollback, history, position = self._group.broadcast(
             [slot, wanted.version, wanted.trained_through, int(wanted.rollback), wanted.history, wanted.position]
         )
@@ -222,8 +237,7 @@ class PolicyVersions:
         states = [training.slot(own).views, *(other for other in others if other is not None)]
 
         def is_next() -> bool:
-            kept = self._kept_age()
-            return weights.next_slot(kept) == slot or training.next_slot(kept) == own
+            return weights.next_slot(self._spared(weights)) == slot or training.next_slot(self._kept_age()) == own
 
         return HeldVersion(weights.slot(slot).views, _Joined(states, as_shards(state)), is_next)
 
@@ -254,6 +268,10 @@ class PolicyVersions:
     def _kept_age(self) -> Age | None:
         return None if (kept := self._kept()) is None else kept.age
 
+    def _spared(self, weights: WeightsPublisher) -> Age | None:
+        """Return the version whose weights the next publish spares beside the newest; two slots leave none for it."""
+        return self._kept_age() if weights.slots > 2 else None
+
     def _discard_unpublished(self) -> None:
         """Discard states whose weights were never published: their number's next weights may come without a state."""
         if not self._training_path.exists():
@@ -267,7 +285,8 @@ class PolicyVersions:
     def _publisher(self, shards: Mapping[str, Shard]) -> WeightsPublisher:
         if not self._weights_path.parent.exists():
             raise UnreachableError(f"the daemon has ended: {self._weights_path.parent} is gone")
-        return WeightsPublisher(self._weights_path, {name: shard.whole_on_meta() for name, shard in shards.items()})
+        tensors = {name: shard.whole_on_meta() for name, shard in shards.items()}
+        return WeightsPublisher(self._weights_path, tensors, slots=self._weight_slots)
 
     def _training_publisher(self, state: Mapping[str, Tensor]) -> WeightsPublisher | None:
         try:

@@ -124,6 +124,8 @@ class Publishing:
             probe = self._probe_answer(number, first=is_first)
             training = None
             every = self._config.keep_state_every
+            # A predecessor with another configuration may have left two slots of weights.
+            every = every if every == 1 or self._models.versions.may_lack_state() else 1
             if self._config.keep_state != "disk" and (is_first or keeps_state or number % every == 0):
                 training = tensors_of(self._learner, progress, self._device)
             wanted = wanted._replace(trained_through=self._connection.begin_version(), probe=probe)

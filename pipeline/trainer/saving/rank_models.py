@@ -80,7 +80,12 @@ class RankModels:
         # A group of its own, on the CPU: a thread publishes beside the collectives of training.
         own = dist.new_group(backend="gloo", timeout=TIMEOUT)
         publishing = RankGroup(torch.device("cpu"), _in_training(waiting), own)
-        self.versions = PolicyVersions(connection.weights_path, publishing, holds_pages=device.type != "cpu")
+        self.versions = PolicyVersions(
+            connection.weights_path,
+            publishing,
+            holds_pages=device.type != "cpu",
+            weight_slots=config.trainer.weight_slots,
+        )
 
     def writing(self, wanted: WeightsVersion, training: Mapping[str, Tensor] | None) -> Callable[[], WeightsVersion]:
         """Return the publish of a version, which a thread of every rank may call while training goes on.

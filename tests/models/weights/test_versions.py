@@ -74,6 +74,8 @@ class VersionsMachine(RuleBasedStateMachine):
     and a successor goes back to it (`pipeline.trainer.resume`), however often it dies of that.
     """
 
+    weight_slots = 3
+
     def __init__(self):
         super().__init__()
         self.original = store.WeightsMapping
@@ -85,9 +87,12 @@ class VersionsMachine(RuleBasedStateMachine):
         self.kept = (0, 0, 0)
         self.deaths = 0
 
+    def new_trainer(self):
+        return PolicyVersions(self.path, weight_slots=self.weight_slots)
+
     @initialize()
     def begin(self):
-        self.trainer = PolicyVersions(self.path)
+        self.trainer = self.new_trainer()
         self.publish(0, 0, rollback=False)
         self.reader = store.WeightsReader(self.path)
 
@@ -105,7 +110,8 @@ class VersionsMachine(RuleBasedStateMachine):
         self.values = (self.values + 1) % 200
         rollback = back is not None
         version = max(0, self.version - back) if rollback else self.version + 1
-        self.attempt(version, self.values, stores, rollback=rollback, keeps_state=keeps_state or rollback)
+        keeps_state = keeps_state or rollback or not self.trainer.may_lack_state()
+        self.attempt(version, self.values, stores, rollback=rollback, keeps_state=keeps_state)
 
     @rule(stores=st.none() | st.integers(0, 45))
     def go_back_to_the_state(self, stores):
@@ -120,7 +126,7 @@ class VersionsMachine(RuleBasedStateMachine):
             self.publish(version, value, rollback=rollback, keeps_state=keeps_state)
         except Killed:
             self.deaths += 1
-            self.trainer = PolicyVersions(self.path)
+            self.trainer = self.new_trainer()
             found = self.newest()
             assert found in (after, before)
         else:
@@ -134,7 +140,7 @@ class VersionsMachine(RuleBasedStateMachine):
     @rule()
     def restart(self):
         self.trainer.close()
-        self.trainer = PolicyVersions(self.path)
+        self.trainer = self.new_trainer()
 
     def newest(self):
         newest = self.trainer.newest()
@@ -171,6 +177,35 @@ class VersionsMachine(RuleBasedStateMachine):
 
 TestVersionsMachine = VersionsMachine.TestCase
 TestVersionsMachine.settings = settings(max_examples=80, stateful_step_count=25)
+
+
+class TwoSlotsMachine(VersionsMachine):
+    """The same with two slots of weights, where every version has a state."""
+
+    weight_slots = 2
+
+
+TestTwoSlotsMachine = TwoSlotsMachine.TestCase
+TestTwoSlotsMachine.settings = settings(max_examples=80, stateful_step_count=25)
+
+
+def test_a_file_of_two_slots_stays_so_and_takes_versions_without_a_state_that_end_the_one_kept(tmp_path):
+    path = tmp_path / "weights"
+    first = PolicyVersions(path, weight_slots=2)
+    first.publish(WeightsVersion(0), model(0.0), training(0))
+    first.close()
+
+    trainer = PolicyVersions(path, weight_slots=3)
+    assert not trainer.may_lack_state()
+    for version in (1, 2):
+        trainer.publish(WeightsVersion(version), model(float(version)), None)
+        # The newest version is never written over, so the one that was kept is.
+        assert (trainer.newest().version, trainer.kept() is None) == (version, version == 2)
+        into = model(-1.0)
+        trainer.restore(into)
+        assert all(tensor.eq(version).all() for tensor in into.values())
+    assert not trainer.may_lack_state()
+    trainer.close()
 
 
 def test_without_room_for_the_training_state_the_weights_are_published_alone(tmp_path, monkeypatch, caplog):
