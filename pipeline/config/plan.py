@@ -20,6 +20,8 @@ from pipeline.config.sections import ReferenceRole
 
 WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COPY_BYTES = {"bfloat16": 4, "float16": 4, "float32": 0}
+HELD_COPY_BYTES = {"bfloat16": 2.125, "float16": 4, "float32": 0}
+"""Bytes of a float32 copy in shared memory: of bfloat16 the lower half and a bit (`trainer/saving/lower_halves.py`)."""
 GRADIENT_BYTES = {"bfloat16": 6, "float16": 6, "float32": 4}
 STATE_SLOTS = 2
 LEDGER_BYTES = 71_000_000
@@ -141,7 +143,11 @@ def needs(config: Config, models: Models, *, on_cards: bool) -> Needs:
     """
     trained, frozen = _trained_and_frozen(config, models)
     width = WEIGHT_BYTES[config.model.dtype]
-    state = _state_bytes(config, models, trained) if config.trainer.keep_state != "disk" else 0
+    state = 0
+    if config.trainer.keep_state != "disk":
+        # An external trainer names its training state as it likes.
+        copies = HELD_COPY_BYTES if config.trainer.kind == "builtin" else COPY_BYTES
+        state = math.ceil(copies[config.model.dtype] * trained) + _moment_bytes(config, models, trained)
     is_ours = config.trainer.kind == "builtin"
     held = _reference_on("worker", config, models)
     streams = config.model.reference_device == "host"
@@ -191,7 +197,8 @@ def process_bytes(config: Config, role: str) -> int:
 def checkpoint_bytes(config: Config, models: Models) -> int:
     """Return the bytes of a checkpoint: the trained weights in `model.dtype`, and the training state."""
     trained, _ = _trained_and_frozen(config, models)
-    return WEIGHT_BYTES[config.model.dtype] * trained + _state_bytes(config, models, trained)
+    weights_and_copies = WEIGHT_BYTES[config.model.dtype] + COPY_BYTES[config.model.dtype]
+    return weights_and_copies * trained + _moment_bytes(config, models, trained)
 
 
 def card_bytes(config: Config, role: str, terms: Terms) -> Terms:
@@ -206,10 +213,6 @@ def card_bytes(config: Config, role: str, terms: Terms) -> Terms:
         # The worker, the engine's process and the rank of this card.
         processes += 1
     return {"kept by the allocator": round(KEPT_SHARE * of_passes), "contexts and libraries": CONTEXT_BYTES * processes}
-
-
-def _state_bytes(config: Config, models: Models, trained: int) -> int:
-    return COPY_BYTES[config.model.dtype] * trained + _moment_bytes(config, models, trained)
 
 
 def _moment_bytes(config: Config, models: Models, trained: int) -> int:

@@ -250,7 +250,7 @@ class Trainer:
             return
         kept = versions.kept()
         if kept is None or kept.age != self.version.age:
-            versions.publish_training(self.version, tensors_of(self._learner, self.progress, self._device))
+            self._models.keep_state(self.version, tensors_of(self._learner, self.progress, self._device))
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being written, and let a publish end, after an error."""

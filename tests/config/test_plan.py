@@ -127,7 +127,7 @@ def test_the_bytes_a_parameter_are_those_of_the_table(folder: Path, dtype: str) 
     in_step = documented["each trainer rank's card, in a step, without activations"]
     assert between + rank["gradients"] == in_step * parameters
     assert shared["weights"] == documented["`/dev/shm`: weights"] * parameters
-    assert shared["training state"] == documented["`/dev/shm`: training state"] * parameters
+    assert shared["training state"] == pytest.approx(documented["`/dev/shm`: training state"] * parameters, abs=2)
     assert worker["actor"] + worker["reference"] == documented["each worker's card, without its KV cache"] * parameters
 
 
@@ -511,7 +511,7 @@ def test_moments_are_those_of_the_optimizer(folder: Path, optimizer: str, of_mat
     assert 0 < matrices < total
     moments = round(of_matrix * matrices + of_other * (total - matrices))
     assert found.rank["moments"] == moments
-    assert found.shared["training state"] == 2 * (4 * total + moments)
+    assert found.shared["training state"] == 2 * (math.ceil(2.125 * total) + moments)
     assert checkpoint_bytes(config, models) == 6 * total + moments
 
 

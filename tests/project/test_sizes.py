@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from pipeline.config.schema import TrainerConfig
+from pipeline.models.weights.shards import as_shards
 from pipeline.models.weights.store import flatten
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.optimizer import ModelOptimizer
+from pipeline.trainer.saving.lower_halves import LowerHalves
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 # Qwen2.5: parameters, layers, KV heads x head size, MB of activations a token.
@@ -31,10 +33,10 @@ def table(heading: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def bytes_a_parameter(dtype: torch.dtype) -> dict[str, int]:
+def bytes_a_parameter(dtype: torch.dtype) -> dict[str, float]:
     column = {torch.bfloat16: 0, torch.float32: 1}[dtype]
     found = table("| bytes a parameter |")
-    return {name.strip(" *"): int(cells[column]) for name, cells in found.items()}
+    return {name.strip(" *"): float(cells[column]) for name, cells in found.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -43,7 +45,9 @@ def test_the_files_in_shared_memory_have_the_documented_bytes_a_parameter(tmp_pa
     model = torch.nn.Linear(1 << 10, 1 << 10, bias=False, dtype=dtype)
     optimizer = ModelOptimizer(model, learning_rate=1.0, betas=(0.9, 0.95), weight_decay=0.0, clip_norm=1.0)
     versions = PolicyVersions(tmp_path / "weights", weight_slots=TrainerConfig().weight_slots)
-    versions.publish(WeightsVersion(0), flatten(actor=model.state_dict()), optimizer.tensors())
+    weights = as_shards(flatten(actor=model.state_dict()))
+    state = {f"actor.{name}": tensor for name, tensor in optimizer.tensors().items()}
+    versions.publish(WeightsVersion(0), weights, LowerHalves(weights, state).stored(state))
     versions.close()
     documented = bytes_a_parameter(dtype)
 

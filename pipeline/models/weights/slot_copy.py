@@ -29,6 +29,7 @@ from pipeline.models.weights.shards import Shard, as_shards
 
 _BLOCK_BYTES = 1 << 20
 _THREADS_FROM_BYTES = 1 << 25
+_CONVERTED_ELEMENTS = 1 << 24
 _MAX_THREADS = 4
 
 _Digests = Callable[[Callable[[int], int], Sequence[int]], list[int]]
@@ -110,9 +111,14 @@ class Slot:
 
         with CardCopies(self._driver) as copies, self._threads() as digests:
             for name in on_card:
-                # Converted on the card, if at all.
-                as_published = given[name].local.detach().to(self.views[name].dtype).contiguous()
-                copies.begin(name, self._part(name, given[name]), as_published)
+                local, part = given[name].local.detach(), self._part(name, given[name])
+                if local.dtype == part.dtype and local.is_contiguous():
+                    copies.begin(name, part, local)
+                    continue
+                # Converted on the card, in parts: the memory of one is that of the next, in the order of the stream.
+                rows = max(1, _CONVERTED_ELEMENTS * len(local) // local.numel()) if local.dim() else 0
+                for target, source in zip(*(one.split(rows) if rows else (one,) for one in (part, local)), strict=True):
+                    copies.begin(name, target, source.to(part.dtype).contiguous())
 
             is_whole = all(span.is_whole for span in spans.values())
 

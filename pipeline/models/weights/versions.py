@@ -1,8 +1,9 @@
 """The trainer's side of the policy versions: weights for the workers, and the training state for a restarted trainer.
 
     weights     two slots, or three, read by all (`pipeline.models.weights.store`)
-    training    two slots of the same format: optimizer moments, float32 copies, step, digest, random state; rank 1 of a
-                sharded trainer has its own in `training-1`, and so on
+    training    two slots of the same format: optimizer moments, of float32 copies the bits that the weights lack
+                (`pipeline.trainer.saving.lower_halves`), step, digest, random state; rank 1 of a sharded trainer has
+                its own in `training-1`, and so on
 
 A trainer publishes together with the ranks that hold shards of its models; one that holds whole models is a group of
 one rank. A shard is a contiguous range of a tensor's elements, so each rank writes its own bytes of the slot, and the

@@ -28,6 +28,7 @@ from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.checkpoints import STATE_FILE, load_whole
 from pipeline.trainer.connection import Connection
+from pipeline.trainer.saving.lower_halves import JoinedState, LowerHalves
 from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, Write, load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import is_sharded, shards_of
 from pipeline.trainer.sharding.ranks import TIMEOUT, RankGroup
@@ -96,7 +97,11 @@ class RankModels:
         """
         models = self._published()
         self.meet()
-        return functools.partial(self.versions.publish, wanted, models, training)
+        return functools.partial(self._write, wanted, models, training)
+
+    def keep_state(self, version: WeightsVersion, state: Mapping[str, Tensor]) -> None:
+        """Write the training state of the newest version, whose weights are the live ones, to shared memory."""
+        self.versions.publish_training(version, LowerHalves(self._published(), state).stored(state))
 
     def restore(self, version: WeightsVersion, state: Mapping[str, Tensor]) -> bool:
         """Set the models and the training state to a version.
@@ -107,10 +112,15 @@ class RankModels:
         Raises:
             WeightsError: If weights or state are damaged, or the weights are another model's.
         """
-        if not self._group.agree(self.versions.holds_training(version, state)):
+        weights = self._published()
+        halves = LowerHalves(weights, state)
+        into = halves.targets(state)
+        if not self._group.agree(self.versions.holds_training(version, into)):
             return False
-        self.versions.restore_training(version, state)
-        self.versions.restore(self._published(), version=version)
+        self.versions.restore_training(version, into)
+        rounded = halves.rounded(weights, state)
+        self.versions.restore(rounded, version=version)
+        halves.join(state, into, rounded)
         return True
 
     def load(self, folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -145,7 +155,10 @@ class RankModels:
         found = None
         if self._group.rank == 0 and not (self.is_sharded and adapter_of(self._models["actor"])):
             shards = state_shards(state, self._models) if self.is_sharded else as_shards(state)
-            found = self.versions.held(shards)
+            halves = LowerHalves(self._published(), state)
+            found = self.versions.held(halves.shards(shards))
+            if found is not None and halves:
+                found = found._replace(training=halves.whole(found.training, found.weights, shards))
             if found is not None and self.is_sharded:
                 self._held = HeldCheckpoint(self._models, state, found)
         return self.due(found is not None), found
@@ -176,7 +189,7 @@ class RankModels:
         return write(
             actor=Saved(self._models["actor"], self._config.model, states["actor"]),
             critic=_WithState(self._models["critic"], states["critic"]) if "critic" in states else None,
-            state=tensors,
+            state=tensors.write if isinstance(tensors, JoinedState) else tensors,
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -186,6 +199,12 @@ class RankModels:
     def close(self) -> None:
         """Unmap the published versions; they stay."""
         self.versions.close()
+
+    def _write(
+        self, wanted: WeightsVersion, models: Mapping[str, Shard], training: Mapping[str, Tensor] | None
+    ) -> WeightsVersion:
+        stored = None if training is None else LowerHalves(models, training).stored(training)
+        return self.versions.publish(wanted, models, stored)
 
     def _published(self) -> dict[str, Shard]:
         if self.is_sharded:

@@ -218,3 +218,19 @@ def test_marks_grow_linearly_with_the_tensors(count):
 
     assert gpu.recorded == count + 1, "one a tensor, and one of the end"
     assert all(torch.equal(views[name], tensor) for name, tensor in given.items())
+
+
+def test_a_tensor_that_is_converted_on_the_gpu_is_copied_in_parts_of_rows(small_blocks, monkeypatch):
+    monkeypatch.setattr(slot_copy, "_CONVERTED_ELEMENTS", 60)
+    # Every second element of "c", as lower halves are, and "a" in float64.
+    given = tensors() | {"a": tensors()["a"].double(), "c": tensors()["c"].repeat_interleave(2, dim=2)[..., ::2]}
+    gpu, sizes = LazyGpu(*given.values()), []
+    copy = gpu.copy
+    gpu.copy = lambda target, source: (sizes.append(source.numel()), copy(target, source))
+    its = slot(driver=gpu)
+
+    its.write(given)
+
+    # Rows of 50 and of 15 elements; "b" and "one" are copied as they are.
+    assert sizes == [50, 50, 50, 7, 1, 60, 60, 45]
+    assert all(torch.equal(its.views[name], expected) for name, expected in tensors().items())

@@ -20,6 +20,7 @@ from pipeline.models.weights.shards import as_shards
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage import weights_header
 from pipeline.storage.weights_header import WeightsVersion
+from pipeline.trainer.saving.lower_halves import LowerHalves
 from tests.storage.test_ledger import DyingMemory, Killed
 
 ENDLESS = 1 << 30
@@ -30,7 +31,16 @@ def model(value):
 
 
 def training(value):
-    return {"progress": torch.tensor([value, value]), "actor.exp_avg.a": torch.full((3, 2), float(value))}
+    return {
+        "progress": torch.tensor([value, value]),
+        "actor.exp_avg.a": torch.full((3, 2), float(value)),
+        "actor.float32.b": float32_of_b(value),
+    }
+
+
+def float32_of_b(value):
+    """Return the float32 copies of `actor.b`, which they are rounded to: up, down, and for an even number a tie."""
+    return value * (1 + torch.tensor([2**-10, -(2**-11), 0.0, 2**-8 if value == 1 else 0.0, 2**-12]))
 
 
 class DyingSlot(store.Slot):
@@ -97,9 +107,10 @@ class VersionsMachine(RuleBasedStateMachine):
         self.reader = store.WeightsReader(self.path)
 
     def publish(self, version, value, *, rollback, keeps_state=True):
-        state = training(value) if keeps_state else None
+        weights = as_shards(model(float(value)))
+        state = LowerHalves(weights, training(value)).stored(training(value)) if keeps_state else None
         wanted = WeightsVersion(version, trained_through=value, rollback=rollback)
-        return self.trainer.publish(wanted, model(float(value)), state)
+        return self.trainer.publish(wanted, weights, state)
 
     @rule(
         back=st.none() | st.integers(0, 3),
@@ -162,13 +173,18 @@ class VersionsMachine(RuleBasedStateMachine):
         version, value, history = self.kept
         found = self.trainer.kept()
         assert (found.age, found.trained_through) == ((version, history), value)
-        assert self.trainer.holds_training(self.trainer.newest(), training(-1)) == (
+        state, weights = training(-1), as_shards(model(-1.0))
+        halves = LowerHalves(weights, state)
+        stored = halves.targets(state)
+        assert halves and stored.keys() != state.keys()
+        assert self.trainer.holds_training(self.trainer.newest(), stored) == (
             self.kept == (self.version, self.value, self.history)
         )
-        state, weights = training(-1), model(-1.0)
-        assert self.trainer.restore_training(found, state)
+        assert self.trainer.restore_training(found, stored)
         assert self.trainer.restore(weights, version=found) == found
-        assert all(tensor.eq(value).all() for tensor in [*state.values(), *weights.values()])
+        assert all(shard.local.eq(value).all() for shard in weights.values())
+        halves.join(state, stored, weights)
+        assert all(torch.equal(tensor, training(value)[name]) for name, tensor in state.items())
 
     def teardown(self):
         store.WeightsMapping = versions.WeightsMapping = self.original

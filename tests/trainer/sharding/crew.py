@@ -8,6 +8,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import Saved, adapt, adapter_of
 from pipeline.models.weights.store import joined
-from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime.checkpoint_note import CheckpointNote
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import load_reference
-from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, load_shards, save_together, state_shards
+from pipeline.trainer.saving.rank_models import RankModels
+from pipeline.trainer.sharding.checkpoints import load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import fill, load_actor_shards, load_critic_shards, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.state import Progress, tensors_of
@@ -260,34 +261,27 @@ def _case(name: str, folder: Path, group: RankGroup) -> dict[str, Any]:
 def _published(models: dict[str, Any], state: dict[str, Tensor], place: Path, group: RankGroup) -> dict[str, Any]:
     """Publish the models, set all to 0, and restore all; return rank 0's findings."""
     before = _copies(models, state)
-    versions = PolicyVersions(place / "weights", group)
+    connection: Any = SimpleNamespace(rank=group.rank, weights_path=place / "weights")
+    ranks, again = (RankModels(Config(), models, connection, CPU) for _ in range(2))
     shards = joined({model: shards_of(module, published=True) for model, module in models.items()})
-    first = versions.publish(WeightsVersion(1, trained_through=5), shards, state)
+    first = ranks.writing(WeightsVersion(1, trained_through=5), state)()
     # Rank 0 turns the page once it has gathered the digests; the others do not wait for that.
     group.agree(True)
     _clear(models, state, shards)
-    again = PolicyVersions(place / "weights", group)
-    is_restored = again.restore_training(first, state)
-    again.restore(shards, version=first)
+    is_restored = again.restore(first, state)
     different = _different(before, _copies(models, state), group)
     # The second publish is that of a successor.
-    second = again.publish(WeightsVersion(2, trained_through=6), shards, state)
-    if group.rank == 0:
-        _write_held(versions, models, state, place)
+    second = again.writing(WeightsVersion(2, trained_through=6), state)()
     group.agree(True)
-    versions.close()
+    _, held = again.held(state)
+    if held is not None:
+        note = CheckpointNote("", STEPS, STEPS, 11, False, "", "", {})
+        again.save(functools.partial(save_checkpoint, place / "held", note, tokenizer=Tokenizer()), None, held)
+        assert held.is_next() is False
+    group.agree(True)
+    ranks.close()
     again.close()
     return {"restored": group.agree(is_restored), "different": different, "versions": [first, second]}
-
-
-def _write_held(versions: Any, models: dict[str, Any], state: dict[str, Tensor], place: Path) -> None:
-    """Write a checkpoint of the newest version from shared memory."""
-    held = versions.held(state_shards(state, models))
-    if not adapter_of(models["actor"]):
-        note = CheckpointNote("", STEPS, STEPS, 11, False, "", "", {})
-        write = functools.partial(save_checkpoint, place / "held", note, tokenizer=Tokenizer())
-        HeldCheckpoint(models, state, held).write(write)
-    assert held.is_next() is False
 
 
 def _saved(
