@@ -136,6 +136,17 @@ def test_a_trainer_killed_while_it_publishes_ends_with_the_weights_of_an_undistu
         assert len(re.findall(r"trainer-0 ended \(killed by signal 9\)", daemon.errors)) == 2
 
 
+def test_a_trainer_of_bfloat16_killed_while_it_publishes_has_its_float32_copies_again(tmp_path, task):  # noqa: F811
+    sets = (*PPO, "model.dtype=bfloat16", "trainer.learning_rate=1e-5")
+    with daemon_in(tmp_path / "undisturbed", *sets, task=task) as daemon:
+        expected = ended(daemon)
+    code = DIES_WHILE_PUBLISHING.format(ledger=str(tmp_path / "publishes"), deaths={3, 8})
+
+    with daemon_in(tmp_path / "killed", *sets, task=task, environment=sabotaged(tmp_path, code)) as daemon:
+        assert ended(daemon) == expected
+        assert daemon.errors.count("resumed from shared memory") == 2
+
+
 def test_a_trainer_without_the_state_of_each_version_goes_back_and_ends_with_the_same_weights(
     tmp_path,
     task,  # noqa: F811
