@@ -3,6 +3,7 @@
 A version without a state leaves both of the newest version that has one.
 """
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -215,7 +216,9 @@ def test_a_file_of_two_slots_stays_so_and_takes_versions_without_a_state_that_en
     assert not trainer.may_lack_state()
     for version in (1, 2):
         trainer.publish(WeightsVersion(version), model(float(version)), None)
-        # The newest version is never written over, so the one that was kept is.
+        # A version is not written over while it is the newest, so the one that was kept is.
+        with contextlib.closing(store.WeightsReader(path)) as reader:
+            assert reader.holds((version - 1, 0))
         assert (trainer.newest().version, trainer.kept() is None) == (version, version == 2)
         into = model(-1.0)
         trainer.restore(into)
