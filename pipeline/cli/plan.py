@@ -112,6 +112,9 @@ def _lines(chosen: Choices, models: Models, machine: Machine, budgets: list[Budg
         tokens = config.trainer.micro_batch_tokens
         kept = "checkpointed" if config.trainer.activation_checkpointing is not False else "kept"
         yield f"passes       {f'{tokens:,} tokens' if tokens else 'as configured'}, activations {kept}: {why}"
+    if why := chosen.reasons.get("rollout.logits_forward_tokens", ""):
+        tokens = config.rollout.logits_forward_tokens
+        yield f"log-probs    {f'passes of {tokens:,} tokens' if tokens else 'passes as without a plan'}: {why}"
     if why := chosen.reasons.get("trainer.keep_state", ""):
         yield f"state        in {'memory' if config.trainer.keep_state == 'memory' else 'checkpoints alone'}: {why}"
     for budget in budgets:

@@ -119,6 +119,9 @@ def conflicts(config: Config) -> list[Conflict]:
     if trainer.micro_batch_size is not None and trainer.micro_batch_tokens is not None:
         keys = ("trainer.micro_batch_size", "trainer.micro_batch_tokens")
         found.append(Conflict(keys, "must be left out with trainer.micro_batch_tokens, which takes its place"))
+    if rollout.logits_forward_batch_size is not None and rollout.logits_forward_tokens is not None:
+        keys = ("rollout.logits_forward_batch_size", "rollout.logits_forward_tokens")
+        found.append(Conflict(keys, "must be left out with rollout.logits_forward_tokens, which takes its place"))
     if trainer.devices != "auto" and len(trainer.devices) < config.ranks_here:
         keys = ("trainer.devices", "trainer.world_size")
         found.append(Conflict(keys, f"names {len(trainer.devices)} for {config.ranks_here} ranks, each needs its own"))

@@ -87,7 +87,8 @@ def _of_rollouts(config: Config, *, on_cards: bool) -> dict[str, Derived]:
             None, "for fp8" if rollout.quantization == "fp8" else f"by the tolerance of {config.model.dtype}"
         ),
         "rollout.inference_batch_size": Derived(None, f"the {rows} rows of a ticket"),
-        "rollout.logits_forward_batch_size": Derived(None, _rows_of_a_pass(on_cards=on_cards)),
+        "rollout.logits_forward_batch_size": Derived(None, _rows_of_a_pass(config, on_cards=on_cards)),
+        "rollout.logits_forward_tokens": Derived(None, _tokens_of_a_pass(config, on_cards=on_cards)),
     }
     if rollout.engine == "vllm":
         found["rollout.cache_bytes"] = Derived(None, "what the GPU has free" if on_cards else "1 GiB: no GPU")
@@ -170,5 +171,16 @@ def _of_updates(config: Config, *, on_cards: bool) -> dict[str, Derived]:
     return found
 
 
-def _rows_of_a_pass(*, on_cards: bool) -> str:
-    return "of 16,384 tokens, on a GPU" if on_cards else "by the size of the model: no GPU"
+def _rows_of_a_pass(config: Config, *, on_cards: bool) -> str:
+    if config.rollout.inference_batch_size is not None:
+        return "rollout.inference_batch_size"
+    by_tokens = config.rollout.logits_forward_tokens is not None or on_cards
+    return "rollout.logits_forward_tokens takes its place" if by_tokens else "by the size of the model: no GPU"
+
+
+def _tokens_of_a_pass(config: Config, *, on_cards: bool) -> str:
+    if config.rollout.logits_forward_batch_size is not None:
+        return "rollout.logits_forward_batch_size is set"
+    if config.rollout.inference_batch_size is not None:
+        return "rollout.inference_batch_size is set"
+    return _PLANNED if on_cards else "no GPU"

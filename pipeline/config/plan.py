@@ -45,7 +45,7 @@ _OF_PASSES = (
 """Terms whose tensors come and go, of other sizes each time."""
 
 _PASS_TOKENS = 16_384
-"""Tokens of a pass without a backward pass on a GPU."""
+"""Tokens of a pass without a backward pass on a GPU, where no plan has chosen."""
 _PASS_STATES, _PASS_INNER = 4, 3
 """Vectors of a token that such a pass holds at a time, of the hidden width and of the MLP's: those of one layer."""
 _PASS_LOGITS, _SAMPLED_LOGITS = 2, 5
@@ -334,7 +334,8 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
             here.append(its)
     if on_cards and here:
         given, length = config.rollout.logits_forward_batch_size, config.lengths.row
-        tokens = given * length if given else min(_PASS_TOKENS, max(ticket * length, length))
+        most = config.rollout.logits_forward_tokens or _PASS_TOKENS
+        tokens = given * length if given else min(most, ticket * length)
         terms["passes over rows"] = max(_pass_bytes(one, width, max(tokens, length)) for one in here) + (
             4 * _PASS_LOGITS * min(_LOGITS, tokens * models.actor.vocabulary)
         )

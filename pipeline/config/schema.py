@@ -206,8 +206,16 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
     logits_forward_batch_size: int | None = Field(
         default=None,
         ge=1,
-        description="Rows per forward pass; left out: of 16,384 tokens on a GPU, a minute's on a CPU; halved if a GPU "
-        "is full.",
+        description="Rows per forward pass of log-probs or values; left out: of logits_forward_tokens on a GPU, a "
+        "minute's on a CPU; halved if a GPU is full.",
+    )
+    logits_forward_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31,
+        description="Tokens per forward pass of log-probs or values, padding included, in place of "
+        "logits_forward_batch_size; a longer row is a pass of its own; halved if a GPU is full; left out: on a GPU as "
+        "many as fit by `rlhfd plan`, 65,536 at most.",
     )
     stop_token_ids: StopTokenIds = Field(
         default=None,

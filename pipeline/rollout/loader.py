@@ -186,6 +186,7 @@ def _load(
         num_generation=rollout.num_generations,
         inference_batch_size=rollout.inference_batch_size,
         logits_forward_batch_size=rollout.logits_forward_batch_size,
+        logits_forward_tokens=rollout.logits_forward_tokens,
         reuse_sampling_log_probs=log_probs_by(config) == "engine",
         shaping=shaping,
         drop_errored=True,

@@ -94,6 +94,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         inference_batch_size: Most rows at once in generation, reward model and critic; None: all, cut by `pass_size`.
         logits_forward_batch_size: Most rows of a mini-batch of log-probs or values; None for
             `inference_batch_size`.
+        logits_forward_tokens: Most tokens of such a mini-batch; None: as many as `pass_size` says, or without bound
+            where rows are bounded.
         compat: "coati" for the value position, the reward placement and the per-action kl of the original, to
             reproduce its runs: values are the last A columns of the right-padded rows, the score is added to every
             action, and kl is exp(k) - 1 - k. None for the correct formulas.
@@ -157,6 +159,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         inference_batch_size: int | None = None,
         logits_forward_batch_size: int | None = 2,
         *,
+        logits_forward_tokens: int | None = None,
         compat: Literal["coati"] | None = None,
         temperature: float = 1.0,
         generator: ResponseGenerator | None = None,
@@ -193,6 +196,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.num_generation = num_generation
         self.inference_batch_size = inference_batch_size
         self.logits_forward_batch_size = logits_forward_batch_size
+        self.logits_forward_tokens = logits_forward_tokens
         self.compat = compat
         self.temperature = temperature
         self.generator = generator
@@ -447,6 +451,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             self._telemetry,
             self._sizes,
             self.width_multiple,
+            self.logits_forward_tokens,
         )
 
     def _reference_weights(self) -> AbstractContextManager[None]:

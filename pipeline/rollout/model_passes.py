@@ -48,6 +48,8 @@ class ModelPasses:
         sizes: The bound of each model's passes, kept by the owner of this object.
         width_multiple: Multiple to which the widths of mini-batches without common padding are rounded up; None: 64 on
             a GPU, else 1.
+        logits_forward_tokens: Most tokens of a mini-batch of log-probs or values; None for the model's
+            `default_tokens`, or without bound where rows are bounded.
     """
 
     inference_batch_size: int | None
@@ -56,6 +58,7 @@ class ModelPasses:
     telemetry: Telemetry = Telemetry.none()
     sizes: WeakKeyDictionary[nn.Module, PassSize] = field(default_factory=WeakKeyDictionary)
     width_multiple: int | None = None
+    logits_forward_tokens: int | None = None
 
     def log_probs(self, name: str, model: Callable[..., Any], rows: Rows, temperature: float) -> Tensor:
         """Return the log-probs of the actions under a model.
@@ -250,12 +253,16 @@ class ModelPasses:
         given = [self.inference_batch_size, *([] if scores else [self.logits_forward_batch_size])]
         most_rows = min((size for size in given if size is not None), default=None)
         key = "rollout.inference_batch_size" if scores else "rollout.logits_forward_batch_size"
+        most_tokens = None if scores else self.logits_forward_tokens
+        if most_tokens is not None:
+            key = "rollout.logits_forward_tokens"
         module = next((one for one in (model, getattr(model, "model", None)) if isinstance(one, nn.Module)), None)
         if module is None:
             return PassSize(key, most_rows=most_rows, telemetry=self.telemetry)
         if module not in self.sizes:
-            tokens = default_tokens(module, _device_of(module), backward=False) if most_rows is None else None
-            self.sizes[module] = PassSize(key, most_tokens=tokens, telemetry=self.telemetry)
+            if most_tokens is None and most_rows is None:
+                most_tokens = default_tokens(module, _device_of(module), backward=False)
+            self.sizes[module] = PassSize(key, most_tokens=most_tokens, telemetry=self.telemetry)
         self.sizes[module].most_rows = most_rows
         return self.sizes[module]
 

@@ -20,9 +20,9 @@ _BUFFER_ENDS_S = 60.0
 _SMALLER: Final = {
     "generate": "lower rollout.inference_batch_size or rollout.max_length",
     "environment": "lower rollout.environment_timeout_s",
-    "logprob": "lower rollout.logits_forward_batch_size",
-    "ref_logprob": "lower rollout.logits_forward_batch_size",
-    "value": "lower rollout.logits_forward_batch_size",
+    "logprob": "lower rollout.logits_forward_tokens (rollout.logits_forward_batch_size, where it is set)",
+    "ref_logprob": "lower rollout.logits_forward_tokens (rollout.logits_forward_batch_size, where it is set)",
+    "value": "lower rollout.logits_forward_tokens (rollout.logits_forward_batch_size, where it is set)",
     "reward": "lower rollout.inference_batch_size or rollout.reward_timeout_s",
     "train": "lower trainer.micro_batch_tokens (trainer.micro_batch_size, where it is set)",
 }

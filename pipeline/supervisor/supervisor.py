@@ -140,6 +140,9 @@ def _log_choices(config: Config, reasons: Mapping[str, str]) -> None:
         most, kept = config.trainer.micro_batch_tokens or "-", config.trainer.activation_checkpointing is False
         log.info("training passes by the plan: most_tokens=%s activations=%s reason=%s",
                  most, "kept" if kept else "checkpointed", why)  # fmt: skip
+    if why := reasons.get("rollout.logits_forward_tokens", ""):
+        log.info("log-prob passes by the plan: most_tokens=%s reason=%s",
+                 config.rollout.logits_forward_tokens or "-", why)  # fmt: skip
     if config.trainer.keep_state == "disk" and (why := reasons.get("trainer.keep_state", "")):
         log.warning("a killed trainer goes back to its last checkpoint, its state is kept on disk alone: %s", why)
 

@@ -195,6 +195,11 @@ class TestConflicts:
                 "must be left out with trainer.micro_batch_tokens, which takes its place",
             ),
             (
+                {"rollout__logits_forward_batch_size": 4, "rollout__logits_forward_tokens": 4096},
+                "rollout.logits_forward_batch_size",
+                "must be left out with rollout.logits_forward_tokens, which takes its place",
+            ),
+            (
                 {"trainer__world_size": 2, "trainer__devices": [3]},
                 "trainer.devices",
                 "names 1 for 2 ranks, each needs its own",

@@ -103,6 +103,23 @@ def test_a_row_that_does_not_fit_alone_ends_the_worker_and_names_the_key() -> No
         made_by(maker)
 
 
+@pytest.mark.parametrize(("place", "grpo"), [("initial_model", True), ("critic", False)])
+def test_forward_passes_have_the_tokens_that_are_configured(place: str, grpo: bool) -> None:
+    """Those of log-probs and values; a row that is longer is a pass of its own."""
+    for most in (30, 5):
+        maker = new_maker(use_grpo=grpo, logits_forward_tokens=most)
+        model = getattr(maker, place)
+        device = Device(model.base_model if place == "initial_model" else model.backbone)
+
+        made = made_by(maker)
+
+        assert_same(made, made_by(new_maker([], use_grpo=grpo)))
+        passes = [(rows, width) for rows, width in device.shapes if width > 2]
+        assert len(passes) >= 2
+        assert all(rows == 1 or rows * width <= most for rows, width in passes), passes
+        assert any(rows > 1 for rows, _ in passes) == (most == 30)
+
+
 def test_forward_passes_of_a_ticket_are_cut_by_tokens_with_a_heartbeat_between_the_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

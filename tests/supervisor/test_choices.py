@@ -130,6 +130,54 @@ def test_without_a_card_nothing_of_a_pass_is_chosen(folder: Path) -> None:
     assert in_force == (None, None) and not found.reasons.keys() & set(KEYS)
 
 
+TOKENS = "rollout.logits_forward_tokens"
+
+
+@pytest.mark.parametrize(
+    ("gpu_gb", "rollout", "tokens"),
+    [
+        # The reference's passes take 47 kB a token with what the allocator keeps; 11.7 GB in all with the largest.
+        (80, {}, 65_536),
+        (12, {}, 32_768),
+        (11, {}, None),
+        (80, {"logits_forward_tokens": 5_000}, 5_000),
+        (80, {"logits_forward_batch_size": 4}, None),
+        (80, {"inference_batch_size": 4}, None),
+        (80, {"engine": "vllm"}, None),
+        (80, {"engine": "vllm", "cache_bytes": "8GiB"}, 65_536),
+    ],
+)
+def test_a_log_prob_pass_is_as_large_as_the_workers_card_allows(
+    folder: Path, gpu_gb: float, rollout: dict[str, Any], tokens: int | None
+) -> None:
+    config = configured(folder, rollout)
+
+    found = choice(config, models_of(config), cards(gpu_gb))
+
+    assert found.config.rollout.logits_forward_tokens == tokens
+    reason = found.reasons.get(TOKENS, "")
+    if tokens in (32_768, 65_536):
+        assert reason.startswith("GPU of rollout 0 (1 like it) takes ")
+        (card,) = (one for one in budgets_of(found.config, models_of(config), cards(gpu_gb)) if "rollout" in one.name)
+        assert card.total_bytes <= 0.9 * card.capacity_bytes
+    elif rollout.get("engine") == "vllm":
+        assert reason == "the cache of vllm takes what is free of the same card: rollout.cache_bytes bounds it"
+    else:
+        assert (reason == "no larger pass leaves 10% of the card free") == (not rollout)
+
+
+def test_no_log_prob_pass_is_chosen_without_a_card_or_without_passes(folder: Path) -> None:
+    without_passes = {"engine": "vllm", "cache_bytes": "8GiB", "log_probs": "engine"}
+    for config, machine in (
+        (configured(folder), cards(0, 0)),
+        (configured(folder, without_passes, kl_coef=0.0), cards(80)),
+    ):
+        found = choice(config, models_of(config), machine)
+
+        assert found.config.rollout.logits_forward_tokens is None
+        assert TOKENS not in found.reasons
+
+
 def needed_by(config: Config) -> int:
     shared = needs(config, models_of(config), on_cards=False).shared
     return shared["weights"] + shared["training state"]
@@ -241,6 +289,8 @@ def test_the_choices_are_shown_by_plan_and_by_the_configuration(folder: Path, mo
     reason = "GPU of trainer 0 (1 like it) takes "
     assert f"# micro_batch_tokens is left out  # 32,768 here: {reason}" in shown
     assert f"# activation_checkpointing is left out  # false here: {reason}" in shown
+    assert "# logits_forward_tokens is left out  # 65,536 here: GPU of rollout 0 (1 like it) takes " in shown
+    assert "\nlog-probs    passes of 65,536 tokens: GPU of rollout 0 (1 like it) takes " in planned
     assert 'keep_state = "auto"  # memory here: /dev/shm has ' in shown
     assert f"\npasses       32,768 tokens, activations kept: {reason}" in planned
     assert "\nstate        in memory: /dev/shm has 500.0 GB, weights and training state take " in planned

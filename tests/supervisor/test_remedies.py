@@ -23,6 +23,7 @@ def keys_in(text: str) -> list[str]:
     ("reason", "stage", "key"),
     [
         ("no progress", "generate", "rollout.inference_batch_size"),
+        ("no progress", "logprob", "rollout.logits_forward_tokens"),
         ("no progress", "logprob", "rollout.logits_forward_batch_size"),
         ("no progress", "ref_logprob", "rollout.logits_forward_batch_size"),
         ("no progress", "value", "rollout.logits_forward_batch_size"),
@@ -76,4 +77,4 @@ def test_a_worker_killed_for_want_of_memory_is_logged_with_the_keys(
 
     (line,) = [line for line in caplog.messages if line.startswith("rollout-0 ended")]
     assert "killed by signal 9, oom" in line
-    assert "loading weights; out of memory: lower rollout.logits_forward_batch_size" in line
+    assert "loading weights; out of memory: lower rollout.logits_forward_tokens" in line

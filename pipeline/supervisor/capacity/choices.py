@@ -1,8 +1,9 @@
-"""The keys of the trainer that follow from the plan of a run: sharding, training passes, place of the training state.
+"""The keys that follow from the plan of a run: sharding, training and log-prob passes, place of the training state.
 
     trainer.sharding                  full where a whole model does not fit beside each rank, none elsewhere
     trainer.activation_checkpointing  on a card, where a step does not fit without it
     trainer.micro_batch_tokens        on a card, as many as fit
+    rollout.logits_forward_tokens     on a card, as many as fit beside that
     trainer.keep_state                memory where /dev/shm has room for it, else disk
 
 Each choice follows from the configuration, the headers of the models' files and the size of the machine, so that each
@@ -26,6 +27,8 @@ from pipeline.runtime.lock import shm_directory
 from pipeline.supervisor.capacity.budgets import Budget, budgets_of, remedies, size
 from pipeline.supervisor.capacity.machine import Machine, of_processes
 
+_LOG_PROB_TOKENS = (65_536, 32_768)
+"""Tokens of a log-prob pass; 16,384 where none of these fits."""
 _PASS_TOKENS = (65_536, 32_768, 16_384, 8_192)
 """Tokens of a training pass, those first that keep a card busiest: on an H200 a pass of 16,384 takes 0.07 s of
 arithmetic and .25 s of launches, and 65,536 were 8 % faster in all."""
@@ -49,6 +52,8 @@ class Choices(NamedTuple):
             found["trainer.micro_batch_tokens"] = f"{trainer.micro_batch_tokens:,}"
         if trainer.activation_checkpointing is not None:
             found["trainer.activation_checkpointing"] = str(trainer.activation_checkpointing).lower()
+        if self.config.rollout.logits_forward_tokens is not None:
+            found["rollout.logits_forward_tokens"] = f"{self.config.rollout.logits_forward_tokens:,}"
         return {key: f"{value} here: {self.reasons[key]}" for key, value in found.items() if key in self.reasons}
 
 
@@ -79,6 +84,7 @@ def choice(config: Config, models: Models, machine: Machine) -> Choices:
     for keys, choose in (
         (("trainer.sharding",), _sharding),
         (("trainer.activation_checkpointing", "trainer.micro_batch_tokens"), _passes),
+        (("rollout.logits_forward_tokens",), _log_prob_passes),
         (("trainer.keep_state",), _state),
     ):
         config, reason = choose(config, models, machine)
@@ -157,6 +163,31 @@ def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, s
                 fullest = max(cards, key=lambda card: card.total_bytes)
                 return sized, f"{fullest.name} takes {size(fullest.total_bytes)} of {size(fullest.capacity_bytes)}"
     return config, f"no pass leaves {1.0 - share:.0%} of the card free"
+
+
+def _log_prob_passes(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:
+    """Return the tokens of the workers' log-prob passes, on cards that have room beside all else."""
+    rollout = config.rollout
+    bounds = rollout.logits_forward_batch_size, rollout.inference_batch_size, rollout.logits_forward_tokens
+    if not machine.gpus or any(bound is not None for bound in bounds) or not _cards_of_passes(config, models, machine):
+        return config, None
+    if rollout.engine == "vllm" and rollout.cache_bytes is None:
+        return config, "the cache of vllm takes what is free of the same card: rollout.cache_bytes bounds it"
+    share = 1.0 - (_SHARDED_RESERVE if config.shards_trainer else _RESERVE)
+    for tokens in _LOG_PROB_TOKENS:
+        changed = rollout.model_copy(update={"logits_forward_tokens": tokens})
+        sized = config.model_copy(update={"rollout": changed})
+        cards = _cards_of_passes(sized, models, machine)
+        if all(card.total_bytes <= share * card.capacity_bytes for card in cards):
+            fullest = max(cards, key=lambda card: card.total_bytes)
+            return sized, f"{fullest.name} takes {size(fullest.total_bytes)} of {size(fullest.capacity_bytes)}"
+    return config, f"no larger pass leaves {1.0 - share:.0%} of the card free"
+
+
+def _cards_of_passes(config: Config, models: Models, machine: Machine) -> list[Budget]:
+    """Return the cards on which workers run models over rows."""
+    cards = [budget for budget in budgets_of(config, models, machine) if budget.is_card]
+    return [card for card in cards if any(term.endswith(": passes over rows") for term in card.terms)]
 
 
 def _shares_with_growing_cache(config: Config, cards: list[Budget]) -> bool:
