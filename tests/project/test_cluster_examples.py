@@ -91,12 +91,12 @@ def test_one_node_is_refused_with_the_reason(slurm: dict[str, str], tmp_path: Pa
 
 
 @pytest.mark.integration
+@pytest.mark.needs("ray")
 def test_a_job_runs_on_its_nodes_and_a_signal_before_its_end_drains_it(
     tmp_path: Path,
     task: Path,  # noqa: F811
     slurm: dict[str, str],
 ) -> None:
-    pytest.importorskip("ray")
     settings = (
         *SMALL,
         *task_settings(task),
@@ -113,9 +113,15 @@ def test_a_job_runs_on_its_nodes_and_a_signal_before_its_end_drains_it(
 
         def has_trained() -> bool:
             assert job.poll() is None, log.read_text()
-            return len(re.findall(r"^state=ready step=[1-9]", log.read_text(), re.MULTILINE)) > 0
+            text = log.read_text()
+            # The head and a Ray node for each other server of the job; no actor is on the head.
+            return (
+                len(re.findall(r"^state=ready step=[1-9]", text, re.MULTILINE)) > 0
+                and text.count("node joined the cluster: ") == 3
+                and len(re.findall(r"rollout-[01] pipeline\.rollout\.ray: rolls out in the cluster", text)) == 2
+            )
 
-        wait_until(has_trained, START_TIMEOUT_S, "it trains")
+        wait_until(has_trained, START_TIMEOUT_S, "it trains on all nodes")
         family = descendants(job.pid)
         job.send_signal(signal.SIGTERM)
 
@@ -125,10 +131,6 @@ def test_a_job_runs_on_its_nodes_and_a_signal_before_its_end_drains_it(
             for pid in [*descendants(job.pid), job.pid]:
                 os.kill(pid, signal.SIGKILL)
             job.wait()
-    text = log.read_text()
-    # The head and a Ray node for each other server of the job; no actor is on the head.
-    assert text.count("node joined the cluster: ") == 3
-    assert len(re.findall(r"rollout-[01] pipeline\.rollout\.ray: rolls out in the cluster", text)) == 2
     (step,) = Path(slurm["STAND_IN_LOG"]).read_text().splitlines()
     assert step.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --exclude=node-1 --no-kill ")
     for pid in family:

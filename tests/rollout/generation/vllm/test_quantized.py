@@ -20,6 +20,7 @@ from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.loader import judging_of
 from tests.rollout.generation.vllm.models import log_probs_of, small_llama
 from tests.rollout.generation.vllm.test_engine import PROMPT, Weights, ids, request, run, settings, stepped_from
+from tests.support.proving import prove
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -113,7 +114,7 @@ def test_an_ignored_update_is_found_as_soon_as_the_change_is_beyond_that_of_roun
             held.take(4, stepped_from(moved, 3e-3))
 
     held.weights.hand_over_again(4)
-    held.weights.prove(4)
+    prove(held.weights, 4)
 
     assert [verdict for verdict, _ in held.told.verdicts] == ["ok", "ok", "ok", "stale", "stale", "ok"]
 

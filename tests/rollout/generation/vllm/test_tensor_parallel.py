@@ -24,6 +24,7 @@ from pipeline.rollout.generation.vllm.engine import VllmEngine
 from tests.rollout.generation.vllm.models import finish, log_probs_of, small_llama
 from tests.rollout.generation.vllm.test_engine import PROMPT, Weights, request, run, settings, stepped_from
 from tests.support.daemon import descendants, is_alive, wait_until
+from tests.support.proving import prove
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -120,7 +121,7 @@ def test_ranks_that_ignore_an_update_are_found_at_that_version(engine, models, t
             held.take(3, stepped_from(models.first, 1e-5))
 
     held.weights.hand_over_again(3)
-    held.weights.prove(3)
+    prove(held.weights, 3)
 
     verdicts = [verdict for verdict, _ in held.told.verdicts]
     assert verdicts == ["ok", "ok", "stale", "stale", "ok"]
