@@ -6,6 +6,7 @@ its slot itself; the supervisor folds it once the lock is free again (`pipeline.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
 from collections.abc import Iterator
@@ -63,7 +64,8 @@ class ExternalMetrics:
         self._experiences.inc(len(scores))
         self._tokens.inc(actions)
         staleness = (for_version - versions).clamp(min=0)
-        self._staleness.observe_many(staleness.tolist())
+        for versions_late, rows in collections.Counter(staleness.tolist()).items():
+            self._staleness.observe(versions_late, rows)
         self._writer.work_on(lease)
         self._clock.enter("train")
 
