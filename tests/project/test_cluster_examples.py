@@ -38,7 +38,12 @@ while [[ $1 == --* ]]; do
 done
 pids=()
 trap 'kill -TERM "${pids[@]}"' TERM
-for ((task = 0; task < tasks; task++)); do "$@" & pids+=($!); done
+for ((task = 0; task < tasks; task++)); do
+    "$@" >"$STAND_IN_LOG.$task" 2>&1 &
+    pids+=($!)
+    # On one machine two that start at once take the same ports.
+    until grep --quiet "Ray runtime started" "$STAND_IN_LOG.$task" || ! kill -0 "${pids[-1]}"; do sleep 0.2; done
+done
 for pid in "${pids[@]}"; do wait "$pid"; done
 wait
 """
@@ -91,6 +96,7 @@ def test_one_node_is_refused_with_the_reason(slurm: dict[str, str], tmp_path: Pa
 
 
 @pytest.mark.integration
+@pytest.mark.variant
 @pytest.mark.needs("ray")
 def test_a_job_runs_on_its_nodes_and_a_signal_before_its_end_drains_it(
     tmp_path: Path,
