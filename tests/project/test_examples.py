@@ -166,15 +166,17 @@ def test_the_replay_buffer_gives_each_row_once_and_ends() -> None:
 
 
 def test_every_example_is_run_here_or_planned() -> None:
-    """Real models: `tests/config/test_example_runs.py`; `tests/daemon/test_recipes.py`, `test_coming_from.py` there."""
+    """Others: the tests of recipes, of runs like those of TRL and verl, of example runs and of cluster examples."""
     planned = {path.parent.name for path in EXAMPLES.glob("*/*-card*.toml")}
     assert {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"} - planned == {
         "calculator",
         "coming-from",
+        "kuberay",
         "math",
         "own_reward",
         "own_trainer.py",
         "prompts.jsonl",
         "replay_buffer.py",
         "reward-model",
+        "slurm",
     }

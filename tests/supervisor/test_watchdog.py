@@ -141,14 +141,17 @@ def test_one_that_a_cluster_is_pending_for_is_neither_late_nor_waited_for(tmp_pa
     async def test(watch: Watch) -> None:
         pending, other = watch.fleet.ranks
 
-        def all_ready() -> bool:
-            # A worker that needs no process of its own for it.
-            worker = dataclasses.replace(other, role="rollout", state="ready")
-            watch.fleet.slots.append(worker)
+        def all_ready(role: str = "rollout") -> bool:
+            # The pending one in that role, and a worker that needs no process of its own for it.
+            worker, slots = dataclasses.replace(other, role="rollout", state="ready"), [*watch.fleet.slots]
+            watch.fleet.slots[:] = [
+                *(dataclasses.replace(slot, role=role) if slot is pending else slot for slot in slots),
+                worker,
+            ]
             try:
                 return watch.fleet.all_ready()
             finally:
-                watch.fleet.slots.pop()
+                watch.fleet.slots[:] = slots
 
         for rank in watch.fleet.ranks:
             watch.fleet.start(rank)
@@ -160,6 +163,7 @@ def test_one_that_a_cluster_is_pending_for_is_neither_late_nor_waited_for(tmp_pa
         await watch.fleet.until(lambda: pending.is_pending)
         watch.pass_s(3 * LIMIT_S)
         assert not pending.is_late and all_ready()
+        assert not all_ready("trainer"), "without a rank nothing is trained"
 
         watch.fleet.say_ready(pending, "placed")
         await watch.fleet.until(lambda: not pending.is_pending)

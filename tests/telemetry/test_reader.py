@@ -164,7 +164,10 @@ def test_mean_of_a_histogram_is_over_all_that_was_observed(slab: MetricsSlab) ->
 def test_both_parsers_read_every_series(slab: MetricsSlab) -> None:
     write_everything(slab)
     reader = MetricsReader(slab, INFO)
-    reader.external.update(GPUS, rlhfd_device_info={("trainer", "0", "NVIDIA H200"): 1.0})
+    actors = {("0", "node-1", "10.0.0.1"): 1.0}
+    reader.external.update(
+        GPUS, rlhfd_device_info={("trainer", "0", "NVIDIA H200"): 1.0}, rlhfd_cluster_actor_info=actors
+    )
 
     text = {family.name: family for family in parse_text(Exposition(reader).text().decode())}
     openmetrics = {family.name: family for family in parse_openmetrics(Exposition(reader).openmetrics().decode())}
