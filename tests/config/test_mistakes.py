@@ -615,34 +615,6 @@ MISTAKES = [
         '2:13: model.lora_rank: must be at most 512 with rollout.engine = "vllm", got 513',
     ),
     (
-        '[rollout]\nquantization = "fp8"',
-        '2:16: rollout.quantization: must be "none" with rollout.engine = "transformers": only vllm quantizes weights',
-    ),
-    (
-        '[rollout]\nengine = "vllm"\nquantization = "fp8"\n[model]\nlora_rank = 4',
-        '3:16: rollout.quantization: must be "none" with model.lora_rank',
-    ),
-    (
-        '[rollout]\nengine = "vllm"\nquantization = "fp8"\nsleep = true\ncache_bytes = "2GiB"\n'
-        "[buffer]\nmax_staleness = 0",
-        '3:16: rollout.quantization: must be "none" with rollout.sleep',
-    ),
-    (
-        '[rollout]\nengine = "vllm"\nquantization = "fp8"\nlog_probs = "engine"',
-        '4:13: rollout.log_probs: must be "worker" or "trainer" with rollout.quantization: the engine\'s are not those '
-        "of the policy's weights",
-    ),
-    (
-        '[rollout]\nengine = "vllm"\nquantization = "fp8"\ntop_p = 0.9',
-        '3:16: rollout.quantization: must be "none" with rollout.top_p: rows then lack the log-probs of vllm, and '
-        "nothing corrects",
-    ),
-    (
-        '[rollout]\nengine = "vllm"\nquantization = "fp8"\n[trainer]\nimportance_correction = "none"',
-        '5:25: trainer.importance_correction: must not be "none" with rollout.quantization: rows are sampled with '
-        "other weights than those that are trained",
-    ),
-    (
         "[rollout]\ntensor_parallel = 2",
         '2:19: rollout.tensor_parallel: must be 1 with rollout.engine = "transformers": only vllm splits a model over '
         "GPUs",
@@ -1089,15 +1061,6 @@ class TestFiles:
 
         where = "config.toml:5:19: rollout.tensor_parallel: "
         assert found == ([where + problem.format(model)] if problem else [])
-
-    def test_a_vision_language_model_is_not_quantized(self, folder: Path) -> None:
-        save_shell(folder / "model", vision_config={})
-        text = '[model]\nactor = "model"\n[rollout]\nengine = "vllm"\nquantization = "fp8"'
-
-        assert (
-            f'config.toml:5:16: rollout.quantization: must be "none": {folder}/model is a vision-language model, which '
-            "is not quantized"
-        ) in errors_of(text, files=True)
 
     def test_column_that_no_row_has_is_named_at_its_key(self, folder: Path) -> None:
         (folder / "p.jsonl").write_text('{"question": "a"}\n')

@@ -34,11 +34,6 @@ from pipeline.rollout.generation.interface import Request, Response, Sampling
 from pipeline.storage.weights_header import WeightsVersion
 
 PROBE_TOKENS = 8
-FP8_GAP_NATS = 0.5
-"""Largest mean difference a token of an engine whose weights have 8 bits."""
-FP8_LEAST_MOVE_NATS = 1e-3
-"""Change of the expected log-probs from which on an engine whose weights have 8 bits must have moved, too: by rounding
-these weights may stay as they are at a small step."""
 _LEAST_MOVE_NATS = 1e-5
 _LEAST_SHARE = 0.1
 
@@ -76,13 +71,11 @@ class Judging:
         action: Consequence of a failed probe: a warning, the weights once more and then the end of the worker, or the
             end of the worker.
         telemetry: Told of each verdict and the differences.
-        least_move_nats: Change of the expected log-probs, summed over versions, from which on the engine's must move.
     """
 
     limit_nats: float
     action: GapAction = "resync"
     telemetry: Telemetry = Telemetry.none()
-    least_move_nats: float = _LEAST_MOVE_NATS
 
 
 class EngineProbe(abc.ABC):
@@ -90,7 +83,7 @@ class EngineProbe(abc.ABC):
 
     def __init__(self, judging: Judging) -> None:
         self._judging = judging
-        self._least_move_nats = judging.least_move_nats
+        self._least_move_nats = _LEAST_MOVE_NATS
         self._before: _Answer | None = None
         self._failed_version: int | None = None
 

@@ -53,7 +53,7 @@ from pipeline.rollout.generation.interface import (
 from pipeline.rollout.generation.vllm import memory, wire
 from pipeline.rollout.generation.vllm.images import put as put_images
 from pipeline.rollout.generation.vllm.images import sight_of
-from pipeline.rollout.generation.vllm.releases import refuse_unable_to_quantize, refuse_unsuitable
+from pipeline.rollout.generation.vllm.releases import refuse_unsuitable
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from pipeline.runtime.link import Link
 from pipeline.runtime.lock import shm_directory
@@ -126,8 +126,6 @@ def _settings(config: Config, directory: Path, device: torch.device) -> wire.Set
         ConfigError: If vLLM is not installed, of a release that is not admitted, or cannot sleep here.
     """
     refuse_unsuitable()
-    if config.rollout.quantization != "none":
-        refuse_unable_to_quantize()
     on_cpu = device.type == "cpu"
     if on_cpu and config.rollout.sleep:
         raise ConfigError('rollout.sleep: "vllm" sleeps on GPUs alone, and this worker has none')
@@ -144,7 +142,6 @@ def _settings(config: Config, directory: Path, device: torch.device) -> wire.Set
         sleeps=config.rollout.sleep,
         batch_invariant=_is_batch_invariant(config, device),
         tensor_parallel=config.rollout.tensor_parallel,
-        quantization=config.rollout.quantization,
         scratch=_scratch(config) if config.rollout.tensor_parallel > 1 else "",
     )
 

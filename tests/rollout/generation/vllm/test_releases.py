@@ -10,12 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.rollout.generation.vllm.releases import (
-    is_woken,
-    refuse_unable_to_quantize,
-    refuse_unsuitable,
-    renames_of,
-)
+from pipeline.rollout.generation.vllm.releases import is_woken, refuse_unsuitable, renames_of
 
 
 @pytest.fixture
@@ -61,19 +56,6 @@ def test_an_older_and_a_newer_release_are_refused_in_one_line_with_the_range(
         f"rollout.engine: vLLM {version} is not admitted, >=0.24,<0.33 is: "
         "RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
     )
-
-
-@pytest.mark.parametrize("version", [None, "0.24.0", "0.30.2", "0.32.0"])
-def test_weights_are_quantized_by_the_releases_alone_whose_reload_of_them_is_known(
-    install: Callable[..., None], version: str | None
-) -> None:
-    install(version)
-
-    if version in (None, "0.32.0"):
-        refuse_unable_to_quantize()
-    else:
-        with pytest.raises(ConfigError, match=f"^rollout.quantization: vLLM {version} is not admitted, 0.32 is$"):
-            refuse_unable_to_quantize()
 
 
 @pytest.mark.parametrize(("version", "shown"), [(None, "none"), ("unknown", "unknown")])
