@@ -12,7 +12,16 @@ from tests.daemon.test_kills import balanced
 from tests.daemon.test_ray import PLACED, actors, left_of, name_of
 from tests.daemon.test_vllm import ALONE, ENDS, GAIN, LEARNING, LORA, SETTINGS
 from tests.daemon.test_vllm import task as task
-from tests.support.daemon import Daemon, descendants, is_alive, only_run, telling_reward, total, wait_until
+from tests.support.daemon import (
+    END_TIMEOUT_S,
+    Daemon,
+    descendants,
+    is_alive,
+    only_run,
+    telling_reward,
+    total,
+    wait_until,
+)
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
@@ -54,6 +63,7 @@ def test_an_engine_alone_on_another_machine_learns_the_embedded_task(tmp_path, t
     assert total(metrics, "rlhfd_items_unaccounted") == 0
 
 
+@pytest.mark.variant
 def test_engine_actor_gateway_and_supervisor_are_killed_nothing_is_lost_and_nothing_is_left(tmp_path, task, cluster):
     settings = (*ENDLESS, *SETTINGS, *LORA, *ALONE, *telling_reward(tmp_path), "rollout.weight_updates=in_flight")
     # Ray does not tell a kill from a crash: the death of an actor counts an attempt of the ticket in work.
@@ -89,6 +99,6 @@ def test_engine_actor_gateway_and_supervisor_are_killed_nothing_is_lost_and_noth
         family = [*daemon.family(), engine_of(daemon, actors(daemon)["rollout-0"])]
         daemon.signal(signal.SIGKILL)
         daemon.wait()
-        wait_until(lambda: not any(map(is_alive, family)), 60.0, "no process of it is left")
+        wait_until(lambda: not any(map(is_alive, family)), END_TIMEOUT_S, "no process of it is left")
         shutil.rmtree(daemon.shm_dir)
-        wait_until(lambda: not left_of(cluster), 60.0, "nor of its actors")
+        wait_until(lambda: not left_of(cluster), END_TIMEOUT_S, "nor of its actors")

@@ -158,6 +158,7 @@ def ranks_of(daemon):
     return [pid for pid in below if b"::Worker_TP" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.variant
 def test_a_killed_rank_of_an_engine_costs_no_ticket_and_nothing_is_left_after_the_supervisor(tmp_path, task):
     settings = (*ENDLESS, *SETTINGS, *ALONE, "rollout.tensor_parallel=2", "rollout.cache_bytes=64MiB")
     with Daemon(tmp_path, *settings, task=task) as daemon:

@@ -173,7 +173,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("moment", ["during its start", "once it is ready"])
+@pytest.mark.parametrize("moment", [pytest.param("during its start", marks=pytest.mark.variant), "once it is ready"])
 def test_with_a_killed_worker_engine_and_ranks_are_dead_and_their_memory_has_no_name(directory, tmp_path, moment):
     text = msgspec.json.encode(of_ranks(directory, tmp_path / "files")).decode()
     with subprocess.Popen(
