@@ -80,8 +80,9 @@ def go_on_without(daemon, actor_pid, *, steps=5):
     assert total(metrics, "rlhfd_items_dropped_total") == 0
 
 
+@pytest.mark.variant
 def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path, task, cluster):  # noqa: F811
-    """With PPO, whose critic's weights travel too."""
+    """With PPO, whose critic's weights travel too; GRPO: `test_ray_ranks`."""
     here = run(tmp_path / "here", task, "rollout.algorithm=ppo")
     there = run(tmp_path / "there", task, "rollout.algorithm=ppo", "rollout.workers=2", *cluster.settings)
 
