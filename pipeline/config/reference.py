@@ -29,7 +29,7 @@ _INTRODUCTION: Final = """\
 A TOML file: `--config FILE`, or else the file that RLHFD_CONFIG names; without a file, the embedded run. A key that is
 set in several places has the value of the first of these:
 
-1. `--set section.key=value`, of `start` and `config`
+1. `--set section.key=value`, of `start`, `config` and every command that reads a configuration
 2. the variable `RLHFD_SECTION__KEY`, such as `RLHFD_ROLLOUT__WORKERS=4`
 3. the file
 4. the default

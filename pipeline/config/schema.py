@@ -1,6 +1,7 @@
-"""The configuration: every section and key with its type, bound, unit and meaning; the defaults are the embedded run's.
+"""The configuration: sections and keys with type, bound, unit and meaning; the defaults are the embedded run's.
 
-Some of them suit that run alone: a model of its own has others (`pipeline.config.own_model`), named in descriptions.
+Some defaults suit that run alone: a model of its own has others (`pipeline.config.own_model`), named in descriptions.
+Sections with a file of their own lie beside this one.
 
 `pipeline.config.load` reads file, environment and ``--set``. Every `Config` has passed the same checks. An optional
 key whose value follows from other keys is None here; a property of `Config` returns the value in force.
