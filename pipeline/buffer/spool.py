@@ -37,7 +37,7 @@ from pipeline.storage.allocator import Extent, ExtentAllocator
 from pipeline.storage.arena import Arena
 from pipeline.storage.extent_file import ExtentFile, SavedExtent
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import Chosen
+from pipeline.storage.records import LAYOUT_VERSION, Chosen
 from pipeline.storage.tables import PromptRange, between
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ _TOTALS = "totals"
 
 
 class SpoolTotals(msgspec.Struct, frozen=True):
-    """The metadata of a spool."""
+    """The metadata of a spool; `layout` is the layout of its extents, 0 in files that do not say it."""
 
     number: int
     position: int
@@ -55,6 +55,7 @@ class SpoolTotals(msgspec.Struct, frozen=True):
     versions: list[tuple[int, int]]
     refilled: int = 0
     round_left: int = 0
+    layout: int = 0
 
     def include(self, latest: Latest) -> bool:
         """Return whether a checkpoint's weights had been published when the spool was written."""
@@ -67,8 +68,9 @@ def metadata_of(ledger: Ledger, cut: list[PromptRange]) -> dict[str, str]:
     totals, redo, versions = ledger.totals, [*ledger.redo, *cut], ledger.versions.entries()
     round_left = totals.round_left + sum(prompts.prompts for prompts in cut)
     spooled = SpoolTotals(
-        random.getrandbits(62), totals.position, totals.policy_version, redo, versions, totals.refilled, round_left
-    )
+        number=random.getrandbits(62), position=totals.position, policy_version=totals.policy_version, redo=redo,
+        versions=versions, refilled=totals.refilled, round_left=round_left, layout=LAYOUT_VERSION,
+    )  # fmt: skip
     return {_TOTALS: msgspec.json.encode(spooled).decode()}
 
 
@@ -143,7 +145,13 @@ class Spool:
                         sum(len(extent.chosen) for extent in file.extents), self.path)  # fmt: skip
             self.path.unlink()
             return
-        lost = self._restore(file, ledger, now_s)
+        if spooled.layout == LAYOUT_VERSION:
+            lost = self._restore(file, ledger, now_s)
+        else:
+            # Their bytes would pass the checksum and be read as other values.
+            lost = file.extents
+            log.error("rows of another release's layout not taken in, their prompts come again: rows=%d layout=%d",
+                      sum(len(extent.chosen) for extent in lost), spooled.layout)  # fmt: skip
         redo = [*spooled.redo, *(self._prompts(extent) for extent in lost)]
         refilled, round_left = spooled.refilled, spooled.round_left
         if not is_spool or (not lived and latest is not None and latest.version < spooled.policy_version):

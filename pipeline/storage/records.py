@@ -13,6 +13,7 @@ from pipeline.errors import LedgerError
 DROP_REASONS: Final = ("stale", "rolled_back", "filtered", "quarantined", "cleared", "spooled")
 """Reasons for which rows leave the ledger untrained: the order of `Totals.dropped`, the labels of the metric."""
 LAYOUT_VERSION = 5
+"""The layout of the ledger and of extents, in shared memory and in files: another number, another layout."""
 _TOTALS = struct.Struct("<16q")
 _EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
 _ITEM = struct.Struct("<BBBxI")

@@ -17,7 +17,7 @@ from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.storage.records import DROP_REASONS
+from pipeline.storage.records import DROP_REASONS, LAYOUT_VERSION
 from pipeline.storage.tables import PromptRange
 from tests.buffer.test_buffer import Counts
 from tests.storage.test_ledger import DyingMemory, Killed
@@ -388,6 +388,24 @@ def test_a_damaged_extent_costs_its_rows_and_its_prompts_come_again(starts):
         f"spool-{first.spool.path.name}"
     ]
     assert not first.spool.path.exists()
+
+
+def test_rows_of_another_releases_layout_are_kept_unread_and_their_prompts_come_again(starts, monkeypatch, caplog):
+    first = starts("first")
+    monkeypatch.setattr("pipeline.buffer.spool.LAYOUT_VERSION", LAYOUT_VERSION - 1)
+    stopped(first)
+    checkpoint(first)
+    monkeypatch.undo()
+    rows = sum(len(extent.chosen) for extent in extent_file.load(first.spool.path).extents)
+
+    second = starts("second")
+    second.take_in()
+
+    assert second.ledger.ready == 0
+    assert second.ledger.redo == [PromptRange(0, 12)]
+    assert second.damaged == [rows]
+    assert (run_dir(second.config) / "quarantine" / f"spool-{first.spool.path.name}").exists()
+    assert f"rows of another release's layout not taken in, their prompts come again: rows={rows}" in caplog.text
 
 
 @pytest.mark.parametrize("cut", [0, 7, 1000, 6000])
