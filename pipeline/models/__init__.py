@@ -1,6 +1,7 @@
 """The networks: loading, log-probs, values, rewards, adapters.
 
 attention_kernels  the kernels of attention in a pass
+card_attention     kernels of a card for rows end to end, and the choice among them
 chunked_log_probs  log-probs with a bound on the logits in memory
 critic             a language model with a value head
 device             the process's device and its allocator

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.types import Experience, is_vl_experience
 from pipeline.models.attention_kernels import chooses_kernels, without_cudnn_attention
+from pipeline.models.card_attention import kernel_of
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.critic import Critic
 from pipeline.models.flat_rows import FlatRows, on_device, ranges
 from pipeline.models.inputs import accepted_keywords
 from pipeline.models.position_limits import check_rows
 from pipeline.models.shared_prefix import SharedRows
-from pipeline.models.varlen_attention import kernel_of, problem_of_attention, uses_varlen_attention
+from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention
 
 log = logging.getLogger(__name__)
 

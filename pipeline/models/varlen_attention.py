@@ -1,8 +1,7 @@
 """Attention of packed rows, each row by itself: no mask of T x T tokens, no product with padding or with another row.
 
-    flash-attn     its varlen kernel, if the package is installed: GPU, 16 bits
-    torch varlen   `torch.nn.attention.varlen`: GPU, 16 bits
-    sdpa by rows   one call of torch's fused attention for each run of rows of equal length: CPUs, and the rest
+    a kernel of a card   see `pipeline.models.card_attention`: GPU, 16 bits
+    sdpa by rows         one call of torch's fused attention for each run of rows of equal length: CPUs, and the rest
 
 The kernels take causal attention over whole rows alone. A model that also caps scores or slides a window keeps its own
 attention, for which transformers makes the block mask from the position ids.
@@ -10,10 +9,6 @@ attention, for which transformers makes the block mask from the position ids.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import inspect
-import logging
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any, Final
@@ -23,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import FieldError
+from pipeline.models.card_attention import BY_ROWS, attend_by, kernel_of
 from pipeline.models.critic import Critic
 from pipeline.models.prefix_attention import PrefixLayout, response_attention
 from pipeline.models.vision_inputs import vision_backbone
@@ -30,10 +26,7 @@ from pipeline.models.vision_inputs import vision_backbone
 NAME: Final = "rlhfd_varlen"
 """The attention's name in transformers' registry."""
 
-_MOST_HEAD_SIZE: Final = 256
 _OTHER_ATTENTION: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
-
-log = logging.getLogger(__name__)
 
 
 def use_varlen_attention(model: Any) -> bool:
@@ -96,15 +89,6 @@ def problem_of_attention(
         # One line: errors of transformers may have several.
         return str(error).strip().partition("\n")[0]
     return None
-
-
-def kernel_of(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Return the name of the kernel for a device, a dtype and a size of the heads."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_size > _MOST_HEAD_SIZE:
-        return "sdpa by rows"
-    if importlib.util.find_spec("flash_attn") is not None:
-        return "flash-attn"
-    return "torch varlen" if importlib.util.find_spec("torch.nn.attention.varlen") is not None else "sdpa by rows"
 
 
 def varlen_attention(
@@ -179,52 +163,10 @@ def _causal(
 ) -> Tensor:
     """Return the attention of rows by the device's kernel, ``(1, T, heads, size)``."""
     kernel = kernel_of(query.device, query.dtype, query.shape[-1])
-    if kernel == "sdpa by rows":
+    if kernel == BY_ROWS:
         return _by_rows(query, key, value, row_lengths, scaling)
     by_token = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return attend_by(kernel)(*by_token, starts, max(row_lengths), scaling).unsqueeze(0)
-
-
-def attend_by(kernel: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]:
-    """Return a kernel of a card, one of `kernel_of`.
-
-    It is called with query, key and value, each ``(T, heads, size)``, the ``(B + 1,)`` int32 starts of the rows, the
-    tokens of the longest row and the factor of the scores, None for 1 / sqrt(size); it returns ``(T, heads, size)``.
-    """
-    if kernel == "flash-attn":
-        from flash_attn import flash_attn_varlen_func
-
-        def by_flash_attn(
-            query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
-        ) -> Tensor:
-            output: Tensor = flash_attn_varlen_func(
-                query, key, value, starts, starts, longest, longest, softmax_scale=scaling, causal=True
-            )
-            return output
-
-        return by_flash_attn
-    from torch.nn.attention.varlen import varlen_attn
-
-    def by_torch(
-        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
-    ) -> Tensor:
-        causal = (-1, 0)
-        grouped: dict[str, Any] = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
-        if not grouped and (heads := query.shape[1] // key.shape[1]) > 1:
-            key, value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
-        output = varlen_attn(
-            query, key, value, starts, starts, longest, longest, scale=scaling, window_size=causal, **grouped
-        )
-        assert isinstance(output, Tensor)
-        return output
-
-    return by_torch
-
-
-@functools.cache
-def _takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Return whether torch's kernel lets a KV head serve several heads; that of torch 2.11 and 2.12 does not."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, row_lengths: list[int], scaling: float | None) -> Tensor:

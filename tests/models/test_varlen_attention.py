@@ -11,16 +11,11 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
+from pipeline.models.card_attention import attend_by, kernel_of
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.packing import PackedRows, prepare_packing
-from pipeline.models.varlen_attention import (
-    attend_by,
-    kernel_of,
-    use_varlen_attention,
-    uses_varlen_attention,
-    varlen_attention,
-)
+from pipeline.models.varlen_attention import use_varlen_attention, uses_varlen_attention, varlen_attention
 from tests.support import tiny
 from tests.support.padded_passes import flat_rows_of, log_probs_by_packing, values_by_packing
 
@@ -186,14 +181,6 @@ def test_models_that_cannot_be_packed_are_refused_in_one_line() -> None:
     packed: Any = {"cu_seq_lens_q": torch.tensor([0, 3]), "row_lengths": [3]}
     with pytest.raises(FieldError, match="Linear has softcap, with which rows cannot be packed"):
         varlen_attention(nn.Linear(1, 1), query, query, query, None, softcap=30.0, **packed)
-
-
-def test_the_kernel_follows_device_dtype_and_size() -> None:
-    half = torch.bfloat16
-    kernel = "torch varlen"
-
-    assert kernel_of(GPU, half, 128) == kernel
-    assert kernel_of(GPU, torch.float32, 128) == kernel_of(CPU, half, 64) == kernel_of(GPU, half, 512) == "sdpa by rows"
 
 
 def test_torch_s_kernel_takes_the_rows_in_its_form() -> None:
