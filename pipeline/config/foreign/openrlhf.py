@@ -14,6 +14,7 @@ from pipeline.config.foreign.option import (
     carried,
     data_path,
     estimator,
+    generations,
     is_ppo,
     missing,
     needless,
@@ -43,14 +44,6 @@ def _mini_batches(value: Any, given: Given) -> dict[str, Any]:
             "must divide rollout.batch_size x rollout.n_samples_per_prompt: trainer.mini_batches counts updates of equal size"
         )
     return {"trainer.mini_batches": found}
-
-
-def _generations(value: Any, given: Given) -> dict[str, Any]:
-    if not is_ppo(given):
-        return {"rollout.num_generations": value}
-    if value != 1:
-        raise NotCarriedError("PPO has one response to a prompt here")
-    return {}
 
 
 def _kl(value: Any, given: Given) -> dict[str, Any]:
@@ -212,7 +205,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("data.disable_fast_tokenizer data.dataloader_num_workers", "prompts are read by position", aliases="disable_fast_tokenizer"),
     # The rollouts.
     carried("rollout.batch_size", "buffer.sample_batch_size", "OpenRLHF counts prompts, rlhfd rows: times rollout.n_samples_per_prompt; the key rollout.batch_size here is the prompts of a ticket", default=1024, to=_rows, written=True, aliases="rollout_batch_size"),
-    carried("rollout.n_samples_per_prompt", "rollout.num_generations", default=1, to=_generations, written=True, aliases="n_samples_per_prompt"),
+    carried("rollout.n_samples_per_prompt", "rollout.num_generations", default=1, to=generations, written=True, aliases="n_samples_per_prompt"),
     carried("rollout.temperature", "rollout.temperature", default=1.0, aliases="temperature"),
     carried("rollout.top_p", "rollout.top_p", default=1.0, aliases="top_p"),
     carried("rollout.micro_batch_size", "rollout.logits_forward_batch_size", "rows of a log-prob pass of a worker", default=1, aliases="micro_rollout_batch_size"),

@@ -222,6 +222,19 @@ def of_ppo(key: str) -> Convert:
     return only_if(is_ppo, key)
 
 
+def generations(value: Any, given: Given) -> dict[str, Any]:
+    """Convert the responses to a prompt; with PPO there is one here.
+
+    Raises:
+        NotCarriedError: If PPO has several.
+    """
+    if not is_ppo(given):
+        return {"rollout.num_generations": value}
+    if value != 1:
+        raise NotCarriedError("PPO has one response to a prompt here")
+    return {}
+
+
 def estimator(names: Mapping[str, str], without_std: Callable[[Given], bool]) -> Convert:
     """Return the conversion of an estimator: PPO for gae, else GRPO with the advantages of that name.
 

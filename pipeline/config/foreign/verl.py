@@ -14,6 +14,7 @@ from pipeline.config.foreign.option import (
     carried,
     data_path,
     estimator,
+    generations,
     in_file_order,
     is_ppo,
     missing,
@@ -50,14 +51,6 @@ def _mini_batches(value: Any, given: Given) -> dict[str, Any]:
     if rest or not found:
         raise NotCarriedError("must divide data.train_batch_size: trainer.mini_batches counts updates of equal size")
     return {"trainer.mini_batches": found}
-
-
-def _generations(value: Any, given: Given) -> dict[str, Any]:
-    if not is_ppo(given):
-        return {"rollout.num_generations": value}
-    if value != 1:
-        raise NotCarriedError("PPO has one response to a prompt here")
-    return {}
 
 
 def _aggregation(value: Any, given: Given) -> dict[str, Any]:
@@ -359,7 +352,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout", "workers and trainer are processes of their own"),
     # The rollouts.
     carried(f"{_R}name", "rollout.engine", "vllm, or hf: transformers; sglang and trtllm are missing", to=by_value("rollout.engine", {"vllm": "vllm", "hf": "transformers"}, otherwise="the engines are vllm, transformers, or one of your own")),
-    carried(f"{_R}n", "rollout.num_generations", default=1, to=_generations, written=True),
+    carried(f"{_R}n", "rollout.num_generations", default=1, to=generations, written=True),
     carried(f"{_R}temperature", "rollout.temperature", default=1.0),
     carried(f"{_R}top_p", "rollout.top_p", default=1),
     carried(f"{_R}top_k", "rollout.top_k", "-1 is 0 here", default=-1, to=positive("rollout.top_k", 0)),
