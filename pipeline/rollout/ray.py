@@ -28,7 +28,6 @@ import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError, WeightsError
 from pipeline.models.weights.store import WeightsReader
@@ -38,7 +37,7 @@ from pipeline.rollout.node_watch import WATCHERS, NodeWatch
 from pipeline.rollout.process import may_quote_texts
 from pipeline.rollout.remote import CallResult, Loaded, NodeStatus, RolloutNode, WorkerSpec
 from pipeline.rollout.roller import Rolled
-from pipeline.runtime.ray_cluster import join, one_line
+from pipeline.runtime.ray_cluster import NoRoomError, await_room, join, one_line
 from pipeline.runtime.role import ClusterNode, Report, RoleContext
 from pipeline.storage.weights_header import Age, WeightsVersion
 from pipeline.telemetry.carried_records import log_carried
@@ -46,8 +45,6 @@ from pipeline.telemetry.carried_records import log_carried
 _STATUS_S: Final = 0.1
 # Longest time of a call that steps the engine: tickets come, and weights change in flight, between two of them.
 _STEP_S: Final = 0.2
-_PENDING_S: Final = 10.0
-_PENDING_REPEAT_S: Final = 300.0
 _RETRY_S: Final = 0.5
 # Longest time to put weights into the store, and to transfer them to another machine: a constant and a slowest speed.
 _PATIENCE_S: Final = 30.0
@@ -68,7 +65,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         watch.start()
     try:
         return rollout_process.run(config, context, load_remote)
-    except _StoppedError:
+    except NoRoomError:
         return ExitCode.OK
     finally:
         watch.close()
@@ -106,11 +103,9 @@ class RemoteStream:
         self._machine = "?"
         self._cpus, self._gpus = float(config.rollout.threads), config.cluster.worker_gpus
         spec = WorkerSpec(
-            config.model_dump_json(),
-            os.getcwd(),
-            may_quote_texts(config, context),
-            os.environ.get(user_modules.FOLDER_VARIABLE, ""),
-            config.daemon.log_texts,
+            config=config.model_dump_json(),
+            texts=may_quote_texts(config, context),
+            log_texts=config.daemon.log_texts,
         )
         actor = ray.remote(
             num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, concurrency_groups={"status": 1},
@@ -125,7 +120,8 @@ class RemoteStream:
             ConfigError: If the models cannot be loaded, at the first start of this worker.
             RlhfdError: If they cannot be loaded at a later start, or the machine is lost.
         """
-        self._wait_placed()
+        answered = self._actor.status.remote(logging.getLogger().level, 0.0)
+        await_room(answered, self._context, f"gpus={self._gpus:g} cpus={self._cpus:g}")
         try:
             loaded: Loaded = self._call("load")
         except ConfigError as error:
@@ -186,21 +182,6 @@ class RemoteStream:
     def close(self) -> None:
         """End the actor."""
         ray.kill(self._actor)
-
-    def _wait_placed(self) -> None:
-        """Wait until the actor answers, without a deadline while the cluster has no room for it."""
-        answered = self._actor.status.remote(logging.getLogger().level, 0.0)
-        is_pending, due_s = False, time.monotonic() + _PENDING_S
-        while not ray.wait([answered], timeout=_STATUS_S)[0]:
-            if self._context.stopping:
-                raise _StoppedError
-            if time.monotonic() > due_s:
-                is_pending, due_s, free = True, time.monotonic() + _PENDING_REPEAT_S, ray.available_resources()
-                log.warning("waits for room in the cluster: gpus=%g cpus=%g free_gpus=%g free_cpus=%g",
-                            self._gpus, self._cpus, free.get("GPU", 0.0), free.get("CPU", 0.0))  # fmt: skip
-                self._context.report(Report(state="pending"))
-        if is_pending:
-            self._context.report(Report(state="placed"))
 
     def _node(self) -> ClusterNode | None:
         """Return the node on which the actor runs; None if the cluster does not know it any more."""
@@ -365,10 +346,6 @@ class WeightsHolder:
             copy = self._reader.copy()
             self._age, self._stored = copy.version.age, [ray.put(copy)]
         return self._stored
-
-
-class _StoppedError(Exception):
-    """A shutdown before the cluster had room for the actor."""
 
 
 class _LostError(Exception):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import logging
 import os
 import socket
@@ -24,7 +23,6 @@ from typing import Any, Final
 
 import torch
 
-from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
@@ -36,38 +34,25 @@ from pipeline.rollout.generation.vllm.releases import installed_version
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.rollout.ticket_stream import EngineStream, new_stream
+from pipeline.runtime.actor_start import ActorSpec, enter
 from pipeline.telemetry.carried_records import CarriedRecords
 from pipeline.telemetry.metric import OTHER
 
 _SILENT_SHARE: Final = 0.8
-_ENVIRONMENT: Final = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkerSpec:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerSpec(ActorSpec):
     """The specification of a remote worker.
 
     Attributes:
-        config: The instance's, as JSON.
-        working_directory: Folder of the daemon's start; reward functions are imported from there if it exists on this
-            machine too.
         texts: Whether errors of the start may quote prompts and answers.
-        modules: The folder of the configuration file, searched first for reward functions and engines.
         log_texts: Whether later errors and the log may quote them.
-        release: The version of this package on the daemon's machine.
-        vllm: That of vLLM, "" if it has none.
+        vllm: Version of vLLM on the daemon's machine, "" if it has none.
     """
 
-    config: str
-    working_directory: str
     texts: bool
-    modules: str = ""
     log_texts: bool = False
-    release: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("rlhfd"))
     vllm: str = dataclasses.field(default_factory=installed_version)
 
 
@@ -273,7 +258,6 @@ class RolloutNode:
     """The models of one worker on their machine; one thread calls it, a second one calls `status`."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        os.environ.update(_ENVIRONMENT)
         self._spec = spec
         self._config: Config | None = None
         self._telemetry = NodeTelemetry(log_texts=spec.log_texts)
@@ -383,27 +367,19 @@ class RolloutNode:
         return dataclasses.replace(self._telemetry.take(value, error), status=self._status(), has_room=has_room)
 
     def _load(self) -> Loaded:
-        machine, release = socket.gethostname(), importlib.metadata.version("rlhfd")
-        # Before the configuration is read, which may have keys that this release does not know.
-        if release != self._spec.release:
-            raise ConfigError(f"{machine} has rlhfd {release}, the daemon's machine {self._spec.release}")
-        self._config = Config.model_validate_json(self._spec.config)
-        vllm = installed_version()
-        if self._config.rollout.engine == "vllm" and vllm and self._spec.vllm not in ("", vllm):
-            # The machine of the daemon needs none; one that is there is the release of all workers.
-            raise ConfigError(f"{machine} has vLLM {vllm}, the daemon's machine {self._spec.vllm}")
-        torch.set_num_threads(self._config.rollout.threads)
-        if os.path.isdir(self._spec.working_directory):
-            # Scorers import reward functions from the folder they are started in, which is this process's.
-            os.chdir(self._spec.working_directory)
-        os.environ[user_modules.FOLDER_VARIABLE] = self._spec.modules
-        user_modules.extend_path()
+        machine = socket.gethostname()
         try:
-            tokenizer = load_tokenizer(self._config.model.actor)
-            roller = load_roller(self._config, tokenizer, self._telemetry, texts=self._spec.texts)
+            config = self._config = enter(self._spec)
+            vllm = installed_version()
+            if config.rollout.engine == "vllm" and vllm and self._spec.vllm not in ("", vllm):
+                # The machine of the daemon needs none; one that is there is the release of all workers.
+                raise ConfigError(f"vLLM {vllm} is installed, on the daemon's machine {self._spec.vllm}")
+            torch.set_num_threads(config.rollout.threads)
+            tokenizer = load_tokenizer(config.model.actor)
+            roller = load_roller(config, tokenizer, self._telemetry, texts=self._spec.texts)
         except ConfigError as error:
             raise ConfigError(f"on {machine}: {error}", bare=f"on {machine}: {error.bare}") from error
-        self._stream = new_stream(roller, self._config, self._telemetry)
+        self._stream = new_stream(roller, config, self._telemetry)
         return Loaded(machine, os.getpid(), self._stream.tickets_ahead)
 
 

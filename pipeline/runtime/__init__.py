@@ -1,5 +1,6 @@
 """The base of every process of an instance; no torch.
 
+actor_start         the start of a role on another machine of a cluster
 checkpoint_note     a checkpoint's description of itself, and its verification
 child_entry         entry of a child process
 child_process       a child process, started and watched
@@ -19,7 +20,7 @@ pause               whether tickets are issued
 peer                one side of a conversation with a process that may be restarted
 pool                processes that run code of the user, replaced when they end
 pool_process        the forkserver of a pool, and the start of a process
-ray_cluster         a gateway's connection to its Ray cluster
+ray_cluster         a gateway's connection to its Ray cluster, and its wait for room
 role                a role's folder, metrics, reports and SIGTERM
 role_libraries      the import of the roles' libraries, without packages of no use to them
 run_folder          the folder of a run

@@ -1,4 +1,4 @@
-"""The connection of a gateway to its Ray cluster."""
+"""The connection of a gateway to its Ray cluster, and the wait for room in it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import logging
 import os
 import re
 import socket
-from typing import Final
+import time
+from typing import Any, Final
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RlhfdError
-from pipeline.runtime.role import RoleContext
+from pipeline.runtime.role import Report, RoleContext
 
 _NAMESPACE: Final = "rlhfd"
 _CONNECT_S: Final = 5.0
 _MOST_CHARACTERS: Final = 2000
+_LOOK_S: Final = 0.1
+_PENDING_S: Final = 10.0
+_PENDING_REPEAT_S: Final = 300.0
+
+log = logging.getLogger(__name__)
+
+
+class NoRoomError(Exception):
+    """A shutdown before the cluster had room."""
 
 
 def join(config: Config, context: RoleContext) -> None:
@@ -44,6 +54,32 @@ def join(config: Config, context: RoleContext) -> None:
     context.stop_on_sigterm()
     # Ray's has fields that no formatter here knows.
     logging.setLogRecordFactory(logging.LogRecord)
+
+
+def await_room(placed: Any, context: RoleContext, wanted: str) -> None:
+    """Wait until the cluster has room, without a deadline: the free resources are logged now and then.
+
+    Args:
+        placed: Reference to an object that exists once there is room.
+        context: The gateway's; told of a wait of some seconds and of its end.
+        wanted: The resources, for the log.
+
+    Raises:
+        NoRoomError: If a shutdown comes first.
+    """
+    import ray
+
+    is_pending, due_s = False, time.monotonic() + _PENDING_S
+    while not ray.wait([placed], timeout=_LOOK_S)[0]:
+        if context.stopping:
+            raise NoRoomError
+        if time.monotonic() > due_s:
+            is_pending, due_s, free = True, time.monotonic() + _PENDING_REPEAT_S, ray.available_resources()
+            log.warning("waits for room in the cluster: %s free_gpus=%g free_cpus=%g",
+                        wanted, free.get("GPU", 0.0), free.get("CPU", 0.0))  # fmt: skip
+            context.report(Report(state="pending"))
+    if is_pending:
+        context.report(Report(state="placed"))
 
 
 def one_line(error: BaseException) -> str:

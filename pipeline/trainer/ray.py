@@ -27,11 +27,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address, get_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.runtime.messages import Hello
-from pipeline.runtime.ray_cluster import join, one_line
+from pipeline.runtime.ray_cluster import NoRoomError, await_room, join, one_line
 from pipeline.runtime.role import Report, RoleContext
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, trainer_name
 from pipeline.storage.arena import Arena
@@ -42,8 +41,6 @@ from pipeline.trainer.prefetch import ArenaRows, Gathering
 from pipeline.trainer.remote import Downward, RankSpec, RemoteRank, Upward, in_one_extent
 
 _LOOK_S: Final = 0.1
-_PENDING_S: Final = 10.0
-_PENDING_REPEAT_S: Final = 300.0
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     join(config, context)
     try:
         return _Gateway(config, context, started_s).run()
-    except StoppedError:
+    except (NoRoomError, StoppedError):
         return ExitCode.OK
     finally:
         ray.shutdown()
@@ -108,25 +105,17 @@ class _Gateway:
         gpus = 1.0 if meeting.device == "cuda" else 0.0
         node = self._context.index // self._config.ranks_here - 1
         group = self._group(gpus)
-        due_s = time.monotonic() + _PENDING_S
-        while not ray.wait([group.ready()], timeout=_LOOK_S)[0]:
-            self._waits()
-            if time.monotonic() > due_s:
-                due_s, free = time.monotonic() + _PENDING_REPEAT_S, ray.available_resources()
-                log.warning("waits for room in the cluster: machines=%d ranks_each=%d gpus_each=%g cpus_each=%g "
-                            "free_gpus=%g free_cpus=%g", self._config.trainer.nodes - 1, self._config.ranks_here,
-                            gpus * self._config.ranks_here, self._config.trainer.threads * self._config.ranks_here,
-                            free.get("GPU", 0.0), free.get("CPU", 0.0))  # fmt: skip
+        machines, ranks = self._config.trainer.nodes - 1, self._config.ranks_here
+        each = f"gpus_each={gpus * ranks:g} cpus_each={self._config.trainer.threads * ranks}"
+        await_room(group.ready(), self._context, f"machines={machines} ranks_each={ranks} {each}")
         spec = RankSpec(
-            self._config.model_dump_json(),
-            self._context.index,
-            self._context.generation,
-            self._context.prompts,
-            meeting,
-            self._context.metrics.slots,
-            time.monotonic() - self._started_s,
-            os.getcwd(),
-            os.environ.get(user_modules.FOLDER_VARIABLE, ""),
+            config=self._config.model_dump_json(),
+            rank=self._context.index,
+            generation=self._context.generation,
+            prompts=self._context.prompts,
+            meeting=meeting,
+            slots=self._context.metrics.slots,
+            started_s=time.monotonic() - self._started_s,
         )
         actor = ray.remote(
             num_cpus=self._config.trainer.threads, num_gpus=gpus, max_restarts=0,

@@ -15,7 +15,6 @@ The rank's `RemoteRank` is called by three threads: `run` to the end, `deliver` 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import logging
 import os
 import socket
@@ -28,11 +27,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.experience import codec
 from pipeline.models.device import process_device
+from pipeline.runtime.actor_start import ActorSpec, enter
 from pipeline.runtime.messages import ExtentRows, Message
 from pipeline.runtime.role import Report, RoleContext
 from pipeline.telemetry.carried_records import CarriedRecords
@@ -45,42 +44,29 @@ from pipeline.trainer.prefetch import FoundRows, Gathering, RowSource
 
 _COLLECT_S: Final = 0.1
 _HEADER_BYTES: Final = 1 << 16
-_ENVIRONMENT: Final = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class RankSpec:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankSpec(ActorSpec):
     """The specification of a remote rank.
 
     Attributes:
-        config: The instance's, as JSON.
         rank: Its rank.
         generation: The generation of the ranks.
         prompts: Prompts in one epoch, 0 if unknown.
         meeting: The place where the ranks meet.
         slots: The slots of the instance's metrics.
         started_s: Time since the start of the gateway.
-        working_directory: Folder of the daemon's start; entered if it exists on this machine too.
-        modules: The folder of the configuration file, searched first for modules of the user's.
-        release: The version of this package on the daemon's machine.
     """
 
-    config: str
     rank: int
     generation: int
     prompts: int
     meeting: Meeting
     slots: Sequence[SlotName]
     started_s: float
-    working_directory: str
-    modules: str = ""
-    release: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("rlhfd"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +225,6 @@ class RemoteRank:
     """One rank on its machine; the gateway calls it."""
 
     def __init__(self, spec: RankSpec) -> None:
-        os.environ.update(_ENVIRONMENT)
         self._spec = spec
         self._wire = Wire()
         self._records = CarriedRecords()
@@ -282,17 +267,9 @@ class RemoteRank:
         return self._wire.collect(self._slab, self._spec.rank, self._records, timeout_s)
 
     def _run(self) -> ExitCode:
-        release = importlib.metadata.version("rlhfd")
-        # Before the configuration is read, which may have keys that this release does not know.
-        if release != self._spec.release:
-            raise ConfigError(f"rlhfd {release} is installed, on the daemon's machine {self._spec.release}")
-        config = Config.model_validate_json(self._spec.config)
+        config = enter(self._spec)
         logging.getLogger().setLevel(config.daemon.log_level.upper())
         log.info("trains in the cluster: machine=%s actor_pid=%d", socket.gethostname(), os.getpid())
-        if os.path.isdir(self._spec.working_directory):
-            os.chdir(self._spec.working_directory)
-        os.environ[user_modules.FOLDER_VARIABLE] = self._spec.modules
-        user_modules.extend_path()
         if (found := process_device().type) != (wanted := self._spec.meeting.device):
             raise ConfigError(f"this rank computes on {found}, the first one on {wanted}: all must on the same")
         return process.run(config, self._context, self._connect, self._spec.meeting)

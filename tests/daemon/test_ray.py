@@ -222,7 +222,8 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
             daemon.wait_logged(f"WARNING supervisor pipeline.supervisor.exits: {lost} ended (exit code 1)")
             step = daemon.status()["step"]
             # The other machine's one core is taken: one worker is left, and the log says what the other waits for.
-            daemon.wait_logged(f"WARNING {lost} pipeline.rollout.ray: waits for room in the cluster: gpus=0 cpus=1")
+            waits = f"WARNING {lost} pipeline.runtime.ray_cluster: waits for room in the cluster"
+            daemon.wait_logged(f"{waits}: gpus=0 cpus=1")
             daemon.wait_logged(f"node left the cluster: node={socket.gethostname()} address=")
             assert re.search(rf"node left the cluster: .* nodes=2 workers={lost}\n", daemon.errors)
             assert f"Node {here} left the cluster, " in daemon.ask("why").stdout

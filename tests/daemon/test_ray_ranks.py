@@ -91,7 +91,8 @@ def test_a_rank_without_room_waits_and_says_what_for(tmp_path, task, cluster):  
     settings = (*SMALL, *TWO, *cluster.settings, "trainer.nodes=3", "trainer.world_size=3")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_logged(
-            "WARNING trainer-1 pipeline.trainer.ray: waits for room in the cluster: machines=2 ranks_each=1 gpus_each=0"
+            "WARNING trainer-1 pipeline.runtime.ray_cluster: waits for room in the cluster: "
+            "machines=2 ranks_each=1 gpus_each=0"
         )
         assert daemon.status()["state"] == "starting"
         daemon.signal(signal.SIGTERM)

@@ -319,7 +319,7 @@ def test_an_error_travels_whole_and_without_its_frames(tmp_path, task, node_of):
 def test_a_node_of_another_release_is_refused_before_it_reads_what_it_may_not_know(task, node_of):  # noqa: F811
     error = node_of(config_of(task), release="0.0.7", config='{"a_key": "of tomorrow"}').load().error
 
-    assert isinstance(error, ConfigError) and "the daemon's machine 0.0.7" in str(error)
+    assert isinstance(error, ConfigError) and "on the daemon's machine 0.0.7" in str(error)
 
 
 def test_a_node_with_another_vllm_than_the_daemons_machine_is_refused(task, node_of, monkeypatch):  # noqa: F811
@@ -329,7 +329,7 @@ def test_a_node_with_another_vllm_than_the_daemons_machine_is_refused(task, node
     error = node_of(config_of(task, engine="vllm"), vllm="0.27.1").load().error
 
     assert isinstance(error, ConfigError)
-    assert str(error) == "far-away has vLLM 0.32.0, the daemon's machine 0.27.1"
+    assert str(error) == "on far-away: vLLM 0.32.0 is installed, on the daemon's machine 0.27.1"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -1,0 +1,54 @@
+"""The start of a role on another machine: the specification of its actor, and the entry of the actor's process."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from typing import Final
+
+from pipeline.config import user_modules
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActorSpec:
+    """The part of an actor's specification that tells of the daemon's machine; the defaults are this process's.
+
+    Attributes:
+        config: The instance's configuration, as JSON.
+        working_directory: Folder of the daemon's start; entered if it exists on the actor's machine too.
+        modules: Folder of the configuration file, searched first for modules of the user's.
+        release: Version of this package on the daemon's machine.
+    """
+
+    config: str
+    working_directory: str = dataclasses.field(default_factory=os.getcwd)
+    modules: str = dataclasses.field(default_factory=lambda: os.environ.get(user_modules.FOLDER_VARIABLE, ""))
+    release: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("rlhfd"))
+
+
+def enter(spec: ActorSpec) -> Config:
+    """Make an actor's process one of the daemon's: its environment, folder and search path; return the configuration.
+
+    Raises:
+        ConfigError: If another release is installed here.
+    """
+    release = importlib.metadata.version("rlhfd")
+    # Before the configuration is read, which may have keys that this release does not know.
+    if release != spec.release:
+        raise ConfigError(f"rlhfd {release} is installed, on the daemon's machine {spec.release}")
+    os.environ.update(_ENVIRONMENT)
+    if os.path.isdir(spec.working_directory):
+        # Modules of the user's are searched in the folder of the start, which is this process's.
+        os.chdir(spec.working_directory)
+    os.environ[user_modules.FOLDER_VARIABLE] = spec.modules
+    user_modules.extend_path()
+    return Config.model_validate_json(spec.config)
