@@ -5,6 +5,9 @@
 
 The address is the one by which Ray's nodes know this machine. Address and port are files of one generation in the
 instance's folder; a remote rank gets them from its gateway.
+
+The first rank tells the digests of the models that each rank reads on its own machine. A machine with other files of
+one of them is refused: its ranks would train with it, and no number would tell.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,17 @@ import msgspec
 import torch.distributed as distributed
 
 from pipeline.config.schema import Config
-from pipeline.errors import RlhfdError
+from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.device import process_device
 from pipeline.runtime.role import Report, RoleContext
+from pipeline.runtime.run_inputs import digest_of_model
 from pipeline.trainer.sharding.ranks import TIMEOUT
 
 _POLL_S = 0.05
 # Ray takes some seconds until it reports a lost machine.
 _VERDICT_S = 30.0
 _SIOCGIFADDR = 0x8915
+_DIGESTS = "models"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 log = logging.getLogger(__name__)
@@ -82,6 +87,7 @@ def enter_group(config: Config, context: RoleContext, meeting: Meeting | None = 
 
     Raises:
         StoppedError: If a shutdown comes first.
+        ConfigError: If this machine lacks a model, or has other files of it than the first rank's.
         RlhfdError: If the store cannot be opened or reached.
     """
 
@@ -102,8 +108,11 @@ def enter_group(config: Config, context: RoleContext, meeting: Meeting | None = 
             _forget_earlier(folder, generation)
             host = _awaited(_host_path(folder, generation), waits).decode()
             store = _store(host, 0, is_master=True)
+            tell_models(config, store)
             meeting = Meeting(host, store.port, device)
             _write(_meeting_path(folder, generation), msgspec.json.encode(meeting))
+        if context.index and context.index % config.ranks_here == 0:
+            refuse_other_models(config, store)
         for name in _INTERFACES:
             # By default a machine's address is that of its name, which may be a loopback one.
             os.environ.setdefault(name, _interface_to(meeting.host, meeting.port))
@@ -118,6 +127,46 @@ def enter_group(config: Config, context: RoleContext, meeting: Meeting | None = 
         raise RlhfdError(f"the trainer ranks do not meet: {error}") from error
     context.in_process_group = True
     context.report(Report(state="placed"))
+
+
+def tell_models(config: Config, store: Any) -> None:
+    """Tell the other machines the digest of each model that their ranks read there."""
+    folders = _models(config)
+    digests = {key: digest_of_model(folders[key]) for key in _compared(config, folders)}
+    store.set(_DIGESTS, msgspec.json.encode(digests).decode())
+
+
+def refuse_other_models(config: Config, store: Any) -> None:
+    """Compare the models of this machine with those of the first rank; called by one rank of each other machine.
+
+    Raises:
+        ConfigError: If a model is missing here, or has other files.
+    """
+    folders = _models(config)
+    for key, folder in folders.items():
+        if not folder.is_dir():
+            raise ConfigError(f"{key}: {folder} is no folder of this machine")
+    expected = msgspec.json.decode(store.get(_DIGESTS), type=dict[str, str])
+    for key, digest in expected.items():
+        if digest_of_model(folders[key]) != digest:
+            raise ConfigError(f"{key}: {folders[key]} has other weights here than on the daemon's machine")
+
+
+def _models(config: Config) -> dict[str, Path]:
+    """Return the folders from which a rank loads models, by the key that names each of them."""
+    found = {"model.actor": config.model.actor}
+    if config.model.lora_rank and config.model.lora_adapter is not None:
+        found["model.lora_adapter"] = config.model.lora_adapter
+    if config.rollout.algorithm == "ppo" and config.model.critic is not None:
+        found["model.critic"] = config.model.critic
+    if config.reference_on == "trainer" and config.reference_folder is not None:
+        found["model.reference"] = config.reference_folder
+    return {key: Path(path) for key, path in found.items()}
+
+
+def _compared(config: Config, keys: Iterable[str]) -> set[str]:
+    """Return the keys of the models that no rank sends to another one: of whole models the reference alone."""
+    return {key for key in keys if config.shards_trainer or key == "model.reference"}
 
 
 def leave_the_verdict(context: RoleContext, error: BaseException) -> None:

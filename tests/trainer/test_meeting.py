@@ -1,0 +1,77 @@
+"""Ranks of several machines that meet: those whose machine has other models than the first one's are refused."""
+
+import shutil
+
+import pytest
+import torch.distributed as distributed
+
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.trainer.meeting import refuse_other_models, tell_models
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    """The folders of two machines, each with actor and reference, the same on both."""
+    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
+    for seed, name in enumerate(("actor", "reference")):
+        tiny.llama(seed).save_pretrained(here / name)
+    shutil.copytree(here, there, dirs_exist_ok=True)
+    return here, there
+
+
+@pytest.fixture
+def store():
+    return distributed.HashStore()
+
+
+def config_of(machine, **trainer):
+    return Config.model_validate(
+        {
+            "model": {
+                "actor": str(machine / "actor"),
+                "reference": str(machine / "reference"),
+                "reference_device": "trainer",
+            },
+            "rollout": {"algorithm": "grpo"},
+            "trainer": {"world_size": 2, "nodes": 2, "kl_coef": 0.1, **trainer},
+            "cluster": {"engine": "ray"},
+        }
+    )
+
+
+@pytest.fixture
+def other(machines, tmp_path):
+    """A machine whose folders can be changed."""
+    shutil.copytree(machines[1], tmp_path / "other")
+    return tmp_path / "other"
+
+
+def test_machines_with_the_same_models_meet(machines, store):
+    tell_models(config_of(machines[0]), store)
+
+    refuse_other_models(config_of(machines[1]), store)
+
+
+def test_a_machine_with_another_reference_is_refused_with_its_key_and_folder(machines, other, store):
+    tell_models(config_of(machines[0]), store)
+    tiny.llama(7).save_pretrained(other / "reference")
+
+    with pytest.raises(ConfigError, match=rf"^model\.reference: {other}/reference has other weights here than on the"):
+        refuse_other_models(config_of(other), store)
+
+
+def test_a_machine_without_a_model_is_refused_with_its_key_and_folder(machines, other, store):
+    tell_models(config_of(machines[0]), store)
+    shutil.rmtree(other / "actor")
+
+    with pytest.raises(ConfigError, match=rf"^model\.actor: {other}/actor is no folder of this machine$"):
+        refuse_other_models(config_of(other), store)
+
+
+def test_whole_models_that_the_first_rank_sends_may_differ(machines, other, store):
+    tell_models(config_of(machines[0]), store)
+    tiny.llama(7).save_pretrained(other / "actor")
+
+    refuse_other_models(config_of(other), store)
