@@ -157,11 +157,6 @@ def _conflicts_of_nodes(config: Config) -> list[Conflict]:
             trainer.world_size % trainer.nodes > 0,
             f"must be a multiple of trainer.nodes, {trainer.nodes}, got {trainer.world_size}",
         ),
-        (
-            "trainer.sharding",
-            trainer.sharding == "full",
-            'must be "none" or "auto" with trainer.nodes above 1: the ranks of several machines hold whole models',
-        ),
     ):
         if is_wrong:
             found.append(Conflict((key, "trainer.nodes"), message))

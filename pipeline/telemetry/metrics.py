@@ -228,6 +228,9 @@ METRICS: Final[tuple[Metric, ...]] = (
               "training state, load.", phase="publish state load"),
     counter("rlhfd_weight_sync_bytes_total", "trainer rollout", "Weight bytes moved (shm, ray).",
             transport="shm ray"),
+    counter("rlhfd_remote_rank_bytes_total", TRAINER,
+            "Bytes between a rank on another machine and the daemon's: rows of its batches; shards published and "
+            "restored.", data="rows_received shards_sent shards_received"),
     counter("rlhfd_weight_syncs_total", "trainer rollout", "Weight syncs by result (ok, mismatch).",
             result="ok mismatch"),
     event_time("rlhfd_weight_sync_last_success_timestamp_seconds", "trainer rollout",

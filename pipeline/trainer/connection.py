@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 
@@ -33,6 +33,9 @@ from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer.external_metrics import ExternalMetrics
 from pipeline.trainer.prefetch import Gathering, Prefetcher, RowSource
 from pipeline.trainer.session import BufferSession, Receiver
+
+if TYPE_CHECKING:
+    from pipeline.trainer.sharding.remote import RemoteShards
 
 Check = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor] | None], None]
 """Raises if a publish of actor and critic must be refused."""
@@ -86,6 +89,7 @@ class Connection:
         check: Check = lambda actor, critic: None,
         metrics: ExternalMetrics | None = None,
         weight_slots: int = 3,
+        remote: RemoteShards | None = None,
     ) -> None:
         """Send this rank's hello to the buffer; users call `connect`.
 
@@ -102,11 +106,14 @@ class Connection:
             check: Called with the state dicts of each publish; raises if they must not be published.
             metrics: The rank's metrics, if it is an external trainer's.
             weight_slots: Versions of the weights held at once.
+            remote: The way to versions and checkpoints, of a rank on another machine than the daemon's.
         """
         self.rank = rank
         self.world_size = world_size
         self.weights_path = weights_path
-        self._versions = PolicyVersions(weights_path, weight_slots=weight_slots)
+        self.remote = remote
+        here = PolicyVersions(weights_path, weight_slots=weight_slots)
+        self._versions = here if remote is None else remote.versions()
         self._prefetcher = Prefetcher(rows, gathering)
         self._on_close = on_close
         self._check = check

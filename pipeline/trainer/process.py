@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as distributed
@@ -54,7 +55,7 @@ from pipeline.trainer.sharding.models import inside, whole_answer
 from pipeline.trainer.sharding.ranks import TIMEOUT
 from pipeline.trainer.sharding.sharding import sharded_models, sharded_reference
 from pipeline.trainer.sleep import CardTurns
-from pipeline.trainer.spreading import newest_of_first, spread
+from pipeline.trainer.spreading import newest_of_first, of_first, spread
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
 from pipeline.trainer.trainer import Trainer
@@ -232,8 +233,20 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     balance = None
     if deals_rows(config):
         balance = RankBalance(connection, device, exchange_over(device, metrics.in_collective))
-    is_spread = config.trainer.nodes > 1
-    resumption = Resumption(config, connection, learner, rank_models, device, agree=bool if is_spread else agree)
+    # Sharded ranks of several machines read their own shards: each has another part of what is there.
+    is_spread = config.trainer.nodes > 1 and not rank_models.is_sharded
+
+    def first_reads(call: Callable[[], Any]) -> Any:
+        if config.trainer.nodes == 1 or is_spread:
+            return call()
+        with metrics.in_collective():
+            return of_first(call)
+
+    resumption = Resumption(
+        config, connection, learner, rank_models, device,
+        agree=bool if is_spread else agree,
+        of_first=first_reads,
+    )  # fmt: skip
     start = resumption.find() if context.index == 0 or not is_spread else Start()
     if is_spread:
         with metrics.in_collective():
@@ -253,7 +266,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         save=checkpoint_writer(config, rank_models, learner, device) if rank_models.publishes else None,
         start=start,
         probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
-        hooks=new_hooks(config, context, start, metrics, agree if rank_models.is_sharded else None),
+        hooks=new_hooks(config, context, start, metrics, agree if rank_models.is_sharded else None, first_reads),
         last_step=ends_at,
     )
     if config.rollout.sleep:
@@ -286,6 +299,7 @@ def new_hooks(
     start: Start,
     metrics: TrainerMetrics,
     agree: Callable[[bool], bool] | None,
+    of_first: Callable[[Callable[[], Any]], Any],
 ) -> list[TrainerHook]:
     """Return the optional behaviour of a rank, in the order of its stores.
 
@@ -295,6 +309,7 @@ def new_hooks(
         start: The point from which training starts.
         metrics: The rank's metrics.
         agree: The collective of all ranks, if they are sharded: then they write checkpoints together.
+        of_first: Returns the result of a call that reads files of the run, on several machines the first rank's.
     """
     leads = context.index == 0
 
@@ -302,7 +317,7 @@ def new_hooks(
     if leads and (step_log := open_step_log(config, start)) is not None:
         hooks.append(step_log)
     if config.evaluation.files and (leads or agree is not None):
-        hooks.append(evaluation_follower(config, agree, leads=leads))
+        hooks.append(evaluation_follower(config, agree, of_first, rank=context.index))
     if config.rollout.sleep:
         hooks.append(CardTurns(RankTurn(context.folder, context.index, free_cached)))
     return hooks
@@ -451,7 +466,13 @@ def forget_undone_steps(config: Config, start: Start) -> None:
         log.error("recorded steps that are taken again are not removed: path=%s error=%s", folder, error.strerror)
 
 
-def evaluation_follower(config: Config, agree: Callable[[bool], bool] | None, *, leads: bool) -> EvaluationFollower:
+def evaluation_follower(
+    config: Config,
+    agree: Callable[[bool], bool] | None,
+    of_first: Callable[[Callable[[], Any]], Any],
+    *,
+    rank: int,
+) -> EvaluationFollower:
     """Return the follower of a configuration's evaluations."""
     evaluation = config.evaluation
     return EvaluationFollower(
@@ -460,7 +481,9 @@ def evaluation_follower(config: Config, agree: Callable[[bool], bool] | None, *,
         every=evaluation.every,
         keep_best=evaluation.keep_best,
         agree=agree or bool,
-        leads=leads,
+        of_first=of_first,
+        leads=rank == 0,
+        reads=rank < config.ranks_here,
     )
 
 

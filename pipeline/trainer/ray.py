@@ -7,8 +7,11 @@
 
 A gateway is the rank for supervisor and buffer: it holds the rank's lock, passes messages on, reads the rows of leases
 from the arena, and shows the rank's metrics in its slot. Actor and gateway end together, and with them all ranks, which
-start together again (`pipeline.trainer.resume`). All ranks hold whole models, so that those of the daemon's machine
-alone publish, keep the training state and write checkpoints; the others get models and state from the first rank.
+start together again (`pipeline.trainer.resume`).
+
+Of whole models the ranks of the daemon's machine have everything: they alone publish, keep the training state and write
+checkpoints, and the others get models and state from the first rank. Shards of a remote rank go through its gateway to
+the files of the daemon's machine, and come from there (`pipeline.trainer.sharding.remote`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import msgspec
@@ -38,7 +42,8 @@ from pipeline.telemetry.carried_records import log_carried
 from pipeline.trainer.connect import lock_rank
 from pipeline.trainer.meeting import Meeting, StoppedError, found_meeting, offer_address
 from pipeline.trainer.prefetch import ArenaRows, Gathering
-from pipeline.trainer.remote import Downward, RankSpec, RemoteRank, Upward, in_one_extent
+from pipeline.trainer.remote import FIND, Downward, Question, RankSpec, RemoteRank, Upward, in_one_extent
+from pipeline.trainer.sharding.remote import ShardService
 
 _LOOK_S: Final = 0.1
 
@@ -69,6 +74,9 @@ class _Gateway:
         self._started_s = started_s
         self._ends = threading.Event()
         self._told_to_stop = False
+        # Beside the rows of the next batch: a publish may move gigabytes.
+        self._of_shards = ThreadPoolExecutor(1, thread_name_prefix="shards")
+        self._answers: list[Future[None]] = []
 
     def run(self) -> ExitCode:
         """Place the rank and serve it to its end."""
@@ -78,6 +86,8 @@ class _Gateway:
         mailbox, outbox = Mailbox(folder, trainer_name(context.index)), Outbox(folder, BUFFER)
         self._outbox = outbox
         self._rows = ArenaRows(arena, Gathering.of(self._config))
+        shards = ShardService(folder / "weights", context.index, weight_slots=self._config.trainer.weight_slots)
+        self._shards = shards
         carrier = threading.Thread(target=self._carry, args=(mailbox,), name="rlhfd-carry", daemon=True)
         try:
             offer_address(folder, context.generation, get_node_ip_address())
@@ -91,6 +101,8 @@ class _Gateway:
                 carrier.join()
             with contextlib.suppress(AttributeError):
                 ray.kill(self._actor)
+            self._of_shards.shutdown()
+            shards.close()
             outbox.close(linger_s=1.0)
             mailbox.close()
             arena.close()
@@ -146,6 +158,7 @@ class _Gateway:
             while True:
                 ready, _ = ray.wait([collected, done], timeout=_LOOK_S)
                 self._tell_changes()
+                self._look_at_answers()
                 if collected in ready:
                     self._take(ray.get(collected))
                     collected = self._actor.collect.remote()
@@ -178,8 +191,23 @@ class _Gateway:
         self._context.metrics.show(upward.slot)
         for report in upward.reports:
             self._context.report(report)
-        for number, parts in upward.wanted:
-            self._actor.deliver.remote(Downward(found={number: in_one_extent(self._rows, parts)}))
+        for question in upward.questions:
+            if question.method == FIND:
+                self._answer(question, in_one_extent(self._rows, *question.arguments))
+            else:
+                self._answers.append(self._of_shards.submit(self._answer_of_shards, question))
+
+    def _answer(self, question: Question, found: Any) -> None:
+        self._actor.deliver.remote(Downward(found={question.number: found}))
+
+    def _answer_of_shards(self, question: Question) -> None:
+        self._answer(question, self._shards.answer(question.method, question.arguments))
+
+    def _look_at_answers(self) -> None:
+        """Raise the unexpected error of an answer: the rank would wait for it without end."""
+        for answer in [answer for answer in self._answers if answer.done()]:
+            self._answers.remove(answer)
+            answer.result()
 
     def _carry(self, mailbox: Mailbox) -> None:
         """Pass on the buffer's messages; in a thread of its own."""

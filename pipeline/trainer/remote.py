@@ -5,6 +5,7 @@ What that rank finds in shared memory comes over a wire, whose other end is the 
 
     messages of the buffer   both ways, in order
     rows of a lease          asked for by their places; the gateway answers with them in one extent
+    shards                   to the files of the daemon's machine, and back (`pipeline.trainer.sharding.remote`)
     metrics                  a slab of this process alone, whose state the gateway shows as its own slot
     reports, log records     to the gateway, which passes them on
     reload, shutdown         from the gateway
@@ -23,7 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -41,7 +42,9 @@ from pipeline.trainer import process
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.meeting import Meeting, StoppedError
 from pipeline.trainer.prefetch import FoundRows, Gathering, RowSource
+from pipeline.trainer.sharding.remote import Count, RemoteShards
 
+FIND: Final = "find"
 _COLLECT_S: Final = 0.1
 _HEADER_BYTES: Final = 1 << 16
 
@@ -86,20 +89,34 @@ class FoundExtent:
     damaged: dict[int, str]
 
 
+class Question(NamedTuple):
+    """A call that a rank waits for: rows of a lease (`find`), or a method of `ShardService`.
+
+    Attributes:
+        number: Its number.
+        method: The method.
+        arguments: Its arguments.
+    """
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Upward:
     """What a rank has for its gateway.
 
     Attributes:
         messages: Messages to the buffer, in order.
-        wanted: Rows that the rank waits for: the number of the question and the places.
+        questions: Calls that the rank waits for.
         reports: Reports to the supervisor.
         records: Log records.
         slot: The present state of its metrics.
     """
 
     messages: list[Message]
-    wanted: list[tuple[int, list[ExtentRows]]]
+    questions: list[Question]
     reports: list[Report]
     records: list[logging.LogRecord]
     slot: SlotState
@@ -107,7 +124,7 @@ class Upward:
     @property
     def is_empty(self) -> bool:
         """Whether nothing but the state of the metrics is there."""
-        return not (self.messages or self.wanted or self.reports or self.records)
+        return not (self.messages or self.questions or self.reports or self.records)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +133,13 @@ class Downward:
 
     Attributes:
         messages: Messages of the buffer, in order.
-        found: Answers by the number of their question: the rows, or the error of the search.
+        found: Answers by the number of their question: the result, or the error of the call.
         config: The instance's configuration as JSON, if it has changed; else empty.
         stopping: Whether a shutdown has begun.
     """
 
     messages: list[Message] = dataclasses.field(default_factory=list)
-    found: dict[int, FoundExtent | RlhfdError] = dataclasses.field(default_factory=dict)
+    found: dict[int, Any] = dataclasses.field(default_factory=dict)
     config: str = ""
     stopping: bool = False
 
@@ -152,12 +169,18 @@ def in_one_extent(rows: RowSource, parts: Sequence[ExtentRows]) -> FoundExtent |
 class Wire:
     """The rank's end: receiver and sender of its session, and the place of the rows of its leases."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: Count = lambda data, nbytes: None) -> None:
+        """Begin without a message.
+
+        Args:
+            count: Counts bytes of rows.
+        """
+        self._count = count
         self._changed = threading.Condition()
         self._received: list[Message] = []
         self._sent: list[Message] = []
-        self._wanted: list[tuple[int, list[ExtentRows]]] = []
-        self._found: dict[int, FoundExtent | RlhfdError] = {}
+        self._asked: list[Question] = []
+        self._found: dict[int, Any] = {}
         self._reports: list[Report] = []
         self._questions = 0
 
@@ -189,18 +212,28 @@ class Wire:
             RlhfdError: If the gateway cannot find them.
             DecodeError: If other bytes have arrived than it has sent.
         """
+        found: FoundExtent = self.ask(FIND, list(parts))
+        self._count("rows_received", found.extent.nbytes)
+        if found.damaged:
+            return FoundRows([], found.damaged)
+        reader = codec.ExtentReader(found.extent.data, checksum=found.checksum)
+        return FoundRows([(reader, range(found.rows))], {})
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a call that the gateway makes.
+
+        Raises:
+            RlhfdError: The error of the call.
+        """
         with self._changed:
             number = self._questions = self._questions + 1
-            self._wanted.append((number, list(parts)))
+            self._asked.append(Question(number, method, arguments))
             self._changed.notify_all()
             self._changed.wait_for(lambda: number in self._found)
             found = self._found.pop(number)
         if isinstance(found, RlhfdError):
             raise found
-        if found.damaged:
-            return FoundRows([], found.damaged)
-        reader = codec.ExtentReader(found.extent.data, checksum=found.checksum)
-        return FoundRows([(reader, range(found.rows))], {})
+        return found
 
     # The gateway's calls.
 
@@ -214,11 +247,11 @@ class Wire:
     def collect(self, slot: MetricsSlab, rank: int, records: CarriedRecords, timeout_s: float) -> Upward:
         """Return what the rank has for its gateway, waiting up to `timeout_s` for the first of it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._sent or self._wanted or self._reports, timeout_s)
+            self._changed.wait_for(lambda: self._sent or self._asked or self._reports, timeout_s)
             sent, self._sent = self._sent, []
-            wanted, self._wanted = self._wanted, []
+            asked, self._asked = self._asked, []
             reports, self._reports = self._reports, []
-        return Upward(sent, wanted, reports, records.take(), slot.writer(TRAINER, rank).state())
+        return Upward(sent, asked, reports, records.take(), slot.writer(TRAINER, rank).state())
 
 
 class RemoteRank:
@@ -226,7 +259,7 @@ class RemoteRank:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        self._wire = Wire()
+        self._wire = Wire(self._count)
         self._records = CarriedRecords()
         logging.getLogger().addHandler(self._records)
         self._folder = tempfile.TemporaryDirectory(prefix="rlhfd-rank-")
@@ -281,7 +314,11 @@ class RemoteRank:
             prefetch=process.batches_ahead(config),
             # The rows of the next batch are on their way while this one is trained.
             gathering=Gathering.of(config)._replace(ahead=True),
+            remote=RemoteShards(self._wire.ask, self._count) if config.shards_trainer else None,
         )  # fmt: skip
+
+    def _count(self, data: str, nbytes: int) -> None:
+        self._context.metrics.counter("rlhfd_remote_rank_bytes_total", data=data).inc(nbytes)
 
     def _set_config(self, text: str) -> None:
         path = self._context.folder / "config.json"

@@ -82,6 +82,7 @@ class Resumption:
         device: torch.device,
         *,
         agree: Callable[[bool], bool] = lambda ready: ready,
+        of_first: Callable[[Callable[[], Any]], Any] = lambda call: call(),
     ) -> None:
         """Store the arguments; nothing is read yet.
 
@@ -92,8 +93,11 @@ class Resumption:
             models: The rank's models as they are at the start of a run; `find` sets their weights.
             device: Device of the models.
             agree: A collective of all ranks; returns True if every rank passed True.
+            of_first: Returns the result of a call that reads files of the daemon's machine: of ranks on several
+                machines a collective, in which the first rank calls.
         """
         self._agree = agree
+        self._of_first = of_first
         self._config = config
         self._connection = connection
         self._learner = learner
@@ -132,7 +136,7 @@ class Resumption:
     # After a trainer's death.
 
     def _after_death(self, newest: WeightsVersion) -> Start:
-        latest = read_latest(self._root)
+        latest: Latest | None = self._of_first(lambda: read_latest(self._root))
         progress, unusable = None, None
         kept = self._models.versions.kept()
         found = None
@@ -179,14 +183,14 @@ class Resumption:
 
     def _from_checkpoint_or_new(self) -> Start:
         try:
-            latest = read_latest(self._root)
+            latest: Latest | None = self._of_first(lambda: read_latest(self._root))
         except ConfigError:
             if self._config.trainer.resume != "never":
                 raise
             return Start()
         if latest is None:
             return Start()
-        if reason := why_anew(self._config, latest):
+        if reason := self._of_first(lambda: why_anew(self._config, latest)):
             self._log(logging.INFO, "new run: the checkpoint is not resumed: step=%d path=%s reason=%s",
                       latest.step, self._root / latest.path, reason)  # fmt: skip
             return Start()
@@ -204,9 +208,10 @@ class Resumption:
 
     def _newest_usable(self, latest: Latest | None, *, above: int = -1) -> tuple[Path, CheckpointNote, Progress] | None:
         """Restore the newest checkpoint that can be used, of a version above `above`; return None if there is none."""
-        for folder in () if latest is None else earlier_of_run(self._root, latest):
+        folders = [] if latest is None else self._of_first(lambda: list(earlier_of_run(self._root, latest)))
+        for folder in folders:
             # Agreed before the load: what one rank has found damaged, no rank reads.
-            note = self._on_all_ranks(self._verified, folder)
+            note = self._on_all_ranks(lambda folder: self._of_first(lambda: self._verified(folder)), folder)
             if note is not None and note.version <= above:
                 return None
             progress = None if note is None else self._on_all_ranks(self._load, folder)

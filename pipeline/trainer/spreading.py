@@ -1,21 +1,26 @@
 """The start of ranks on several machines: the first rank finds it, all others get it from there.
 
-The machines share no memory and no folder of checkpoints. So models and training state go to each rank in broadcasts,
-all tensors of the models among them: ranks whose machines have other files of the model train the first one's.
+The machines share no memory and no folder of checkpoints. So whole models and training state go to each rank in
+broadcasts, all tensors of the models among them: ranks whose machines have other files of the model train the first
+one's. Sharded ranks find the start together, by what the first rank reads of it (`of_first`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as distributed
 
+from pipeline.errors import RlhfdError
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import LearnerProtocol, restore_random_state, tensors_of
+
+_T = TypeVar("_T")
 
 
 def spread(
@@ -38,6 +43,21 @@ def spread(
     restore_random_state(state, device)
     learner.step = found.progress.step
     return start._replace(published=found.published) if distributed.get_rank() == 0 else found
+
+
+def of_first(call: Callable[[], _T]) -> _T:
+    """Return the result of a call on the first rank, or raise its error, on every rank; a collective."""
+    outcome: Any = None
+    if distributed.get_rank() == 0:
+        try:
+            outcome = call()
+        except RlhfdError as error:
+            outcome = error.with_traceback(None)
+    outcome = _of_first(outcome)
+    if isinstance(outcome, RlhfdError):
+        raise outcome
+    result: _T = outcome
+    return result
 
 
 def newest_of_first(connection: Connection) -> WeightsVersion | None:

@@ -215,11 +215,6 @@ class TestConflicts:
                 "must be a multiple of trainer.nodes, 3, got 4",
             ),
             (
-                {"cluster__engine": "ray", "trainer__world_size": 2, "trainer__nodes": 2, "trainer__sharding": "full"},
-                "trainer.sharding",
-                'must be "none" or "auto" with trainer.nodes above 1: the ranks of several machines hold whole models',
-            ),
-            (
                 {"cluster__engine": "ray", "trainer__world_size": 2, "trainer__nodes": 2, "trainer__kind": "external"},
                 "trainer.kind",
                 'must be "builtin" with trainer.nodes above 1',

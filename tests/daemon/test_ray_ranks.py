@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 
 import pytest
@@ -24,6 +25,9 @@ pytestmark = pytest.mark.integration
 TWO = ("trainer.world_size=2", "buffer.sample_batch_size=16", "buffer.max_staleness=0", "daemon.restart_delay_s=0.05")
 PLACED = re.compile(r"trainer-1 pipeline\.trainer\.remote: trains in the cluster: machine=\S+ actor_pid=(\d+)")
 STEPS = 14
+SHARDED = 'trainer.sharding="full"'
+EACH = "buffer-0", "actor", "trainer-1", "trainer-0"
+WAYS = "sent", "received"
 
 
 @pytest.fixture(autouse=True)
@@ -55,20 +59,22 @@ def kill(daemon, name):
     daemon.wait_step(step + 1)
 
 
-def test_two_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(tmp_path, task, cluster):  # noqa: F811
+def as_here(tmp_path, task, cluster, *settings, killed):  # noqa: F811
+    """Check that two ranks on two machines train as two here, though processes are killed; return the last metrics."""
     steps = f"trainer.max_steps={STEPS}"
-    here = run(tmp_path / "here", task, *TWO, steps)
+    here = run(tmp_path / "here", task, *TWO, *settings, steps)
     there = tmp_path / "there"
     there.mkdir()
-    settings = (*SMALL, *telling_reward(there), *TWO, steps, *cluster.settings, "trainer.nodes=2")
-    with Daemon(there, *settings, task=task) as daemon:
+    with Daemon(
+        there, *SMALL, *telling_reward(there), *TWO, *settings, steps, *cluster.settings, "trainer.nodes=2", task=task
+    ) as daemon:
         daemon.wait_ready()
         daemon.wait_step(1)
         metrics = daemon.metrics()
         for rank in ("0", "1"):
             assert total(metrics, "rlhfd_process_time_seconds_total", role="trainer", worker=rank, activity="train") > 0
 
-        for name in ("buffer-0", "actor", "trainer-1", "trainer-0"):
+        for name in killed:
             if name == "buffer-0":
                 step = daemon.status()["step"]
                 daemon.signal(signal.SIGKILL, name)
@@ -84,6 +90,31 @@ def test_two_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(
         found = ENDED.search(daemon.errors)
     assert found is not None, daemon.errors
     assert found.groups() == here
+    return metrics
+
+
+@pytest.mark.variant
+def test_two_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(tmp_path, task, cluster):  # noqa: F811
+    metrics = as_here(tmp_path, task, cluster, killed=EACH)
+
+    rows = total(metrics, "rlhfd_remote_rank_bytes_total", data="rows_received")
+    assert 0 < rows == total(metrics, "rlhfd_remote_rank_bytes_total")
+
+
+@pytest.mark.parametrize("killed", [("actor",), pytest.param(EACH, marks=pytest.mark.variant)], ids=["one", "each"])
+def test_sharded_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(
+    tmp_path,
+    task,  # noqa: F811
+    cluster,
+    killed,
+):
+    metrics = as_here(tmp_path, task, cluster, SHARDED, killed=killed)
+
+    assert total(metrics, "rlhfd_remote_rank_bytes_total", data="rows_received") > 0
+    sent, received = (total(metrics, "rlhfd_remote_rank_bytes_total", data=f"shards_{way}") for way in WAYS)
+    # Each version has a state, and weights and state of a rank travel once: in a start those of one version.
+    starts = len(killed) - killed.count("buffer-0")
+    assert received > 0 and received % starts == 0 and sent % (received // starts) == 0
 
 
 @pytest.mark.variant
@@ -102,12 +133,13 @@ def test_a_rank_without_room_waits_and_says_what_for(tmp_path, task, cluster):  
 @pytest.mark.variant
 @pytest.mark.timeout(900)
 @pytest.mark.needs("ip")
-def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task):  # noqa: F811
-    steps = f"trainer.max_steps={STEPS}"
-    here = run(tmp_path / "here", task, *TWO, steps)
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task, sharding):  # noqa: F811
+    steps = f"trainer.max_steps={STEPS}", f'trainer.sharding="{sharding}"'
+    here = run(tmp_path / "here", task, *TWO, *steps)
     there = tmp_path / "there"
     there.mkdir()
-    settings = (*SMALL, *telling_reward(there), *TWO, steps, "trainer.nodes=2", "daemon.hang_timeout_s=20")
+    settings = (*SMALL, *telling_reward(there), *TWO, *steps, "trainer.nodes=2", "daemon.hang_timeout_s=20")
     with TwoHosts() as hosts, Daemon(there, *settings, *hosts.settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(2)
@@ -122,3 +154,55 @@ def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task):  
         assert daemon.wait() == 0, daemon.errors
         found = ENDED.search(daemon.errors)
     assert found is not None and found.groups() == here
+
+
+@pytest.mark.variant
+@pytest.mark.timeout(900)
+@pytest.mark.needs("ip")
+def test_sharded_ranks_go_on_from_a_checkpoint_that_one_host_alone_has(tmp_path, task):  # noqa: F811
+    settings = (*TWO, SHARDED, "rollout.algorithm=ppo")
+    run(tmp_path / "here", task, *settings, f"trainer.max_steps={STEPS // 2}")
+    there, nothing = tmp_path / "there", tmp_path / "nothing"
+    there.mkdir(), nothing.mkdir()
+    shutil.copytree(tmp_path / "here" / "state", there / "state")
+    steps = f"trainer.max_steps={STEPS}"
+    (tmp_path / "here").rename(tmp_path / "before")
+    (tmp_path / "here").mkdir()
+    shutil.copytree(tmp_path / "before" / "state", tmp_path / "here" / "state")
+    with Daemon(tmp_path / "here", *SMALL, *telling_reward(tmp_path / "here"), *settings, steps, task=task) as daemon:
+        assert daemon.wait() == 0, daemon.errors
+        here = ENDED.search(daemon.errors)
+    with (
+        TwoHosts(sees={there / "state": nothing}) as hosts,
+        Daemon(
+            there, *SMALL, *telling_reward(there), *settings, steps, *hosts.settings, "trainer.nodes=2", task=task
+        ) as daemon,
+    ):
+        daemon.wait_logged(f"resuming: step={STEPS // 2} ")
+        daemon.wait_step(STEPS // 2 + 1)
+        kill(daemon, "actor")
+        assert daemon.wait() == 0, daemon.errors
+        found = ENDED.search(daemon.errors)
+        assert "resumed from shared memory" in daemon.errors and "rolled back" not in daemon.errors
+    assert here is not None and found is not None and found.groups() == here.groups()
+    assert not any(nothing.iterdir())
+
+
+@pytest.mark.variant
+@pytest.mark.needs("ip")
+def test_a_host_with_another_reference_ends_the_start_with_one_line(tmp_path, task):  # noqa: F811
+    reference, other = tmp_path / "reference", tmp_path / "other"
+    shutil.copytree(task / "model", reference)
+    shutil.copytree(task / "model", other)
+    content = bytearray((other / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (other / "model.safetensors").write_bytes(content)
+    settings = (*TWO, f"model.reference={reference}", "model.reference_device=trainer", "trainer.nodes=2")
+    with (
+        TwoHosts(sees={reference: other}) as hosts,
+        Daemon(tmp_path, *SMALL, *settings, *hosts.settings, task=task) as daemon,
+    ):
+        assert daemon.wait() == 78, daemon.errors
+        told = f"model.reference: {reference} has other weights here than on the daemon's machine"
+        (line,) = [line for line in daemon.errors.splitlines() if " ERROR " in line]
+        assert told in line

@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from tests.support.daemon import descendants
 
@@ -27,10 +28,16 @@ _STORE = ("--object-store-memory=100000000", "--block")
 
 
 class TwoHosts:
-    """This host, with the head, and another one of `cpus` cores."""
+    """This host, with the head, and another one of `cpus` cores, which sees folders in the place of others.
 
-    def __init__(self, *, cpus: int = 2) -> None:
+    Args:
+        cpus: Cores of the other host.
+        sees: A folder that the other host sees, by the folder in whose place it does.
+    """
+
+    def __init__(self, *, cpus: int = 2, sees: Mapping[Path, Path] = MappingProxyType({})) -> None:
         self._cpus = cpus
+        self._sees = sees
         self._name = f"rlhfd{os.getpid()}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -84,7 +91,11 @@ class TwoHosts:
     def _start_there(self) -> None:
         there = [f"--address={_HERE}:{_PORT}", f"--node-ip-address={_THERE}"]
         cores = [f"--num-cpus={self._cpus}", "--num-gpus=0"]
-        self._ray(["ip", "netns", "exec", self._name], [*there, *cores, *_STORE])
+        # `ip netns exec` has a mount namespace of its own.
+        mounts = "".join(f"mount --bind '{seen}' '{place}' && " for place, seen in self._sees.items())
+        self._ray(
+            ["ip", "netns", "exec", self._name, "sh", "-c", f'{mounts}exec "$@"', "ray"], [*there, *cores, *_STORE]
+        )
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         for pid in [process.pid, *descendants(process.pid)]:

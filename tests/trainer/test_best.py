@@ -60,6 +60,22 @@ def test_an_evaluation_is_taken_once_and_only_that_of_exactly_these_weights(tmp_
     assert bench.follower.take(due) is None
 
 
+def test_a_rank_whose_machine_has_no_files_takes_what_the_first_one_reads(tmp_path: Path) -> None:
+    bench, due = Follower(tmp_path), WeightsVersion(10, 11)
+    bench.file.add(evaluation(10, 3))
+    read = [bench.file.last, True]
+    far = EvaluationFollower(
+        tmp_path / "nowhere" / "evaluations.jsonl", tmp_path / "nowhere", every=10, reads=False,
+        of_first=lambda call: read.pop(0),
+    )  # fmt: skip
+
+    assert not far.awaits(due), "it waits in `take` for the others"
+    found = far.take(due)
+
+    assert found == bench.file.last
+    assert found is not None and far.is_best(found) and not read
+
+
 def test_the_best_checkpoint_has_the_highest_pass_rate_then_the_highest_reward(tmp_path: Path) -> None:
     bench = Follower(tmp_path)
 

@@ -72,7 +72,9 @@ class Rank:
         self.models = {"actor": actor, "critic": Critic.from_actor(actor)}
         self.learner = Learner(TRAINER, "ppo", **self.models)
         path = folder / "weights"
-        connection = SimpleNamespace(rank=0, weights_path=path, versions=PolicyVersions(path, weight_slots=2))
+        connection = SimpleNamespace(
+            rank=0, weights_path=path, remote=None, versions=PolicyVersions(path, weight_slots=2)
+        )
         self.ranks = RankModels(Config(), self.models, connection, CPU)
 
     def step(self, seed):

@@ -75,3 +75,11 @@ def test_whole_models_that_the_first_rank_sends_may_differ(machines, other, stor
     tiny.llama(7).save_pretrained(other / "actor")
 
     refuse_other_models(config_of(other), store)
+
+
+def test_shards_of_another_actor_are_refused(machines, other, store):
+    tell_models(config_of(machines[0], sharding="full"), store)
+    tiny.llama(7).save_pretrained(other / "actor")
+
+    with pytest.raises(ConfigError, match=rf"^model\.actor: {other}/actor has other weights here than on the"):
+        refuse_other_models(config_of(other, sharding="full"), store)

@@ -69,8 +69,8 @@ class Far:
         while not self.ends.is_set():
             upward = self.collect()
             self.messages += upward.messages
-            for number, parts in upward.wanted:
-                self.wire.deliver(Downward(found={number: self.answer(parts)}))
+            for question in upward.questions:
+                self.wire.deliver(Downward(found={question.number: self.answer(*question.arguments)}))
 
     def close(self):
         self.ends.set()

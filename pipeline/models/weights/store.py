@@ -353,6 +353,17 @@ class WeightsReader:
             log.warning("weights of version %d were overwritten during the copy, retrying", found.version)
         raise WeightsError(f"no whole copy of the weights in {_FETCH_ATTEMPTS} attempts")
 
+    def views(self, age: Age) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of a version in place, by published name; they may be written over.
+
+        Raises:
+            WeightsError: If it is not held.
+        """
+        slot = self._mapping.slot_of(age)
+        if slot is None:
+            raise WeightsError(f"version {age[0]} is no longer held")
+        return self._slots[slot].views
+
     def holds(self, age: Age) -> bool:
         """Return whether a version is held, complete."""
         return self._mapping.slot_of(age) is not None

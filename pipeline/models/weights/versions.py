@@ -38,7 +38,7 @@ from torch import Tensor
 from pipeline.errors import ConfigError, UnreachableError
 from pipeline.models.weights.held import HeldVersion
 from pipeline.models.weights.shards import Alone, Group, Shard, as_shards
-from pipeline.models.weights.slot_copy import Slot, combined
+from pipeline.models.weights.slot_copy import combined
 from pipeline.models.weights.store import WeightsMapping, WeightsPublisher, WeightsReader
 from pipeline.storage.weights_header import Age, WeightsVersion, newest_version
 
@@ -52,6 +52,7 @@ class PolicyVersions:
     """Publishes and restores versions; of several ranks every one calls `publish` and `kept`, which are collectives.
 
     Attributes:
+        training_path: File of this rank's training state.
         state_s: Seconds that the write of this rank's last training state took.
     """
 
@@ -70,7 +71,7 @@ class PolicyVersions:
         """
         self._group = Alone() if group is None else group
         self._weights_path = weights_path
-        self._training_path = self._path_of(self._group.rank)
+        self.training_path = self._path_of(self._group.rank)
         self._holds_pages = holds_pages
         self._weight_slots = weight_slots
         self._weights: WeightsPublisher | None = None
@@ -109,7 +110,7 @@ class PolicyVersions:
         Returns:
             None without one.
         """
-        own = self._kept()
+        own = self.own_kept()
         # Every rank has the state of a whole version: a rank without one had no room for any.
         ages = self._group.gather([0, 0, 0] if own is None else [1, *own.age])
         return own if ages == [ages[0]] * self._group.world_size else None
@@ -130,12 +131,8 @@ class PolicyVersions:
             WeightsError: If there are no such weights, or they are another model's, or damaged; the contents of
                 `models` are then undefined.
         """
-        exact = {
-            name: shard if shard.local.dtype == shard.dtype else shard.without_elements()
-            for name, shard in as_shards(models).items()
-        }
         with contextlib.closing(WeightsReader(self._weights_path)) as reader:
-            return reader.fetch(exact, age=None if version is None else version.age)
+            return reader.fetch(exact_shards(models), age=None if version is None else version.age)
 
     def restore_training(self, version: WeightsVersion, into: Mapping[str, Tensor]) -> bool:
         """Copy this rank's training state of a version into tensors.
@@ -148,14 +145,14 @@ class PolicyVersions:
         """
         if not self.holds_training(version, into):
             return False
-        with contextlib.closing(WeightsReader(self._training_path)) as reader:
+        with contextlib.closing(WeightsReader(self.training_path)) as reader:
             return reader.fetch(into, age=version.age).age == version.age
 
     def holds_training(self, version: WeightsVersion, into: Mapping[str, Tensor]) -> bool:
         """Return whether this rank's training state of a version is held, with these names, shapes and dtypes."""
-        if not WeightsPublisher.matches(self._training_path, _with_elements(into)):
+        if not WeightsPublisher.matches(self.training_path, with_elements(into)):
             return False
-        with contextlib.closing(WeightsReader(self._training_path)) as reader:
+        with contextlib.closing(WeightsReader(self.training_path)) as reader:
             return reader.holds(version.age)
 
     def publish(
@@ -186,14 +183,13 @@ class PolicyVersions:
             [slot, wanted.version, wanted.trained_through, int(wanted.rollback), wanted.history, wanted.position]
         )
         wanted = WeightsVersion(version, 0, through, bool(rollback), history, wanted.probe, position)
-        weights = self._weights = self._weights or WeightsPublisher(self._weights_path)
-        self._discard_unpublished()
+        self.begin_part()
         self._wrote_state = training is not None and self.publish_training(wanted, training)
-        published = wanted._replace(fingerprint=self._write_together(weights.slot(slot), shards))
+        published = wanted._replace(fingerprint=self._write_together(slot, shards))
         if self._group.rank == 0:
-            weights.finish(slot, published)
-        if not self._holds_pages:
-            weights.release()
+            assert self._weights is not None
+            self._weights.finish(slot, published)
+        self._release()
         return published
 
     def publish_training(self, version: WeightsVersion, training: Mapping[str, Tensor]) -> bool:
@@ -203,19 +199,51 @@ class PolicyVersions:
             version: The version whose weights are published next, or that is the newest and has no state.
             training: Tensors of the training state.
         """
-        state = _with_elements(training)
-        if self._training is None and self._has_room:
-            self._training = self._training_publisher(state)
-        if self._training is None:
+        state, started_s = with_elements(training), time.monotonic()
+        if (slot := self.begin_state(state)) is None:
             return False
-        started_s = time.monotonic()
-        slot = self._training.begin(spared=self._kept_age())
-        digests = self._training.slot(slot).write(state)
-        self._training.finish(slot, version._replace(fingerprint=combined(digests), probe=None))
-        if not self._holds_pages:
-            self._training.release()
+        self.finish_state(slot, version, self.write_state(slot, state))
         self.state_s = time.monotonic() - started_s
         return True
+
+    # The parts of a publish that are one rank's alone: on another machine its gateway takes them.
+
+    def begin_part(self) -> int:
+        """Map the weights' file and discard states without weights; return the bytes of one version."""
+        weights = self._weights = self._weights or WeightsPublisher(self._weights_path)
+        self._discard_unpublished()
+        return weights.nbytes
+
+    def write_part(self, slot: int, shards: Mapping[str, Shard]) -> list[int]:
+        """Write ranges of tensors into a slot; return the digest of each block, 0 for one not written whole."""
+        assert self._weights is not None
+        return self._weights.slot(slot).write(shards)
+
+    def digests_of(self, slot: int, blocks: Sequence[int]) -> list[int]:
+        """Return the digests of these blocks of a slot, which all ranks have written."""
+        assert self._weights is not None
+        return self._weights.slot(slot).digests(blocks)
+
+    def begin_state(self, state: Mapping[str, Tensor]) -> int | None:
+        """Begin a training state of these names, shapes and dtypes; return its slot, None without room for it."""
+        if self._training is None and self._has_room:
+            self._training = self._training_publisher(state)
+        return None if self._training is None else self._training.begin(spared=self._kept_age())
+
+    def write_state(self, slot: int, state: Mapping[str, Tensor | Shard]) -> list[int]:
+        """Write tensors of a training state, or ranges of them; return the digests as `write_part`."""
+        assert self._training is not None
+        return self._training.slot(slot).write(state)
+
+    def finish_state(self, slot: int, version: WeightsVersion, digests: Sequence[int]) -> None:
+        """Make a training state, all of which is written, that of a version; digests of 0 are made here."""
+        assert self._training is not None
+        left = [block for block, digest in enumerate(digests) if not digest]
+        made = dict(zip(left, self._training.slot(slot).digests(left), strict=True))
+        whole = [made.get(block, digest) for block, digest in enumerate(digests)]
+        self._training.finish(slot, version._replace(fingerprint=combined(whole), probe=None))
+        if not self._holds_pages:
+            self._training.release()
 
     def held(self, state: Mapping[str, Tensor | Shard]) -> HeldVersion | None:
         """Return this trainer's newest version in place, with the training states of all ranks; called on rank 0.
@@ -248,16 +276,21 @@ class PolicyVersions:
             if publisher is not None:
                 publisher.close()
 
+    def _release(self) -> None:
+        if self._weights is not None and not self._holds_pages:
+            self._weights.release()
+
     def _path_of(self, rank: int) -> Path:
         return self._weights_path.with_name(f"training-{rank}" if rank else "training")
 
-    def _kept(self) -> WeightsVersion | None:
+    def own_kept(self) -> WeightsVersion | None:
+        """Return the newest version whose weights and training state of this rank are whole; None without one."""
         newest = self.newest()
-        if newest is None or not self._training_path.exists():
+        if newest is None or not self.training_path.exists():
             return None
         with (
             contextlib.closing(WeightsMapping(self._weights_path)) as weights,
-            contextlib.closing(WeightsMapping(self._training_path)) as training,
+            contextlib.closing(WeightsMapping(self.training_path)) as training,
         ):
             states = {state.age for state in training.whole()}
             # Whole weights whose page was never turned come after the newest: they were not published.
@@ -267,7 +300,7 @@ class PolicyVersions:
         return max(pairs, key=lambda found: _order(found.age), default=None)
 
     def _kept_age(self) -> Age | None:
-        return None if (kept := self._kept()) is None else kept.age
+        return None if (kept := self.own_kept()) is None else kept.age
 
     def _spared(self, weights: WeightsPublisher) -> Age | None:
         """Return the version whose weights the next publish spares beside the newest; two slots leave none for it."""
@@ -275,10 +308,10 @@ class PolicyVersions:
 
     def _discard_unpublished(self) -> None:
         """Discard states whose weights were never published: their number's next weights may come without a state."""
-        if not self._training_path.exists():
+        if not self.training_path.exists():
             return
         newest = self.newest()
-        with contextlib.closing(WeightsMapping(self._training_path)) as training:
+        with contextlib.closing(WeightsMapping(self.training_path)) as training:
             for state in training.whole():
                 if newest is None or _order(state.age) > _order(newest.age):
                     training.discard(state.age)
@@ -291,21 +324,21 @@ class PolicyVersions:
 
     def _training_publisher(self, state: Mapping[str, Tensor]) -> WeightsPublisher | None:
         try:
-            return WeightsPublisher(self._training_path, state, slots=_TRAINING_SLOTS)
+            return WeightsPublisher(self.training_path, state, slots=_TRAINING_SLOTS)
         except ConfigError as error:
             self._has_room = False
             log.warning("no training state in shared memory, a killed trainer resumes from a checkpoint: %s", error)
             return None
 
-    def _write_together(self, slot: Slot, shards: Mapping[str, Shard]) -> int:
+    def _write_together(self, slot: int, shards: Mapping[str, Shard]) -> int:
         """Write this rank's part of a slot; return the fingerprint of all of it, once every rank has written."""
         rank, world_size = self._group.rank, self._group.world_size
         # A tensor that every rank holds whole is rank 0's to write.
         own = {name: shard if shard.split or not rank else shard.without_elements() for name, shard in shards.items()}
-        by_rank = self._group.gather(slot.write(own))
+        by_rank = self._group.gather(self.write_part(slot, own))
         digests = [max(found) for found in zip(*by_rank, strict=True)]
         left = [block for block, digest in enumerate(digests) if not digest]
-        mine = slot.digests(left[rank::world_size])
+        mine = self.digests_of(slot, left[rank::world_size])
         most = -(-len(left) // world_size)
         for other, found in enumerate(self._group.gather([*mine, *[0] * (most - len(mine))])):
             for block, digest in zip(left[other::world_size], found, strict=False):
@@ -343,7 +376,15 @@ class _Joined(Mapping[str, Tensor]):
         return len(self._expected)
 
 
-def _with_elements(training: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def exact_shards(models: Mapping[str, Tensor | Shard]) -> dict[str, Shard]:
+    """Return shards as a restore fills them: none of another dtype than the published one."""
+    return {
+        name: shard if shard.local.dtype == shard.dtype else shard.without_elements()
+        for name, shard in as_shards(models).items()
+    }
+
+
+def with_elements(training: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that have elements on this rank: a vector shorter than the ranks are many has none on some."""
     return {name: tensor for name, tensor in training.items() if tensor.numel()}
 

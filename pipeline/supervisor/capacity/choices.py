@@ -234,7 +234,7 @@ def _settled(config: Config) -> str | None:
     if config.trainer.world_size == 1:
         return "one rank"
     if config.trainer.nodes > 1:
-        return "ranks of several machines hold whole models"
+        return "ranks of several machines hold shards if it is full"
     if str(config.model.actor).startswith(BUILTIN_PREFIX):
         return "the embedded model fits"
     return None

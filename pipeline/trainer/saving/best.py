@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CheckpointError
 from pipeline.runtime.checkpoint_note import read_note
@@ -35,7 +35,9 @@ class EvaluationFollower(TrainerHook):
         every: Versions per evaluation.
         keep_best: Whether any is the best one.
         agree: Returns True if all ranks that write checkpoints together passed True.
+        of_first: Returns the result of a call that reads files of the run, on several machines the first rank's.
         leads: Whether this rank marks the best checkpoint.
+        reads: Whether this rank's machine has the files; one that has none waits for the others in `take`.
     """
 
     def __init__(
@@ -46,14 +48,18 @@ class EvaluationFollower(TrainerHook):
         every: int,
         keep_best: bool = True,
         agree: Callable[[bool], bool] = bool,
+        of_first: Callable[[Callable[[], Any]], Any] = lambda call: call(),
         leads: bool = True,
+        reads: bool = True,
     ) -> None:
         self._path = path
         self._checkpoints = checkpoints
         self._every = every
         self._keep_best = keep_best
         self._agree = agree
+        self._of_first = of_first
         self._leads = leads
+        self._reads = reads
         self._best_step = -1
         self._taken: int | None = None
 
@@ -89,7 +95,7 @@ class EvaluationFollower(TrainerHook):
 
     def awaits(self, version: WeightsVersion) -> bool:
         """Return whether a version is due and its evaluation is not complete."""
-        return self.is_due(version.version) and self._find(version) is None
+        return self._reads and self.is_due(version.version) and self._find(version) is None
 
     def take(self, version: WeightsVersion) -> Evaluation | None:
         """Return the evaluation of a version, once; None if it is not due, or has none.
@@ -98,7 +104,7 @@ class EvaluationFollower(TrainerHook):
         """
         if not self.is_due(version.version) or version.version == self._taken:
             return None
-        found = self._find(version)
+        found: Evaluation | None = self._of_first(lambda: self._find(version))
         if not self._agree(found is not None) or found is None:
             return None
         self._taken = version.version
@@ -106,7 +112,7 @@ class EvaluationFollower(TrainerHook):
 
     def is_best(self, evaluation: Evaluation) -> bool:
         """Return whether an evaluation is better than that of the best checkpoint; a collective of sharded ranks."""
-        return self._agree(self._keep_best and self._is_better(evaluation))
+        return self._agree(self._keep_best and self._of_first(lambda: self._is_better(evaluation)))
 
     def keep(self, checkpoint: Path) -> None:
         """Make a checkpoint the best one."""

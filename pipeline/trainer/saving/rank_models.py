@@ -32,6 +32,7 @@ from pipeline.trainer.saving.lower_halves import JoinedState, LowerHalves
 from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, Write, load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import is_sharded, shards_of
 from pipeline.trainer.sharding.ranks import TIMEOUT, RankGroup
+from pipeline.trainer.sharding.tensor_files import HERE
 
 Waiting = Callable[[], contextlib.AbstractContextManager[None]]
 """Encloses a collective, in which a rank makes no progress of its own."""
@@ -71,6 +72,7 @@ class RankModels:
         self._models = models
         self._beside = as_shards(beside)
         self._held: HeldCheckpoint | None = None
+        self._files = connection.remote or HERE
         self.is_sharded = is_sharded(models["actor"])
         self.publishes = self.is_sharded or connection.rank == 0
         if not self.is_sharded:
@@ -81,6 +83,9 @@ class RankModels:
         # A group of its own, on the CPU: a thread publishes beside the collectives of training.
         own = dist.new_group(backend="gloo", timeout=TIMEOUT)
         publishing = RankGroup(torch.device("cpu"), _in_training(waiting), own)
+        if connection.remote is not None:
+            self.versions = connection.remote.versions(publishing)
+            return
         self.versions = PolicyVersions(
             connection.weights_path,
             publishing,
@@ -130,7 +135,7 @@ class RankModels:
             CheckpointError: If a file cannot be read, or is of other models.
         """
         if self.is_sharded:
-            load_shards(folder, STATE_FILE, self._models, state)
+            load_shards(folder, STATE_FILE, self._models, state, self._files)
         else:
             load_whole(folder, self._config, self._models, state)
 

@@ -33,7 +33,7 @@ from pipeline.models.weights.held import HeldVersion
 from pipeline.models.weights.shards import Shard
 from pipeline.trainer.sharding.models import architecture_of, fill, fill_critic, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
-from pipeline.trainer.sharding.tensor_files import Entry, TensorFiles, TensorWriter
+from pipeline.trainer.sharding.tensor_files import HERE, Entry, Files, TensorWriter
 from pipeline.trainer.state import OPTIONAL
 
 _WEIGHTS = "model.safetensors"
@@ -216,7 +216,13 @@ def _files_of(models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> t
     return _actor_files(models["actor"]), critic, _File(Path(), kept)
 
 
-def load_shards(folder: Path, state_file: str, models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
+def load_shards(
+    folder: Path,
+    state_file: str,
+    models: Mapping[str, nn.Module],
+    state: Mapping[str, Tensor],
+    files: Files = HERE,
+) -> None:
     """Read a rank's shards of models and training state from a checkpoint.
 
     Args:
@@ -224,34 +230,35 @@ def load_shards(folder: Path, state_file: str, models: Mapping[str, nn.Module], 
         state_file: Name of the training state's file in it.
         models: ``actor`` and, with PPO, ``critic``, sharded.
         state: This rank's training state, filled.
+        files: Opens the checkpoint's files.
 
     Raises:
         CheckpointError: If a tensor is missing or unexpected, and not `OPTIONAL`, or has another shape.
     """
     shards = state_shards(state, models)
-    with TensorFiles([folder / state_file], str(folder / state_file)) as files:
-        if odd := (files.names() ^ shards.keys()) - OPTIONAL:
+    with files.tensors([folder / state_file], str(folder / state_file)) as opened:
+        if odd := (opened.names() ^ shards.keys()) - OPTIONAL:
             fault = "missing" if min(odd) in shards else "not of this model"
             raise CheckpointError(f"{folder / state_file}: {min(odd)} is {fault}")
-        shards = {name: shard for name, shard in shards.items() if name in files.names()}
-        files.check(shards)
+        shards = {name: shard for name, shard in shards.items() if name in opened.names()}
+        opened.check(shards)
         try:
-            _load_models(folder, models)
+            _load_models(folder, models, files)
         except ConfigError as error:
             raise CheckpointError(f"{folder}: {error}") from error
-        files.fill(shards)
+        opened.fill(shards)
 
 
-def _load_models(folder: Path, models: Mapping[str, nn.Module]) -> None:
+def _load_models(folder: Path, models: Mapping[str, nn.Module], files: Files) -> None:
     actor = models["actor"]
     if adapter_of(actor):
         adapters = shards_of(actor, published=True)
-        with TensorFiles([folder / ADAPTER_FILE], str(folder / ADAPTER_FILE)) as files:
-            files.fill(adapters, {name: PEFT_PREFIX + name for name in adapters})
+        with files.tensors([folder / ADAPTER_FILE], str(folder / ADAPTER_FILE)) as opened:
+            opened.fill(adapters, {name: PEFT_PREFIX + name for name in adapters})
     else:
-        fill(actor, folder, "model.actor")
+        fill(actor, folder, "model.actor", files=files)
     if "critic" in models:
-        fill_critic(models["critic"], folder / "critic", "model.critic")
+        fill_critic(models["critic"], folder / "critic", "model.critic", files=files)
 
 
 def _write(path: Path, file: _File, source: _Source) -> None:

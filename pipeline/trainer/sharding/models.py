@@ -32,7 +32,7 @@ from pipeline.models.weights.probe import answer
 from pipeline.models.weights.shards import Shard
 from pipeline.storage.weights_header import Probe
 from pipeline.trainer.sharding.reduction import ReductionInPlace
-from pipeline.trainer.sharding.tensor_files import TensorFiles, sources_of
+from pipeline.trainer.sharding.tensor_files import HERE, Files, sources_of
 
 _Result = TypeVar("_Result", Tensor, tuple[Tensor, Tensor | None])
 
@@ -202,19 +202,22 @@ def load_critic_shards(
     return critic.eval()  # type: ignore[no-any-return]
 
 
-def fill_critic(critic: Any, folder: Path, field: str) -> None:
-    """Read a rank's shards of a critic from a folder; a folder without a value head sets the head to 0."""
+def fill_critic(critic: Any, folder: Path, field: str, *, files: Files = HERE) -> None:
+    """Read a rank's shards of a critic from a folder; a folder without a value head sets the head to 0.
+
+    Arguments: those of `fill`.
+    """
     head = {name: shard for name, shard in shards_of(critic).items() if name.startswith("value_head.")}
-    fill(critic, folder, field, without=head, inner="backbone.")
-    if not (folder / VALUE_HEAD_FILE).is_file():
+    fill(critic, folder, field, without=head, inner="backbone.", files=files)
+    if not files.has(folder / VALUE_HEAD_FILE):
         for shard in head.values():
             shard.local.zero_()
         return
-    with TensorFiles([folder / VALUE_HEAD_FILE], str(folder)) as files:
-        files.fill(head, {name: name.removeprefix("value_head.") for name in head})
+    with files.tensors([folder / VALUE_HEAD_FILE], str(folder)) as opened:
+        opened.fill(head, {name: name.removeprefix("value_head.") for name in head})
 
 
-def fill(model: Any, folder: Path, field: str, *, without: Any = (), inner: str = "") -> None:
+def fill(model: Any, folder: Path, field: str, *, without: Any = (), inner: str = "", files: Files = HERE) -> None:
     """Read a rank's shards of a model from a folder in Hugging Face's format.
 
     Args:
@@ -223,6 +226,7 @@ def fill(model: Any, folder: Path, field: str, *, without: Any = (), inner: str 
         field: The configuration field that names the folder, for the error message.
         without: Names that are not read.
         inner: Prefix of the model's names that the files' names do not have.
+        files: Opens the folder's files.
 
     Raises:
         ConfigError: If the files are missing or are another model's.
@@ -230,12 +234,12 @@ def fill(model: Any, folder: Path, field: str, *, without: Any = (), inner: str 
     shards = {name: shard for name, shard in shards_of(model).items() if name not in without}
     pretrained = getattr(model, "backbone", model)
     try:
-        with TensorFiles.of_model(folder) as files:
+        with files.of_model(folder) as opened:
             names = {name: name.removeprefix(inner) for name in shards}
             twins = {**getattr(pretrained, "all_tied_weights_keys", {})}
             twins |= {second: first for first, second in twins.items()}
-            found = sources_of(names.values(), files, pretrained.base_model_prefix, twins, field)
-            files.fill(shards, {name: found[names[name]] for name in shards})
+            found = sources_of(names.values(), opened, pretrained.base_model_prefix, twins, field)
+            opened.fill(shards, {name: found[names[name]] for name in shards})
     except CheckpointError as error:
         raise ConfigError(f"{field}: cannot load a model from {error}") from error
 

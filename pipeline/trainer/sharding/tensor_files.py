@@ -78,6 +78,16 @@ class TensorFiles:
         """Return the names of all tensors."""
         return set(self._file_of)
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Return rows of a tensor that has some; a tensor without a dimension whole."""
+        file = self._file_of[name]
+        found: Tensor = file.get_slice(name)[first : first + count] if self.shape_of(name) else file.get_tensor(name)
+        return found
+
     def check(self, targets: Mapping[str, Shard], sources: Mapping[str, str] | None = None) -> None:
         """Compare the shapes of tensors with those of shards; arguments: those of `fill`.
 
@@ -86,10 +96,9 @@ class TensorFiles:
         """
         for target, shard in targets.items():
             name = target if sources is None else sources[target]
-            if (file := self._file_of.get(name)) is None:
+            if name not in self.names():
                 raise CheckpointError(f"{self._where}: {name} is missing")
-            found = tuple(file.get_slice(name).get_shape())
-            if found != shard.shape:
+            if (found := self.shape_of(name)) != shard.shape:
                 raise CheckpointError(f"{self._where}: {name} is {found}, expected {shard.shape}")
 
     def fill(self, targets: Mapping[str, Shard], sources: Mapping[str, str] | None = None) -> None:
@@ -122,12 +131,31 @@ class TensorFiles:
         self.close()
 
     def _fill(self, name: str, shard: Shard) -> None:
-        file = self._file_of[name]
-        if not shard.split or not shard.shape:
-            shard.local.copy_(file.get_tensor(name))
-        elif shard.local.numel():
-            first = shard.start // (shard.local.numel() // shard.local.shape[0])
-            shard.local.copy_(file.get_slice(name)[first : first + shard.local.shape[0]])
+        if not shard.local.numel():
+            return
+        rows = shard.local.shape[0] if shard.shape else 1
+        first = shard.start // (shard.local.numel() // rows)
+        shard.local.copy_(self.rows(name, first, rows))
+
+
+class Files:
+    """Opens the files of a model or a checkpoint: those of this machine."""
+
+    def tensors(self, files: Iterable[Path], where: str) -> TensorFiles:
+        """Return safetensors files; arguments and errors: those of `TensorFiles`."""
+        return TensorFiles(files, where)
+
+    def of_model(self, folder: Path) -> TensorFiles:
+        """Return the files of a model's folder; errors: those of `TensorFiles.of_model`."""
+        return TensorFiles.of_model(folder)
+
+    def has(self, path: Path) -> bool:
+        """Return whether a file exists."""
+        return path.is_file()
+
+
+HERE = Files()
+"""The files of this machine."""
 
 
 class TensorWriter:

@@ -33,8 +33,10 @@ from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.checkpoints import load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import fill, load_actor_shards, load_critic_shards, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
+from pipeline.trainer.sharding.tensor_files import HERE
 from pipeline.trainer.state import Progress, tensors_of
 from tests.support import forked_ranks, tiny
+from tests.trainer.sharding.wire import far_shards
 from tests.trainer.test_checkpoints import Tokenizer
 from tests.trainer.test_learner import experience_of, rows_of
 
@@ -261,7 +263,9 @@ def _case(name: str, folder: Path, group: RankGroup) -> dict[str, Any]:
 def _published(models: dict[str, Any], state: dict[str, Tensor], place: Path, group: RankGroup) -> dict[str, Any]:
     """Publish the models, set all to 0, and restore all; return rank 0's findings."""
     before = _copies(models, state)
-    connection: Any = SimpleNamespace(rank=group.rank, weights_path=place / "weights")
+    # Of two ranks the second is on another machine.
+    far = far_shards(place / "weights", 1) if (group.rank, group.world_size) == (1, 2) else None
+    connection: Any = SimpleNamespace(rank=group.rank, weights_path=place / "weights", remote=far)
     ranks, again = (RankModels(Config(), models, connection, CPU) for _ in range(2))
     shards = joined({model: shards_of(module, published=True) for model, module in models.items()})
     first = ranks.writing(WeightsVersion(1, trained_through=5), state)()
@@ -296,7 +300,8 @@ def _saved(
     if name.startswith("lora"):
         # The base model is the one of its own folder.
         fill(models["actor"], place.parent / name, "model.actor", without=adapter_of(models["actor"]))
-    load_shards(place / "checkpoints" / "step-000003", "trainer_state.safetensors", models, state)
+    files = far_shards(place / "weights", 1) if (group.rank, group.world_size) == (1, 2) else HERE
+    load_shards(place / "checkpoints" / "step-000003", "trainer_state.safetensors", models, state, files)
     different = _different(before, _copies(models, state), group)
     return {"different_again": different, "path": path, "failures": _failures(models, state, name, group)}
 

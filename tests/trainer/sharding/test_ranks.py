@@ -42,7 +42,7 @@ def test_a_rank_that_meets_the_others_is_known_to_wait_for_them(
     monkeypatch.setattr(ranks, "dist", group)
     monkeypatch.setattr("pipeline.trainer.saving.rank_models.dist", group)
     monkeypatch.setattr("pipeline.trainer.saving.rank_models.is_sharded", lambda model: True)
-    connection = cast(Any, SimpleNamespace(rank=1, weights_path=tmp_path / "weights"))
+    connection = cast(Any, SimpleNamespace(rank=1, weights_path=tmp_path / "weights", remote=None))
     models = RankModels(Config(), {"actor": torch.nn.Identity()}, connection, torch.device("cpu"), waiting)
 
     models.meet()
