@@ -120,6 +120,11 @@ class RolloutMetrics(Telemetry):
         self._sync_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport=transport)
         self._mismatches = writer.counter("rlhfd_weight_syncs_total", result="mismatch")
         self._syncs = writer.counter("rlhfd_weight_syncs_total", result="ok")
+        self._refused = writer.counter("rlhfd_weight_syncs_total", result="refused")
+        self._sent_bytes = {
+            kind: writer.counter("rlhfd_weight_sent_bytes_total", kind=kind)
+            for kind in (("whole", "difference") if transport == "ray" else ())
+        }
         self._sync_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
         self._push_wait = writer.histogram("rlhfd_buffer_push_wait_seconds")
 
@@ -333,6 +338,15 @@ class RolloutMetrics(Telemetry):
         self._sync_bytes.inc(nbytes)
         self._syncs.inc()
         self._sync_time.set(time.time())
+
+    def weights_sent(self, whole_bytes: int, difference_bytes: int) -> None:
+        """Count the bytes of weights that were sent to this worker's machine, for all workers there."""
+        self._sent_bytes["whole"].inc(whole_bytes)
+        self._sent_bytes["difference"].inc(difference_bytes)
+
+    def weights_refused(self) -> None:
+        """Count differences that did not lead to the published bytes."""
+        self._refused.inc()
 
     def weights_mismatch(self) -> None:
         """Count a weight sync after which the model did not compute with its weights."""

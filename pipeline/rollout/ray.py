@@ -4,7 +4,8 @@
     supervisor, buffer, trainer as without Ray
     rollout N: a gateway, which is the worker  ----->  its actor: models, reward, maker (`pipeline.rollout.remote`)
       tickets, arena, metrics, samples         <-----    experience, as objects; its engine, its environments
-    the weights' holder, an actor              ----->    weights: one object a version, once to each machine
+    the weights' holder, an actor              ----->    the machine's relay, an actor: a version once to each machine,
+                                                         only the changed words where these are less
 
 Only the gateway uses Ray: it takes tickets, calls the actor, writes the experience into the arena, and counts. An actor
 belongs to its gateway; each of the two ends when the other one ends, and with the actor its engine and the processes of
@@ -15,12 +16,12 @@ heartbeats has grown, so that hang detection finds a hanging actor as it finds a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -30,6 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError, WeightsError
+from pipeline.models.weights.sending import Offer, Taken, WeightsHolder, WeightsRelay
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout import process as rollout_process
 from pipeline.rollout.metrics import RolloutMetrics
@@ -39,7 +41,7 @@ from pipeline.rollout.remote import CallResult, Loaded, NodeStatus, RolloutNode,
 from pipeline.rollout.roller import Rolled
 from pipeline.runtime.ray_cluster import NoRoomError, await_room, join, one_line
 from pipeline.runtime.role import ClusterNode, Report, RoleContext
-from pipeline.storage.weights_header import Age, WeightsVersion
+from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.carried_records import log_carried
 
 _STATUS_S: Final = 0.1
@@ -48,7 +50,7 @@ _STEP_S: Final = 0.2
 _RETRY_S: Final = 0.5
 # Longest time to put weights into the store, and to transfer them to another machine: a constant and a slowest speed.
 _PATIENCE_S: Final = 30.0
-# Time that the holder of the weights has besides, if its process may have to be started: minutes on a busy machine.
+# Time that holder and relay have besides, if their processes may have to be started: minutes on a busy machine.
 _HOLDER_START_S: Final = 120.0
 _STORED_BYTES_S: Final = 5e8
 _TRANSFERRED_BYTES_S: Final = 1e8
@@ -100,7 +102,9 @@ class RemoteStream:
         self._beats: int | None = None
         self._status: Any = None
         self._holder: Any = None
+        self._relay: Any = None
         self._machine = "?"
+        self._place = ""
         self._cpus, self._gpus = float(config.rollout.threads), config.cluster.worker_gpus
         spec = WorkerSpec(
             config=config.model_dump_json(),
@@ -122,6 +126,10 @@ class RemoteStream:
         """
         answered = self._actor.status.remote(logging.getLogger().level, 0.0)
         await_room(answered, self._context, f"gpus={self._gpus:g} cpus={self._cpus:g}")
+        self._place = self._node_id()
+        # Its process starts while the models are loaded; without an answer it is asked for again with the weights.
+        with contextlib.suppress(_LostError):
+            self._relay = self._find_relay()
         try:
             loaded: Loaded = self._call("load")
         except ConfigError as error:
@@ -166,14 +174,16 @@ class RemoteStream:
         """
         stored_s = _PATIENCE_S + source.nbytes / _STORED_BYTES_S
         transferred_s = _PATIENCE_S + source.nbytes / _TRANSFERRED_BYTES_S
-        give_up_s = time.monotonic() + 2 * (_HOLDER_START_S + stored_s) + transferred_s
+        give_up_s = time.monotonic() + 2 * (2 * _HOLDER_START_S + stored_s) + 3 * transferred_s
         while True:
             try:
-                fetched: WeightsVersion = self._call("fetch", self._newest(stored_s), patience_s=transferred_s)
+                newest = self._newest(stored_s, transferred_s)
+                fetched: WeightsVersion = self._call("fetch", newest, patience_s=transferred_s)
                 return fetched
             except _LostError as error:
-                # The holder belonged to another gateway and died with it; its name stays registered for a moment.
-                self._holder = None
+                # Holder or relay belonged to another gateway and died with it; a name stays registered for a moment.
+                self._holder = self._relay = None
+                self._node_id()
                 if time.monotonic() > give_up_s:
                     raise WeightsError(f"the cluster does not deliver the weights: {error}") from error
                 log.warning("weights are sent again: reason=%s", str(error))
@@ -183,37 +193,79 @@ class RemoteStream:
         """End the actor."""
         ray.kill(self._actor)
 
-    def _node(self) -> ClusterNode | None:
-        """Return the node on which the actor runs; None if the cluster does not know it any more."""
-        try:
-            node_id = self._wait(self._actor.node_id.remote(), 0.0, ends=False)
-        except RayActorError as error:
-            raise RlhfdError(f"the actor on {self._machine} is gone: {one_line(error)}") from error
-        return next((node for node in _nodes() if node.id == node_id), None)
-
-    def _newest(self, patience_s: float) -> Any:
-        """Return a reference to the newest weights.
+    def _node_id(self) -> str:
+        """Return Ray's id of the actor's machine.
 
         Raises:
-            _LostError: If their holder is dead, or does not answer.
+            RlhfdError: If the actor is gone.
         """
         try:
-            if self._holder is None:
-                # Kept: Ray ends an actor with the last handle to it in the process that made it.
-                self._holder = self._find_holder()
-                patience_s += _HOLDER_START_S
-            return self._wait(self._holder.newest.remote(), patience_s)[0]
-        except TimeoutError as error:
-            ray.kill(self._holder)
-            raise _LostError(f"their holder has not answered for {patience_s:.0f} s") from error
+            node_id: str = self._wait(self._actor.node_id.remote(), 0.0, ends=False)
+        except RayActorError as error:
+            raise RlhfdError(f"the actor on {self._machine} is gone: {one_line(error)}") from error
+        return node_id
+
+    def _node(self) -> ClusterNode | None:
+        """Return the node on which the actor runs; None if the cluster does not know it any more."""
+        return next((node for node in _nodes() if node.id == self._place), None)
+
+    def _newest(self, stored_s: float, transferred_s: float) -> Any:
+        """Have the newest weights sent to the actor's machine, if it has them not; return a reference to them.
+
+        Args:
+            stored_s: Time to put them into the store.
+            transferred_s: Time to transfer them.
+
+        Raises:
+            _LostError: If holder or relay is dead or does not answer, or the weights came damaged.
+        """
+        starts_s = 0.0 if self._holder is not None else _HOLDER_START_S
+        # Kept: Ray ends an actor with the last handle to it in the process that made it.
+        if self._holder is None:
+            self._holder = self._find(WeightsHolder, _here(), str(self._weights_path), ray.put, ray.get)
+        if self._place == _here():
+            offer: Offer = self._ask(self._holder, "offer", None, patience_s=stored_s + starts_s)
+            return offer.references[0]
+        if self._relay is None:
+            self._relay = self._find_relay()
+        # Another worker of the machine may have started it a moment ago, or have it take a version.
+        held = self._ask(self._relay, "held", patience_s=transferred_s + _HOLDER_START_S)
+        offer = self._ask(self._holder, "offer", held, patience_s=stored_s + starts_s)
+        taken: Taken = self._ask(self._relay, "take", offer, patience_s=transferred_s)
+        self._metrics.weights_sent(taken.whole_bytes, taken.difference_bytes)
+        if taken.is_damaged:
+            self._metrics.weights_refused()
+        if not taken.references:
+            raise _LostError(taken.reason)
+        return taken.references[0]
+
+    def _find_relay(self) -> Any:
+        """Return the relay of the actor's machine; None if that is the daemon's, which has the weights."""
+        return None if self._place == _here() else self._find(WeightsRelay, self._place, ray.put, ray.get)
+
+    def _find(self, kind: type, node_id: str, *arguments: Any) -> Any:
+        """Return the actor of this kind on a machine; it is started if there is none."""
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        name = f"{kind.__name__} of {socket.gethostname()}:{self._context.folder} on {node_id}"
+        actor = ray.remote(num_cpus=0)(kind)
+        try:
+            return actor.options(name=name, get_if_exists=True, scheduling_strategy=there).remote(*arguments)
         except RayError as error:
             raise _LostError(one_line(error)) from error
 
-    def _find_holder(self) -> Any:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        name = f"weights of {socket.gethostname()}:{self._context.folder}"
-        holder = ray.remote(num_cpus=0)(WeightsHolder)
-        return holder.options(name=name, get_if_exists=True, scheduling_strategy=here).remote(str(self._weights_path))
+    def _ask(self, actor: Any, method: str, *arguments: Any, patience_s: float) -> Any:
+        """Return the value of a call of holder or relay.
+
+        Raises:
+            _LostError: If the actor is dead, or does not answer in time, and then is killed.
+        """
+        try:
+            return self._wait(getattr(actor, method).remote(*arguments), patience_s)
+        except TimeoutError as error:
+            ray.kill(actor)
+            raise _LostError(f"their {method} has not come for {patience_s:.0f} s") from error
+        except RayError as error:
+            raise _LostError(one_line(error)) from error
 
     def _call(self, method: str, *arguments: Any, patience_s: float = 0.0, shows: bool = False) -> Any:
         """Call a method of the actor, count the events of its result, and return its value or raise its error.
@@ -327,25 +379,7 @@ class _RolloutActor(RolloutNode):
 
     def node_id(self) -> str:
         """Return Ray's id of this machine."""
-        node_id: str = ray.get_runtime_context().get_node_id()
-        return node_id
-
-
-class WeightsHolder:
-    """Puts each version into the cluster's store once for all workers; an actor on the daemon's machine."""
-
-    def __init__(self, path: str) -> None:
-        self._reader = WeightsReader(Path(path))
-        self._age: Age | None = None
-        self._stored: list[Any] = []
-
-    def newest(self) -> list[Any]:
-        """Return one reference, to a `pipeline.models.weights.store.WeightsCopy` of the newest version."""
-        newest = self._reader.newest()
-        if newest is not None and newest.age != self._age:
-            copy = self._reader.copy()
-            self._age, self._stored = copy.version.age, [ray.put(copy)]
-        return self._stored
+        return _here()
 
 
 class _LostError(Exception):
@@ -364,6 +398,12 @@ def _configure_ray() -> None:
         return torch.from_numpy(data.copy()).view(dtype).reshape(shape)
 
     ray.util.register_serializer(torch.Tensor, serializer=serialize, deserializer=deserialize)
+
+
+def _here() -> str:
+    """Return Ray's id of this machine."""
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return node_id
 
 
 def _nodes() -> list[ClusterNode]:

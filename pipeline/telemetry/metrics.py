@@ -231,8 +231,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("rlhfd_remote_rank_bytes_total", TRAINER,
             "Bytes between a rank on another machine and the daemon's: rows of its batches; shards published and "
             "restored.", data="rows_received shards_sent shards_received"),
-    counter("rlhfd_weight_syncs_total", "trainer rollout", "Weight syncs by result (ok, mismatch).",
-            result="ok mismatch"),
+    counter("rlhfd_weight_sent_bytes_total", ROLLOUT,
+            "Weight bytes sent to the other machines of a cluster, once to each, by kind: the whole version (whole), "
+            "or its changes since the version that the machine held (difference).", kind="whole difference"),
+    counter("rlhfd_weight_syncs_total", "trainer rollout",
+            "Weight syncs by result (ok, mismatch, and refused: changes that did not lead to the published bytes, "
+            "after which the whole version was sent).", result="ok mismatch refused"),
     event_time("rlhfd_weight_sync_last_success_timestamp_seconds", "trainer rollout",
                "Unix time of the last complete weight sync."),
 

@@ -345,7 +345,11 @@ NEVER_IN_SUCH_A_RUN: dict[str, set[tuple[str, ...]]] = {
     "buffer.limit is 0": {("rlhfd_buffer_capacity_items", "0")},
     "trainer.normalize_values is false": series_of("rlhfd_return"),
     "rollout.reward_scale is none": series_of("rlhfd_reward_running"),
-    "its workers compute here": {("rlhfd_weight_sync_bytes_total", "ray"), *series_of("rlhfd_cluster")}
+    "its workers compute here": {
+        ("rlhfd_weight_sync_bytes_total", "ray"),
+        *series_of("rlhfd_cluster"),
+        *series_of("rlhfd_weight_sent"),
+    }
     - series_of("rlhfd_cluster_actor_info"),
     "it has one rank": series_of("rlhfd_rank_imbalance"),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.models.weights.store import WeightsReader
 from tests.daemon import test_environment
 from tests.daemon.test_determinism import run
 from tests.daemon.test_kills import balanced, finish
@@ -26,6 +27,8 @@ from tests.support.daemon import (
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.integration
+# The weights that a step of real runs leaves as they are: nearly all.
+SMALL_CHANGES = ("model.dtype=bfloat16", "trainer.learning_rate=1e-6")
 SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.05")
 PLACED = re.compile(
     r"(rollout-\d) pipeline\.rollout\.ray: rolls out in the cluster: machine=\S+ actor_pid=(\d+) gpus=0"
@@ -57,9 +60,19 @@ def holders(cluster):
     return [pid for pid in descendants(cluster.pid) if "WeightsHolder" in name_of(pid)]
 
 
+def relays(cluster):
+    """The processes that hold weights for all workers of a machine."""
+    return [pid for pid in descendants(cluster.pid) if "WeightsRelay" in name_of(pid)]
+
+
+def sent_bytes(metrics):
+    """The bytes of weights sent to machines, of whole versions and of differences."""
+    return tuple(total(metrics, "rlhfd_weight_sent_bytes_total", kind=kind) for kind in ("whole", "difference"))
+
+
 def left_of(cluster):
     """The processes of actors, and those that actors have started."""
-    titles = ("ray::RolloutActor", "ray::_RolloutActor", "ray::WeightsHolder", "rlhfd: ")
+    titles = ("ray::RolloutActor", "ray::_RolloutActor", "ray::WeightsHolder", "ray::WeightsRelay", "rlhfd: ")
     return [pid for pid in descendants(cluster.pid) if name_of(pid).startswith(titles)]
 
 
@@ -81,10 +94,12 @@ def go_on_without(daemon, actor_pid, *, steps=5):
 
 
 @pytest.mark.variant
-def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path, task, cluster):  # noqa: F811
-    """With PPO, whose critic's weights travel too; GRPO: `test_ray_ranks`."""
-    here = run(tmp_path / "here", task, "rollout.algorithm=ppo")
-    there = run(tmp_path / "there", task, "rollout.algorithm=ppo", "rollout.workers=2", *cluster.settings)
+@pytest.mark.parametrize(("dtype", "rate"), [("float32", 1e-4), ("bfloat16", 1e-5)])
+def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path, task, cluster, dtype, rate):  # noqa: F811
+    """With PPO, whose critic's weights travel too; GRPO: `test_ray_ranks`. In bfloat16 what changed travels."""
+    settings = ("rollout.algorithm=ppo", f"model.dtype={dtype}", f"trainer.learning_rate={rate}")
+    here = run(tmp_path / "here", task, *settings)
+    there = run(tmp_path / "there", task, *settings, "rollout.workers=2", *cluster.settings)
 
     assert here == there
     placed = PLACED.findall((tmp_path / "there" / "daemon.err").read_text())
@@ -167,18 +182,27 @@ def test_turns_on_actors_with_kills_are_those_of_a_serial_run_bit_for_bit(tmp_pa
 
 @pytest.mark.variant
 def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daemon(tmp_path, task, cluster):  # noqa: F811
-    with Daemon(tmp_path, *SETTINGS, *cluster.settings, "rollout.workers=2", task=task) as daemon:
+    settings = (*SETTINGS, *cluster.settings, *telling_reward(tmp_path), *SMALL_CHANGES)
+    with Daemon(tmp_path, *settings, "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(2)
         workers = {name: pid for name, pid in daemon.pids().items() if name.startswith("rollout")}
-        (holder,) = holders(cluster)
+        nbytes = WeightsReader(daemon.shm_dir / "weights").nbytes
+        for killed, find in enumerate((holders, relays)):
+            assert sent_bytes(daemon.metrics())[0] == (1 + killed) * nbytes, "once for both workers"
+            (holding,) = find(cluster)
+            again = daemon.errors.count("weights are sent again")
 
-        os.kill(holder, signal.SIGKILL)
+            os.kill(holding, signal.SIGKILL)
 
-        step = daemon.status()["step"]
-        daemon.wait_logged("weights are sent again")
-        daemon.wait_step(step + 5)
-        assert {name: pid for name, pid in daemon.pids().items() if name.startswith("rollout")} == workers
+            step = daemon.status()["step"]
+            daemon.wait_until(
+                lambda again=again: daemon.errors.count("weights are sent again") > again, "it is noticed"
+            )
+            daemon.wait_step(step + 5)
+            assert {name: pid for name, pid in daemon.pids().items() if name.startswith("rollout")} == workers
+        assert sent_bytes(daemon.metrics())[0] == 3 * nbytes
+        assert total(daemon.metrics(), "rlhfd_weight_syncs_total", result="refused") == 0
         metrics = daemon.metrics()
         assert balanced(metrics)
         sealed = total(metrics, "rlhfd_response_length_tokens_sum")
@@ -189,16 +213,20 @@ def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daem
         daemon.wait()
         for pid in actors(daemon).values():
             wait_until(lambda pid=pid: not is_alive(pid), 30.0, "an actor ends with its daemon")
-        wait_until(lambda: not holders(cluster), 30.0, "the holders of the weights end with the daemon")
+        wait_until(lambda: not holders(cluster) + relays(cluster), 30.0, "what holds weights ends with the daemon")
         shutil.rmtree(daemon.shm_dir)
 
 
 def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, task):  # noqa: F811
     with RayCluster((1, 1)) as cluster:
-        settings = (*SETTINGS, *cluster.settings, "rollout.workers=2")
+        settings = (*SETTINGS, *cluster.settings, "rollout.workers=2", *telling_reward(tmp_path), *SMALL_CHANGES)
         with Daemon(tmp_path, *settings, task=task) as daemon:
             daemon.wait_ready()
             daemon.wait_step(2)
+            nbytes = WeightsReader(daemon.shm_dir / "weights").nbytes
+            whole, difference = sent_bytes(daemon.metrics())
+            assert whole == 2 * nbytes, "each machine gets it whole once"
+            assert 0 < difference < 2 * daemon.status()["step"] * 0.1 * nbytes, "and then what a step changes"
             before = actors(daemon)
             # The head, which computes nothing, and two machines.
             here = f"{socket.gethostname()} ({cluster.address.rpartition(':')[0]})"

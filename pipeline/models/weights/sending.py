@@ -1,0 +1,165 @@
+"""The way of published weights to other machines: a holder beside them, a relay on each other machine.
+
+    weights file -> WeightsHolder -- Offer: differences, or the whole version --> WeightsRelay -> workers of its machine
+
+A worker asks its machine's relay for the version held there, the holder for an offer from that version on, and has the
+relay take the offer. Whatever the number of workers, a version goes to a machine once. The relay compares the
+fingerprint of the bytes that differences lead to with the published one. If they are others, it holds no version any
+more, and the next offer is the whole one; so it is for a new relay, or one that has missed too much.
+
+Values go by references (`store`, `load`), as in an object store: a reference costs nothing until it is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.errors import WeightsError
+from pipeline.models.weights.copies import WeightsCopy
+from pipeline.models.weights.differences import applied, difference
+from pipeline.models.weights.store import WeightsReader
+from pipeline.storage.weights_header import Age, WeightsVersion
+
+Store = Callable[[Any], Any]
+"""Stores a value, and returns a reference to it."""
+Load = Callable[[Any], Any]
+"""Returns the value of a reference; its arrays may be read-only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """The newest version, for a machine that holds `base`.
+
+    Attributes:
+        version: The newest version.
+        base: The version from which the differences lead to it; None: the reference is to a whole one.
+        references: To a `WeightsCopy`, or to each `Difference`, in order.
+    """
+
+    version: WeightsVersion
+    base: Age | None
+    references: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """The result of an offer.
+
+    Attributes:
+        references: To the `WeightsCopy` that the machine holds now; none if the offer was refused.
+        whole_bytes: Bytes of whole versions that were sent to the machine.
+        difference_bytes: Bytes of differences that were sent to it.
+        reason: The reason of a refusal.
+        is_damaged: Whether the differences did not lead to the published bytes.
+    """
+
+    references: list[Any]
+    whole_bytes: int = 0
+    difference_bytes: int = 0
+    reason: str = ""
+    is_damaged: bool = False
+
+
+class _Step(NamedTuple):
+    base: Age
+    nbytes: int
+    reference: Any
+
+
+class WeightsHolder:
+    """Stores each version once for all machines: its difference from the one before, and all of it on demand.
+
+    Differences are kept as long as all of them together have at most half of the bytes of a version.
+    """
+
+    def __init__(self, path: str, store: Store, load: Load) -> None:
+        """Open a weights file, which may have no version yet."""
+        self._reader = WeightsReader(Path(path))
+        self._store = store
+        self._load = load
+        self._newest: WeightsCopy | None = None
+        self._whole: list[Any] = []
+        self._steps: list[_Step] = []
+
+    def offer(self, held: Age | None) -> Offer:
+        """Return the newest version for a machine.
+
+        Args:
+            held: The version that the machine holds; None if it needs the whole one.
+
+        Raises:
+            WeightsError: If there is no version yet, or every attempt at a whole copy failed.
+        """
+        newest = self._advanced()
+        if held == newest.version.age:
+            return Offer(newest.version, held, [])
+        bases = [step.base for step in self._steps]
+        if held is not None and held in bases:
+            return Offer(newest.version, held, [step.reference for step in self._steps[bases.index(held) :]])
+        if not self._whole:
+            self._whole = [self._store(newest)]
+            # The store's bytes are the base of the next difference: no second copy is kept.
+            self._newest = self._load(self._whole[0])
+        return Offer(newest.version, None, self._whole)
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._reader.close()
+
+    def _advanced(self) -> WeightsCopy:
+        found, base = self._reader.newest(), self._newest
+        if base is not None and found is not None and found.age == base.version.age:
+            return base
+        newest = self._reader.copy()
+        most_bytes = newest.data.nbytes // 2
+        made = None if base is None else difference(base, newest, most_bytes)
+        # Before another version takes its place in the store.
+        self._newest, self._whole, base = newest, [], None
+        if made is None:
+            self._steps = []
+            return newest
+        self._steps.append(_Step(made.base, made.nbytes, self._store(made)))
+        while sum(step.nbytes for step in self._steps) > most_bytes:
+            del self._steps[0]
+        return newest
+
+
+class WeightsRelay:
+    """Holds the newest version that a worker of this machine asked for, for all workers of the machine."""
+
+    def __init__(self, store: Store, load: Load) -> None:
+        self._store = store
+        self._load = load
+        self._copy: WeightsCopy | None = None
+        self._references: list[Any] = []
+
+    def held(self) -> Age | None:
+        """Return the version held; None before the first one, and after differences that led to other bytes."""
+        return None if self._copy is None else self._copy.version.age
+
+    def take(self, offer: Offer) -> Taken:
+        """Take over a version, unless another worker has had it taken meanwhile."""
+        held = self.held()
+        if offer.version.age == held:
+            return Taken(self._references)
+        if offer.base is None:
+            # Before another version takes their place in the store.
+            self._copy, self._references = None, []
+            whole: WeightsCopy = self._load(offer.references[0])
+            self._references = [self._store(whole)]
+            self._copy = self._load(self._references[0])
+            return Taken(self._references, whole_bytes=whole.data.nbytes)
+        if self._copy is None or offer.base != held:
+            return Taken([], reason="another worker of the machine has fetched other weights meanwhile")
+        differences = [self._load(reference) for reference in offer.references]
+        nbytes = sum(one.nbytes for one in differences)
+        base, self._copy, self._references = self._copy, None, []
+        try:
+            copy = applied(base, differences)
+        except WeightsError as error:
+            return Taken([], difference_bytes=nbytes, reason=str(error), is_damaged=True)
+        self._copy, self._references = copy, [self._store(copy)]
+        return Taken(self._references, difference_bytes=nbytes)
