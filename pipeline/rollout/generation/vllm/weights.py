@@ -153,6 +153,7 @@ class FeedsWeights:
         try:
             if not _is_plain(model, parameters):
                 self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+                _renew_heads(model)
                 return
             with torch.no_grad():
                 if checked:
@@ -195,6 +196,17 @@ def _is_plain(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Paramete
         return False
     # On CPUs some kernels compute with a packed copy of weights of lower precision.
     return all(tensor.device.type != "cpu" or tensor.dtype == torch.float32 for tensor in parameters.values())
+
+
+def _renew_heads(model: torch.nn.Module) -> None:
+    """Have heads compute with their present matrices.
+
+    On a CPU a head of 16 bits has a packed copy. vLLM's reload makes another one where it has loaded the head itself,
+    but a head that is the embedding is loaded as the embedding alone.
+    """
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if name.rpartition(".")[2] == "lm_head" and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _bits(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -1,5 +1,6 @@
 """The vLLM engine against the real vLLM, in its own process: the interface of an engine, weights, and deaths."""
 
+import contextlib
 import copy
 import os
 import re
@@ -324,6 +325,25 @@ def test_published_weights_are_taken_from_shared_memory_by_their_age(engine, mod
         engine.fetch_weights(path, (3, 0))
     assert ids(run(engine, request())[0]) == ids(of_first), "the version before is in force"
     publisher.close()
+
+
+@pytest.mark.variant
+def test_a_model_of_16_bits_follows_each_version(models, tmp_path):
+    """On a CPU vLLM computes with packed copies of its matrices, also of a head that is the embedding."""
+    first, second = (copy.deepcopy(model).to(torch.bfloat16) for model in (models.first, models.second))
+    first.save_pretrained(tmp_path / "model")
+    path, tensors = tmp_path / "weights", [flatten(actor=model.state_dict()) for model in (first, second)]
+    assert not any("lm_head" in name for name in tensors[0]), "the head is the embedding"
+    with (
+        contextlib.closing(VllmEngine(settings(tmp_path / "model", dtype="bfloat16"))) as engine,
+        contextlib.closing(WeightsPublisher(path, tensors[0], slots=2)) as publisher,
+    ):
+        for version, model in ((1, second), (2, first)):
+            publisher.publish(version, tensors[version % 2])
+            assert engine.fetch_weights(path) == (version, 0)
+            for response in run(engine, request())[0]:
+                expected = log_probs_of(copy.deepcopy(model).float(), PROMPT, response.token_ids)
+                assert float((response.log_probs - expected).abs().mean()) < 0.1, "1 and more with an old head"
 
 
 def test_damaged_weights_are_never_used(directory, models, tmp_path):
