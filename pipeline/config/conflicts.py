@@ -80,6 +80,8 @@ def conflicts(config: Config) -> list[Conflict]:
         found.append(Conflict(("rollout.engine",), f'"{rollout.engine}" is not available in this version'))
     if rollout.tensor_parallel > 1:
         found += _conflicts_of_tensor_parallel(config)
+    if rollout.quantization != "none":
+        found += _conflicts_of_quantization(config)
     if rollout.engine == "vllm":
         found += _vllm_conflicts(config)
     elif rollout.cache_bytes is not None:
@@ -332,6 +334,36 @@ def _conflicts_of_tensor_parallel(config: Config) -> list[Conflict]:
         message = f"must divide the {len(rollout.devices)} of rollout.devices, got {rollout.tensor_parallel}"
         return [Conflict((key, "rollout.devices"), message)]
     return []
+
+
+def _conflicts_of_quantization(config: Config) -> list[Conflict]:
+    """Return the settings with which an engine of quantized weights cannot run, or nothing corrects for them."""
+    rollout, trainer, key = config.rollout, config.trainer, "rollout.quantization"
+    if rollout.engine != "vllm":
+        message = f'must be "none" with rollout.engine = "{rollout.engine}": only vllm quantizes weights'
+        return [Conflict((key, "rollout.engine"), message)]
+    found = []
+    if config.model.dtype == "float32":
+        message = f'must be "bfloat16" with {key}: vllm quantizes models of 16 bits alone'
+        found.append(Conflict(("model.dtype", key), message))
+    if config.model.lora_rank:
+        found.append(Conflict((key, "model.lora_rank"), 'must be "none" with model.lora_rank'))
+    if rollout.sleep:
+        found.append(Conflict((key, "rollout.sleep"), 'must be "none" with rollout.sleep'))
+    if rollout.tensor_parallel > 1:
+        message = f"must be 1 with {key}: nobody has tried weights of 8 bits over several GPUs"
+        found.append(Conflict(("rollout.tensor_parallel", key), message))
+    if rollout.log_probs == "engine":
+        message = f'must be "worker" or "trainer" with {key}: the engine\'s are not those of the policy\'s weights'
+        found.append(Conflict(("rollout.log_probs", key), message))
+    filtered = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k else "min_p" if rollout.min_p else ""
+    if filtered:
+        message = f'must be "none" with rollout.{filtered}: rows then lack the log-probs of vllm, and nothing corrects'
+        found.append(Conflict((key, f"rollout.{filtered}"), message))
+    if trainer.kind == "builtin" and trainer.importance_correction == "none":
+        message = f'must not be "none" with {key}: rows are sampled with other weights than those that are trained'
+        found.append(Conflict(("trainer.importance_correction", key), message))
+    return found
 
 
 def _sleep_conflicts(config: Config) -> list[Conflict]:

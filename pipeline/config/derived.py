@@ -83,7 +83,9 @@ def _of_rollouts(config: Config, *, on_cards: bool) -> dict[str, Derived]:
             config.prompts_per_ticket, f"half of the {config.sample_batch_size} rows of a batch"
         ),
         "rollout.log_probs": Derived(log_probs_by(config), _of_log_probs(config)),
-        "rollout.engine_gap_nats": Derived(None, f"by the tolerance of {config.model.dtype}"),
+        "rollout.engine_gap_nats": Derived(
+            None, "for fp8" if rollout.quantization == "fp8" else f"by the tolerance of {config.model.dtype}"
+        ),
         "rollout.inference_batch_size": Derived(None, f"the {rows} rows of a ticket"),
         "rollout.logits_forward_batch_size": Derived(None, _rows_of_a_pass(config, on_cards=on_cards)),
         "rollout.logits_forward_tokens": Derived(None, _tokens_of_a_pass(config, on_cards=on_cards)),
@@ -147,6 +149,10 @@ def _of_updates(config: Config, *, on_cards: bool) -> dict[str, Derived]:
     found = {"trainer.kl_coef": Derived(config.trainer_kl_coef, f"for {config.rollout.algorithm}")}
     if trainer.kind == "external":
         return found
+    if config.rollout.quantization != "none":
+        found["trainer.importance_correction"] = Derived(
+            trainer.importance_correction, "needed by rollout.quantization"
+        )
     has_clips = trainer.policy_loss != "reinforce"
     found["trainer.devices"] = Derived(trainer.devices, _PLACED if on_cards else "no GPU")
     found |= {

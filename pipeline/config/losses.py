@@ -169,7 +169,7 @@ class LogProbsSection(Section):
         default=None,
         gt=0,
         description="Maximum mean difference of engine's and trainer's log-probs in the probe of a version, in nats a "
-        "token; left out: 0.001 in float32, 0.05 in float16, 0.25 in bfloat16.",
+        "token; left out: 0.001 in float32, 0.05 in float16, 0.25 in bfloat16, 0.5 with quantization = fp8.",
     )
     engine_gap_action: GapAction = Field(
         default="resync",

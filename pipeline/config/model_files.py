@@ -87,6 +87,11 @@ class ModelSizes(NamedTuple):
         return max(found.values(), default=0)
 
     @property
+    def linear_parameters(self) -> int:
+        """Parameters of the matrices of decoder layers, experts included."""
+        return sum(math.prod(shape) for name, shape in self.tensors.items() if _layer_of(name) and len(shape) == 2)
+
+    @property
     def end_parameters(self) -> int:
         """Parameters of the embedding, or of the head, which is as large; 0 if both are one tensor."""
         ends = [math.prod(shape) for shape in self.tensors.values() if shape == (self.vocabulary, self.hidden)]

@@ -304,7 +304,11 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     if config.rollout.engine == "vllm":
         # Each card has its part; on a CPU all ranks are counted.
         parts = config.rollout.tensor_parallel if on_cards else 1
-        terms["weights of the engine"] = math.ceil(width * (models.actor.parameters + adapters) / parts)
+        engine = width * (models.actor.parameters + adapters)
+        if config.rollout.quantization == "fp8":
+            # One byte for each value of a matrix of a layer; one layer at a time is as published during an update.
+            engine -= (width - 1) * models.actor.linear_parameters - width * models.actor.layer_parameters
+        terms["weights of the engine"] = math.ceil(engine / parts)
         # On a card the cache is what is free there: a row is the least with which the engine starts.
         if on_cards:
             terms["KV cache"] = config.rollout.cache_bytes or math.ceil(a_row / parts)

@@ -139,6 +139,11 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
         le=64,
         description="GPUs of one worker, over which vllm splits the actor; on a CPU as many processes.",
     )
+    quantization: Literal["none", "fp8"] = Field(
+        default="none",
+        description="Weights that vllm computes with: the published ones, or those of its linear layers quantized to 8 "
+        "bits at each update (fp8); trainer.importance_correction corrects for the difference.",
+    )
     sleep: bool = Field(
         default=False,
         description="Whether the engine sleeps while the trainer steps, which gives its memory of a shared GPU to the "

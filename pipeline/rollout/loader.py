@@ -40,7 +40,13 @@ from pipeline.rollout.environment.pool import EnvironmentPool
 from pipeline.rollout.environment.turns import TurnSettings
 from pipeline.rollout.evaluation.roller import evaluation_rollers
 from pipeline.rollout.first_rollouts import refuse_broken_reward
-from pipeline.rollout.generation.engine_probe import Judging, ModelProbe, PublishedProbe
+from pipeline.rollout.generation.engine_probe import (
+    FP8_GAP_NATS,
+    FP8_LEAST_MOVE_NATS,
+    Judging,
+    ModelProbe,
+    PublishedProbe,
+)
 from pipeline.rollout.generation.engines import as_stream, load_engine
 from pipeline.rollout.generation.vllm.engine import begin as begin_vllm
 from pipeline.rollout.generation.weights import EngineWeights, ModelWeights, WorkerWeights
@@ -313,6 +319,9 @@ def with_float32_logits(config: Config, model: Any, tokens: Sequence[int], devic
 def judging_of(config: Config, actor: Any, telemetry: Telemetry) -> Judging:
     """Return how the engine's probe of a configuration is judged."""
     rollout = config.rollout
+    if rollout.quantization == "fp8":
+        limit_nats = rollout.engine_gap_nats or FP8_GAP_NATS
+        return Judging(limit_nats, rollout.engine_gap_action, telemetry, FP8_LEAST_MOVE_NATS)
     limit_nats = rollout.engine_gap_nats or tolerance_nats_a_token(next(actor.parameters()).dtype)
     return Judging(limit_nats, rollout.engine_gap_action, telemetry)
 

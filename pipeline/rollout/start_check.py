@@ -24,7 +24,7 @@ from pipeline.models.lora import target_layers
 from pipeline.prompts.rendering import Rendering, rendering_of
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.first_rollouts import TRIED_PROMPTS, note_first_prompts
-from pipeline.rollout.generation.vllm.releases import refuse_unsuitable
+from pipeline.rollout.generation.vllm.releases import refuse_unable_to_quantize, refuse_unsuitable
 from pipeline.rollout.reward.functions import load_reward_function
 from pipeline.rollout.roller import rendered
 from pipeline.rollout.sampling import end_tokens
@@ -69,6 +69,8 @@ class _Check:
             return
         if config.rollout.engine == "vllm":
             self.tried(refuse_unsuitable)
+            if config.rollout.quantization != "none":
+                self.tried(refuse_unable_to_quantize)
         # Functions of the user are imported elsewhere.
         for reward in reward_functions(config):
             if ":" not in reward.name or reward.name.startswith("pipeline."):

@@ -76,6 +76,10 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
             and (problem := problem_of_parts(Path(source), parts))
         ):
             errors.append(f"{loaded.where('rollout.tensor_parallel')}: {problem}")
+    actor = Path(loaded.config.model.actor)
+    if loaded.config.rollout.quantization != "none" and has_images(actor):
+        where = loaded.where("rollout.quantization")
+        errors.append(f'{where}: must be "none": {actor} is a vision-language model, which is not quantized')
     errors += _problems_of_vocabularies(loaded)
     if problem := _problem_of_adapter(loaded):
         errors.append(f"{loaded.where('model.lora_adapter')}: {problem}")

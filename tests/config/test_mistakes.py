@@ -38,6 +38,9 @@ def errors_of(
 
 ALL_KEYS = "`rlhfd config show --effective` lists all, docs/coming-from.md those of other trainers"
 TWO_NUMBERS = "a list of two numbers, each at least 0 and less than 1"
+QUANTIZED = '[rollout]\nengine = "vllm"\nquantization = "fp8"'
+OF_16_BITS = '[model]\ndtype = "bfloat16"'
+
 MISTAKES = [
     # Sources of prompts, at their place in the list.
     (
@@ -615,6 +618,42 @@ MISTAKES = [
         '2:13: model.lora_rank: must be at most 512 with rollout.engine = "vllm", got 513',
     ),
     (
+        '[rollout]\nquantization = "fp8"',
+        '2:16: rollout.quantization: must be "none" with rollout.engine = "transformers": only vllm quantizes weights',
+    ),
+    (
+        '[rollout]\nengine = "vllm"\nquantization = "fp8"\n[model]\ndtype = "float32"',
+        '5:9: model.dtype: must be "bfloat16" with rollout.quantization: vllm quantizes models of 16 bits alone',
+    ),
+    (
+        f'{QUANTIZED}\n[model]\ndtype = "bfloat16"\nlora_rank = 4',
+        '3:16: rollout.quantization: must be "none" with model.lora_rank',
+    ),
+    (
+        f'{QUANTIZED}\nsleep = true\ncache_bytes = "2GiB"\n[buffer]\nmax_staleness = 0\n{OF_16_BITS}',
+        '3:16: rollout.quantization: must be "none" with rollout.sleep',
+    ),
+    (
+        f"{QUANTIZED}\ntensor_parallel = 2\n{OF_16_BITS}",
+        "4:19: rollout.tensor_parallel: must be 1 with rollout.quantization: nobody has tried weights of 8 bits over "
+        "several GPUs",
+    ),
+    (
+        f'{QUANTIZED}\nlog_probs = "engine"\n{OF_16_BITS}',
+        '4:13: rollout.log_probs: must be "worker" or "trainer" with rollout.quantization: the engine\'s are not those '
+        "of the policy's weights",
+    ),
+    (
+        f"{QUANTIZED}\ntop_p = 0.9\n{OF_16_BITS}",
+        '3:16: rollout.quantization: must be "none" with rollout.top_p: rows then lack the log-probs of vllm, and '
+        "nothing corrects",
+    ),
+    (
+        f'{QUANTIZED}\n[trainer]\nimportance_correction = "none"\n{OF_16_BITS}',
+        '5:25: trainer.importance_correction: must not be "none" with rollout.quantization: rows are sampled with '
+        "other weights than those that are trained",
+    ),
+    (
         "[rollout]\ntensor_parallel = 2",
         '2:19: rollout.tensor_parallel: must be 1 with rollout.engine = "transformers": only vllm splits a model over '
         "GPUs",
@@ -1061,6 +1100,15 @@ class TestFiles:
 
         where = "config.toml:5:19: rollout.tensor_parallel: "
         assert found == ([where + problem.format(model)] if problem else [])
+
+    def test_a_vision_language_model_is_not_quantized(self, folder: Path) -> None:
+        save_shell(folder / "model", vision_config={})
+        text = f'[model]\nactor = "model"\ndtype = "bfloat16"\n{QUANTIZED}'
+
+        assert (
+            f'config.toml:6:16: rollout.quantization: must be "none": {folder}/model is a vision-language model, which '
+            "is not quantized"
+        ) in errors_of(text, files=True)
 
     def test_column_that_no_row_has_is_named_at_its_key(self, folder: Path) -> None:
         (folder / "p.jsonl").write_text('{"question": "a"}\n')

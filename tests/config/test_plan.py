@@ -225,6 +225,24 @@ def test_vllm_has_a_cache_and_weights_of_its_own(
     assert vllm_engine._CPU_CACHE_BYTES == plan.VLLM_CPU_CACHE_BYTES
 
 
+def test_quantized_weights_have_a_byte_a_value_and_one_layer_as_it_is_published(folder: Path) -> None:
+    plain, quantized = (
+        configured(
+            folder,
+            model={"dtype": "bfloat16"},
+            rollout={"engine": "vllm", "max_length": 10, "quantization": one},
+        )
+        for one in ("none", "fp8")
+    )
+    models = models_of(plain)
+    matrices = {name: shape for name, shape in models.actor.tensors.items() if ".layers." in name and len(shape) == 2}
+    first = [math.prod(shape) for name, shape in models.actor.tensors.items() if ".layers.0." in name]
+
+    before, after = (needs(one, models, on_cards=True).worker["weights of the engine"] for one in (plain, quantized))
+
+    assert before - after == sum(map(math.prod, matrices.values())) - 2 * sum(first)
+
+
 def test_each_card_of_a_worker_has_its_part_of_the_engine_and_the_first_one_the_workers_models(folder: Path) -> None:
     rollout = {"engine": "vllm", "max_length": 10}
     cards, parted = Machine(3, 10**12, 10**12, 10**12), {**rollout, "tensor_parallel": 2}

@@ -38,6 +38,11 @@ ENDS, GAIN = 8, 0.25
 # Nothing asks for an actor in the worker.
 ALONE = ("rollout.log_probs=trainer", "model.reference_device=trainer")
 LORA = ("model.lora_rank=4", "trainer.learning_rate=2e-3")
+# On a CPU a step of the engine takes a second with them: few rows a ticket.
+EIGHT_BITS = (
+    "rollout.quantization=fp8", "model.dtype=bfloat16", "rollout.max_length=10", "rollout.batch_size=2",
+    "rollout.num_generations=4", "buffer.sample_batch_size=16", "rollout.cache_bytes=64MiB",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +191,24 @@ def test_a_killed_rank_of_an_engine_costs_no_ticket_and_nothing_is_left_after_th
         daemon.wait()
         wait_until(lambda: not any(map(is_alive, family)), END_TIMEOUT_S, "no process of it is left")
         shutil.rmtree(daemon.shm_dir)
+
+
+@pytest.mark.variant
+def test_weights_of_8_bits_are_corrected_for_and_a_killed_engine_of_theirs_costs_no_ticket(tmp_path, task):
+    with Daemon(tmp_path, *ENDLESS, *SETTINGS, *EIGHT_BITS, task=task) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(2)
+        worker = daemon.pids()["rollout-0"]
+        os.kill(engine_of(daemon), signal.SIGKILL)
+        daemon.wait_logged("engine vllm: its process was killed by signal 9; the log may say why")
+        another_worker(daemon, worker)
+        metrics = daemon.metrics()
+        steps = (only_run(daemon.state_dir) / "metrics.jsonl").read_text().splitlines()
+
+    gaps = [json.loads(step)["behaviour_gap_nats"] for step in steps]
+    assert len(gaps) >= 5 and all(0.001 < gap < 0.5 for gap in gaps), gaps
+    assert total(metrics, "rlhfd_engine_probes_total", verdict="ok") > 3
+    assert total(metrics, "rlhfd_engine_probes_total") == total(metrics, "rlhfd_engine_probes_total", verdict="ok")
+    assert total(metrics, "rlhfd_process_starts_total", role="rollout") == 2
+    assert total(metrics, "rlhfd_tickets_total", result="failed") == 0, "no ticket is at fault"
+    assert balanced(metrics)

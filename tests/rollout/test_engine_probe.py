@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.config.schema import Config
 from pipeline.errors import FieldError, ShapeError, WeightsError, WeightsMismatchError
 from pipeline.models.weights.probe import answer
 from pipeline.models.weights.store import WeightsReader, flatten
@@ -23,6 +24,7 @@ from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Completed, Engine, Response, Span
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import EngineWeights
+from pipeline.rollout.loader import judging_of
 from pipeline.rollout.prompt_batch import sample_all
 from pipeline.runtime.messages import Faulty, Sealed
 from pipeline.storage.weights_header import Probe, WeightsVersion
@@ -677,3 +679,25 @@ def test_a_version_without_an_answer_is_not_judged_and_one_of_other_tokens_is_re
     response = Response(torch.tensor([3]), "length", (Span(3, 0, 1),), None, torch.zeros(2))
     with pytest.raises(WeightsMismatchError, match=r"is of 9 tokens, this worker's of 3: version=3"):
         probe.judge(response, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "rollout", "limit_nats", "least_move_nats"),
+    [
+        ({}, {}, 0.001, 1e-5),
+        ({"dtype": "bfloat16"}, {}, 0.25, 1e-5),
+        ({"dtype": "bfloat16"}, {"engine_gap_nats": 0.1}, 0.1, 1e-5),
+        ({"dtype": "bfloat16"}, {"engine": "vllm", "quantization": "fp8"}, 0.5, 0.03),
+        ({"dtype": "bfloat16"}, {"engine": "vllm", "quantization": "fp8", "engine_gap_nats": 0.1}, 0.1, 0.03),
+    ],
+)
+def test_an_engine_is_judged_by_the_bounds_of_the_dtype_or_of_weights_of_8_bits(
+    model, rollout, limit_nats, least_move_nats
+) -> None:
+    config = Config.model_validate({"model": model, "rollout": {**rollout, "engine_gap_action": "stop"}})
+    actor, told = tiny.llama().to(getattr(torch, config.model.dtype)), Told()
+
+    judging = judging_of(config, actor, told)
+
+    assert judging == Judging(limit_nats, "stop", told, least_move_nats)
+    assert ModelProbe(actor, TOKENS, CPU, row_tokens=20, judging=judging)._least_move_nats == least_move_nats

@@ -1,12 +1,13 @@
 """The vLLM engine: vLLM in a child process of the worker, which cannot outlive it.
 
 adapters        LoRA adapters in vLLM's slot for them
-core            vLLM itself; it, `adapters` and `vision` alone import it
+core            vLLM itself; it, `adapters`, `quantized`, `ranks` and `vision` alone import it
 engine          the worker's side
 images          the images of a request, between worker and child
 memory          tensors in memory that worker and child map
 packed          packed copies of the matrices of a CPU's model
 process         the child's process
+quantized       published weights into quantized layers
 ranks           the processes that vLLM starts in the child's, one a card
 releases        the admitted releases of vLLM, and the differences between them
 step_progress   tokens so far, and whether the steps advance

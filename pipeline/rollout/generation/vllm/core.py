@@ -119,6 +119,9 @@ class Core:
             arguments["enable_sleep_mode"] = True
         # Adapters replace no base weights: these, and the places of adapters, must come back as they were.
         self._sleep_level = 2 if settings.lora is None else 1
+        if settings.quantization == "fp8":
+            # One scale for each output channel, of the weights as they are loaded, and for each token of the inputs.
+            arguments["quantization"] = "fp8_per_channel"
         if settings.tensor_parallel > 1:
             arguments |= {
                 "tensor_parallel_size": settings.tensor_parallel,

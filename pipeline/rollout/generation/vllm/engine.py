@@ -53,7 +53,7 @@ from pipeline.rollout.generation.interface import (
 from pipeline.rollout.generation.vllm import memory, wire
 from pipeline.rollout.generation.vllm.images import put as put_images
 from pipeline.rollout.generation.vllm.images import sight_of
-from pipeline.rollout.generation.vllm.releases import refuse_unsuitable
+from pipeline.rollout.generation.vllm.releases import refuse_unable_to_quantize, refuse_unsuitable
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from pipeline.runtime.link import Link
 from pipeline.runtime.lock import shm_directory
@@ -65,6 +65,8 @@ _MAX_ROWS = 256
 _BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 # The least CUDA capability of vLLM's batch-invariant kernels.
 _LEAST_CAPABILITY = (8, 0)
+# That of its kernels that multiply 8 bits by 8 bits.
+_LEAST_FP8_CAPABILITY = (8, 9)
 _CPU_CACHE_BYTES = 1 << 30
 _SCRATCH = "rlhfd-vllm-"
 _POLL_S = 0.05
@@ -123,10 +125,18 @@ def _settings(config: Config, directory: Path, device: torch.device) -> wire.Set
     """Return the settings of an engine, without those of its model.
 
     Raises:
-        ConfigError: If vLLM is not installed, of a release that is not admitted, or cannot sleep here.
+        ConfigError: If vLLM is not installed, of a release that is not admitted, or cannot sleep or quantize here.
     """
     refuse_unsuitable()
     on_cpu = device.type == "cpu"
+    if config.rollout.quantization != "none":
+        refuse_unable_to_quantize()
+        if not on_cpu and (has := torch.cuda.get_device_capability(device)) < _LEAST_FP8_CAPABILITY:
+            least, found = (".".join(map(str, pair)) for pair in (_LEAST_FP8_CAPABILITY, has))
+            raise ConfigError(
+                f"rollout.quantization: fp8 needs a GPU of compute capability {least} or above, this worker's has "
+                f"{found}"
+            )
     if on_cpu and config.rollout.sleep:
         raise ConfigError('rollout.sleep: "vllm" sleeps on GPUs alone, and this worker has none')
     return wire.Settings(
@@ -142,6 +152,7 @@ def _settings(config: Config, directory: Path, device: torch.device) -> wire.Set
         sleeps=config.rollout.sleep,
         batch_invariant=_is_batch_invariant(config, device),
         tensor_parallel=config.rollout.tensor_parallel,
+        quantization=config.rollout.quantization,
         scratch=_scratch(config) if config.rollout.tensor_parallel > 1 else "",
     )
 

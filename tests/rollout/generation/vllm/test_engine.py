@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import os
 import re
 import signal
@@ -384,13 +385,13 @@ def test_weights_that_leave_a_part_of_a_fused_parameter_out_are_refused(director
 class Weights:
     """A worker's weights over the engine: the actor's tensors, and versions in shared memory."""
 
-    def __init__(self, folder, engine, first, *, action="resync", actor=None):
+    def __init__(self, folder, engine, first, *, action="resync", actor=None, judging=None):
         self.actor = small_llama(0) if actor is None else actor
         self.told = Told()
         tensors = flatten(actor=first.state_dict())
         self.publisher = WeightsPublisher(folder / "weights", tensors, slots=2)
         self.path, self.reader = folder / "weights", None
-        judging = Judging(1e-3, action, self.told)
+        judging = dataclasses.replace(judging or Judging(1e-3, action), telemetry=self.told)
         probe = ModelProbe(self.actor, [5, 6, 7], torch.device("cpu"), row_tokens=MAX_LENGTH, judging=judging)
         self.weights = ModelWeights(flatten(actor=self.actor.state_dict()), engine, probe=probe)
 

@@ -1,4 +1,4 @@
-"""The releases of vLLM that are admitted, and the differences between them; vLLM itself is not needed."""
+"""The releases of vLLM and the GPUs that are admitted, and the differences between them; vLLM itself is not needed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.rollout.generation.vllm.releases import is_woken, refuse_unsuitable, renames_of
+from pipeline.rollout.generation.vllm import engine as engines
+from pipeline.rollout.generation.vllm.releases import (
+    is_woken,
+    refuse_unable_to_quantize,
+    refuse_unsuitable,
+    renames_of,
+)
 
 
 @pytest.fixture
@@ -56,6 +65,44 @@ def test_an_older_and_a_newer_release_are_refused_in_one_line_with_the_range(
         f"rollout.engine: vLLM {version} is not admitted, >=0.24,<0.33 is: "
         "RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
     )
+
+
+@pytest.mark.parametrize("version", [None, "0.24.0", "0.30.2", "0.32.0"])
+def test_weights_are_quantized_by_the_releases_alone_whose_reload_of_them_is_known(
+    install: Callable[..., None], version: str | None
+) -> None:
+    install(version)
+
+    if version in (None, "0.32.0"):
+        refuse_unable_to_quantize()
+    else:
+        with pytest.raises(ConfigError, match=f"^rollout.quantization: vLLM {version} is not admitted, 0.32 is$"):
+            refuse_unable_to_quantize()
+
+
+@pytest.mark.parametrize(
+    ("device", "capability"), [("cpu", None), ("cuda", (8, 9)), ("cuda", (9, 0)), ("cuda", (8, 6))]
+)
+def test_weights_are_quantized_on_gpus_alone_that_multiply_8_bits(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int] | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(engines, "refuse_unsuitable", lambda: None)
+    monkeypatch.setattr(engines, "refuse_unable_to_quantize", lambda: None)
+    monkeypatch.setattr(engines, "EngineProcess", lambda settings, **_: settings)
+    config = Config.model_validate(
+        {"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm", "quantization": "fp8"}}
+    )
+
+    if capability == (8, 6):
+        with pytest.raises(
+            ConfigError,
+            match=r"^rollout.quantization: fp8 needs a GPU of compute capability 8.9 or above, this worker's has 8.6$",
+        ):
+            engines.begin(config, torch.device(device))
+    else:
+        begun: Any = engines.begin(config, torch.device(device))
+        assert (begun.quantization, begun.dtype) == ("fp8", "bfloat16")
 
 
 @pytest.mark.parametrize(("version", "shown"), [(None, "none"), ("unknown", "unknown")])
