@@ -43,9 +43,17 @@ def engine_of(daemon, actor):
     return pid
 
 
-def test_an_engine_alone_on_another_machine_learns_the_embedded_task(tmp_path, task, cluster, record_property):
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(12, id="each version is in force"),
+        # That rows of such an engine are learned from is shown on one machine, too.
+        pytest.param(50, id="the reward rises", marks=pytest.mark.variant),
+    ],
+)
+def test_an_engine_alone_on_another_machine_learns_the_embedded_task(tmp_path, task, cluster, record_property, steps):
     """Each version goes from Ray's store into its parameters, and answers the trainer's probe."""
-    settings = (*SETTINGS, *LEARNING, *ALONE, *cluster.settings)
+    settings = (*SETTINGS, *LEARNING, *ALONE, *cluster.settings, f"trainer.max_steps={steps}")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_step(3)
         metrics = daemon.metrics()
@@ -55,7 +63,8 @@ def test_an_engine_alone_on_another_machine_learns_the_embedded_task(tmp_path, t
     rewards = [json.loads(line)["reward_mean"] for line in lines]
     first, last = sum(rewards[:ENDS]) / ENDS, sum(rewards[-ENDS:]) / ENDS
     record_property("shown", f"mean reward {first:.3f} in the first {ENDS} steps, {last:.3f} in the last {ENDS}")
-    assert last - first >= GAIN, rewards
+    assert len(rewards) == steps and (steps == 12 or last - first >= GAIN), rewards
+    assert total(metrics, "rlhfd_engine_probes_total", verdict="ok") >= 3
     assert PLACED.search(daemon.errors) and "the engine alone holds the actor" in daemon.errors
     assert "the engine does not" not in daemon.errors and "old weights" not in daemon.errors, "each version passes"
     assert "is not compared" not in daemon.errors, "and is asked"

@@ -354,8 +354,9 @@ def test_spans_of_a_request_in_hand_over_an_update_are_without_gaps(engine: Engi
     assert versions == {1, 2}
 
 
-def test_a_closed_engine_holds_nothing(shared: str | VllmEngine, actor: Any, tmp_path: Path) -> None:
-    engine = ENGINES[shared](actor) if isinstance(shared, str) else vllm_engine(tmp_path)
+def test_a_closed_engine_holds_nothing(shared: str | VllmEngine, actor: Any) -> None:
+    """The last test of a shared engine."""
+    engine = ENGINES[shared](actor) if isinstance(shared, str) else shared
     submit(engine, ticket(1, 0))
 
     engine.close()

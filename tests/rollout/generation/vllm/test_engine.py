@@ -365,20 +365,6 @@ def test_damaged_weights_are_never_used(directory, models, tmp_path):
         publisher.close()
 
 
-def test_weights_that_leave_a_part_of_a_fused_parameter_out_are_refused(directory, models):
-    engine = VllmEngine(settings(directory))
-    partial = {
-        name: tensor for name, tensor in models.second.state_dict().items() if "layers.1.self_attn.k" not in name
-    }
-    try:
-        with pytest.raises(WeightsMismatchError, match=r"4,096 of 12,288 values of model.layers.1.self_attn.qkv_proj"):
-            engine.update_weights(partial, 1)
-        with pytest.raises(RlhfdError, match="ended with exit code 1"):
-            run(engine, request())
-    finally:
-        engine.close()
-
-
 # The probe, and the numbers for operators.
 
 
@@ -600,3 +586,14 @@ def test_a_model_that_vllm_does_not_know_is_named_in_one_line_and_vllms_own_log_
     logged = capfd.readouterr().err
     assert "the engine did not start" in logged
     assert re.search(r"^\S+ DEBUG .*vllm\.", logged, re.MULTILINE) or " vllm." in logged, "vLLM's own records"
+
+
+def test_weights_that_leave_a_part_of_a_fused_parameter_out_are_refused(shared, models):
+    """The last test of this engine."""
+    partial = {
+        name: tensor for name, tensor in models.second.state_dict().items() if "layers.1.self_attn.k" not in name
+    }
+    with pytest.raises(WeightsMismatchError, match=r"4,096 of 12,288 values of model.layers.1.self_attn.qkv_proj"):
+        shared.update_weights(partial, 1)
+    with pytest.raises(RlhfdError, match="ended with exit code 1"):
+        run(shared, request())

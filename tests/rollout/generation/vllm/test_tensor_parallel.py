@@ -144,6 +144,7 @@ def test_a_killed_rank_ends_the_engine_by_the_same_signal_and_nothing_is_left(en
     wait_until(lambda: not any(map(is_alive, family)), 30, "no process is left")
 
 
+@pytest.mark.variant
 def test_weights_that_leave_a_shard_out_are_refused_and_the_ranks_end(directory, models, tmp_path):
     engine = VllmEngine(of_ranks(directory, tmp_path / "files"))
     family = [engine.pid, *descendants(engine.pid)]
