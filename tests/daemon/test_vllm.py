@@ -217,7 +217,7 @@ def test_weights_of_8_bits_are_corrected_for_and_a_killed_engine_of_theirs_costs
 
     gaps = [json.loads(step)["behaviour_gap_nats"] for step in steps]
     assert len(gaps) >= 5 and all(0.001 < gap < 0.5 for gap in gaps), gaps
-    assert total(metrics, "rlhfd_engine_probes_total", verdict="ok") > 3
+    assert total(metrics, "rlhfd_engine_probes_total", verdict="ok") >= 2, "each engine's at least once"
     assert total(metrics, "rlhfd_engine_probes_total") == total(metrics, "rlhfd_engine_probes_total", verdict="ok")
     assert total(metrics, "rlhfd_process_starts_total", role="rollout") == 2
     assert total(metrics, "rlhfd_tickets_total", result="failed") == 0, "no ticket is at fault"
