@@ -17,7 +17,7 @@ _RANKS = 1
 """In the place of a number of ranks, which the identity of earlier releases had."""
 _MODEL_CHARACTERS = 40
 _CACHED = "models--"
-_NOT_IDENTIFYING = {"float32_logits", "reference_device"}
+_NOT_IDENTIFYING = {"compile", "float32_logits", "reference_device"}
 """Keys of ``[model]`` with which a run can go on at another value."""
 _NEW = ("lora_kind", "lora_adapter", "reward_tokenizer")
 _FORMER_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]

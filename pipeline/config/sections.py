@@ -73,6 +73,11 @@ class ModelConfig(Section):
         description="Whether the logits of models of 16 bits are computed in float32; left out: on a GPU, where the "
         "importance ratio of the unchanged policy spreads by more than 0.02 (kind = external: no).",
     )
+    compile: bool = Field(
+        default=False,
+        description="Whether decoder layers are compiled by torch.compile, in training and log-prob passes of trainer "
+        "and workers; a model that cannot be is computed as before, and the log says why.",
+    )
     lora_rank: int = Field(
         default=0,
         ge=0,

@@ -3,6 +3,7 @@
 attention_kernels  the kernels of attention in a pass
 card_attention     kernels of a card for rows end to end, and the choice among them
 chunked_log_probs  log-probs with a bound on the logits in memory
+compiled_layers    the choice of compiled decoder layers, by a trial
 critic             a language model with a value head
 device             the process's device and its allocator
 expected           the tensors that a publish must hold
@@ -10,6 +11,7 @@ flat_rows          rows end to end and their actions, the input of passes
 float32_linear     a linear layer of 16 bits with a result in float32
 float32_logits     logits in float32 from a model of 16 bits
 inputs             arguments of a forward pass over whole rows
+layer_code         compiled code of decoder layers
 layer_streaming    decoder layers in host memory, copied to the device one after the other
 loading            models and tokenizers from local folders
 log_probs          log-probs and values of action tokens

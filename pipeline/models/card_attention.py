@@ -141,11 +141,13 @@ def attend_by(name: str) -> Kernel:
 def _torch_kernel() -> Kernel:
     from torch.nn.attention.varlen import varlen_attn
 
+    # Here, since the kernel is traced in a compiled layer.
+    grouped: dict[str, Any] = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
+
     def by_torch(
         query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
     ) -> Tensor:
         causal = (-1, 0)
-        grouped: dict[str, Any] = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
         if not grouped and (heads := query.shape[1] // key.shape[1]) > 1:
             key, value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
         output = varlen_attn(

@@ -30,6 +30,8 @@ from pipeline.models.position_limits import check_rows
 from pipeline.models.shared_prefix import SharedRows
 from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention
 
+OWN_ATTENTION = "the model's own, with a block mask"
+
 log = logging.getLogger(__name__)
 
 _FIRSTS = ((0, 0, 0, 0, 0, 1), (1, 1, 1, 1, 1, 0))
@@ -175,17 +177,19 @@ def prepare_packing(
             return False
     for model in models:
         owner = model.backbone if isinstance(model, Critic) else model
-        log.info("rows are packed: model=%s attention=%s", type(owner).__name__, _kernel(owner, device))
+        log.info("rows are packed: model=%s attention=%s", type(owner).__name__, packed_attention(model, device))
     return True
 
 
-def _kernel(model: Any, device: torch.device) -> str:
-    if not uses_varlen_attention(model):
-        return "the model's own, with a block mask"
-    text = model.config.get_text_config()
+def packed_attention(model: Any, device: torch.device) -> str:
+    """Return the name of the attention of a model's packed passes: that of `kernel_of`, or `OWN_ATTENTION`."""
+    owner = model.backbone if isinstance(model, Critic) else model
+    if not uses_varlen_attention(owner):
+        return OWN_ATTENTION
+    text = owner.config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # The dtype of passes, which the shards of a model do not have.
-    return kernel_of(device, getattr(model.config, "dtype", None) or next(model.parameters()).dtype, size)
+    return kernel_of(device, getattr(owner.config, "dtype", None) or next(owner.parameters()).dtype, size)
 
 
 def packed_action_log_probs(

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import ConfigError
 from pipeline.models.attention_kernels import without_cudnn_attention
+from pipeline.models.layer_code import forward_of
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def checkpointed_layers(model: nn.Module) -> Iterator[Any]:
 
 def _forward(layer: Any, *arguments: Any, **keywords: Any) -> Any:
     # The same kernels both times, though a caller may begin the backward pass with others.
-    forward = without_cudnn_attention()(functools.partial(type(layer).forward, layer))
+    forward = without_cudnn_attention()(functools.partial(forward_of, layer))
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
     # Models are trained in eval mode: no layer draws random numbers whose state must be kept.

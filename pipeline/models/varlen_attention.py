@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import FieldError
-from pipeline.models.card_attention import BY_ROWS, attend_by, kernel_of
+from pipeline.models.card_attention import BY_ROWS, Kernel, attend_by, kernel_of
 from pipeline.models.critic import Critic
 from pipeline.models.prefix_attention import PrefixLayout, response_attention
 from pipeline.models.vision_inputs import vision_backbone
@@ -100,7 +100,9 @@ def varlen_attention(
     *,
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
     row_lengths: list[int] | None = None,
+    attend: Kernel | None = None,
     prefix_layout: PrefixLayout | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
@@ -114,7 +116,9 @@ def varlen_attention(
         attention_mask: Read in a padded pass alone.
         scaling: Factor of the scores; None for 1 / sqrt(size).
         cu_seq_lens_q: ``(B + 1,)`` int32, the starts of the rows, and T; None in a padded pass, which sdpa computes.
-        row_lengths: Tokens of each row.
+        max_length_q: Tokens of the longest row, read in a compiled pass.
+        row_lengths: Tokens of each row; None in a compiled pass.
+        attend: The kernel of a compiled pass, which needs the starts and the longest row alone; else None.
         prefix_layout: The places of prompts and responses in a pass that computes each prompt once; else None.
         **keywords: Other arguments of transformers' attention.
 
@@ -131,6 +135,8 @@ def varlen_attention(
         prompts = _causal(*parts, prefix_layout.prompt_lengths, prefix_layout.prompt_starts, scaling)
         responses = response_attention(query, key, value, prefix_layout, scaling)
         return torch.cat([prompts[0], *responses]).unsqueeze(0), None
+    if cu_seq_lens_q is not None and attend is not None and max_length_q is not None:
+        return _by_kernel(attend, query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     if cu_seq_lens_q is None or row_lengths is None:
         is_one_token = query.shape[2] == 1 and attention_mask is not None and attention_mask.shape[1] == 1
         if is_one_token and not any(keywords.get(name) is not None for name in _OTHER_ATTENTION):
@@ -165,8 +171,14 @@ def _causal(
     kernel = kernel_of(query.device, query.dtype, query.shape[-1])
     if kernel == BY_ROWS:
         return _by_rows(query, key, value, row_lengths, scaling)
+    return _by_kernel(attend_by(kernel), query, key, value, starts, max(row_lengths), scaling)
+
+
+def _by_kernel(
+    attend: Kernel, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
+) -> Tensor:
     by_token = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return attend_by(kernel)(*by_token, starts, max(row_lengths), scaling).unsqueeze(0)
+    return attend(*by_token, starts, longest, scaling).unsqueeze(0)
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, row_lengths: list[int], scaling: float | None) -> Tensor:

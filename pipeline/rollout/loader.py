@@ -19,6 +19,7 @@ from pipeline.config.rewards import function_labels, reward_functions
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, RlhfdError
 from pipeline.experience.running_moments import SCORES
+from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.critic import Critic
 from pipeline.models.device import free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
@@ -51,6 +52,7 @@ from pipeline.rollout.generation.engines import as_stream, load_engine
 from pipeline.rollout.generation.vllm.engine import begin as begin_vllm
 from pipeline.rollout.generation.weights import EngineWeights, ModelWeights, WorkerWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.model_passes import eval_mode
 from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
@@ -157,6 +159,7 @@ def _load(
         beside_actor[SCORES] = shaping.score_moments
     rollout = config.rollout
     share_prompts(config, actor, reference, device)
+    compile_passes(config, actor, reference, critic, device)
     # Such as of an actor that a critic was made of: the engine takes what is free.
     free_cached()
     before_engine()
@@ -298,6 +301,25 @@ def share_prompts(config: Config, actor: Any, reference: Any, device: torch.devi
     passes = [actor] if log_probs_by(config) == "worker" else []
     for model in dict.fromkeys([*passes, *([] if reference is None else [reference])]):
         prepare_shared_prefix([model], device, config.trainer.shared_prefix, key="trainer.shared_prefix")
+
+
+def compile_passes(config: Config, actor: Any, reference: Any, critic: Any, device: torch.device) -> None:
+    """Compile the layers of the models whose log-probs or values the worker computes, as configured.
+
+    A reference that is streamed is left as it is: its layers wait for their copies, not for launches.
+    """
+    if not config.model.compile or config.shards_trainer:
+        return
+    uses: dict[Any, Uses] = {}
+    scored = log_probs_by(config) == "worker"
+    if scored or reference is actor:
+        uses[actor] = Uses(scored=scored, without_adapters=reference is actor)
+    if reference is not None and config.model.reference_device != "host":
+        uses.setdefault(reference, Uses())
+    if critic is not None:
+        uses[critic] = Uses()
+    with eval_mode(*uses):
+        compile_layers(uses, device)
 
 
 def with_float32_logits(config: Config, model: Any, tokens: Sequence[int], device: torch.device) -> bool:

@@ -87,6 +87,7 @@ class Learner:
 
     Attributes:
         step: Steps so far; set by a resume.
+        packs_rows: Whether training passes hold rows end to end.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Learner:
             tokens=trainer.micro_batch_tokens,
             telemetry=telemetry,
         )
+        self.packs_rows = self._packing
         self._width_multiple = width_multiple(self._device, width)
         self._part_shape = torch.Size((0, 0))
         self._scores = Moments.new_state() if observes_scores else None

@@ -16,6 +16,7 @@ from pipeline.config.losses import log_probs_by
 from pipeline.config.rewards import may_have_numbers, part_labels
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
+from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
@@ -364,7 +365,7 @@ def new_learner(
     )
     if in_float32 and reference is not None and reference is not actor:
         compute_in_float32(reference)
-    return Learner(
+    learner = Learner(
         config.trainer,
         config.rollout.algorithm,
         actor,
@@ -378,6 +379,33 @@ def new_learner(
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         telemetry=telemetry,
     )
+    compile_passes(config, models, reference, device, packed=learner.packs_rows)
+    return learner
+
+
+def compile_passes(
+    config: Config,
+    models: Mapping[str, torch.nn.Module],
+    reference: torch.nn.Module | None,
+    device: torch.device,
+    *,
+    packed: bool,
+) -> None:
+    """Compile the layers of a learner's models and of its reference, as configured; those of shards are not."""
+    if not config.model.compile:
+        return
+    if config.shards_trainer:
+        log.warning("layers are not compiled: reason=the trainer's ranks hold shards")
+        return
+    # PPO's first steps compute the actor's log-probs without gradients.
+    scored = log_probs_by(config) == "trainer" or ("critic" in models and config.trainer.critic_warmup_steps > 0)
+    actor = models["actor"]
+    uses = {actor: Uses(packed, trained=True, scored=scored, without_adapters=reference is actor)}
+    if "critic" in models:
+        uses[models["critic"]] = Uses(packed, trained=True, scored=False)
+    if reference is not None and reference is not actor:
+        uses[reference] = Uses(packed)
+    compile_layers(uses, device)
 
 
 def load_reference(config: Config, actor: torch.nn.Module, device: torch.device) -> torch.nn.Module | None:

@@ -15,9 +15,10 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipeline.config.schema import TrainerConfig
 from pipeline.experience import codec
+from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.float32_logits import compute_in_float32, log_prob_spread
 from pipeline.models.log_probs import action_log_probs
-from pipeline.models.packing import prepare_packing
+from pipeline.models.packing import log_probs_of_rows, prepare_packing
 from pipeline.models.pass_size import release_memory
 from pipeline.models.recomputation import checkpoint_activations
 from pipeline.models.weights.pinned import CudaDriver
@@ -32,6 +33,7 @@ from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from tests.daemon.test_rank_endings import FAILING, TWO_RANKS, loaded_first
+from tests.models.test_compiled_layers import block, flat
 from tests.models.test_float32_logits import TOKENS, confident, exact_log_probs
 from tests.models.test_float32_logits import rows as probed_rows
 from tests.support import tiny
@@ -525,6 +527,52 @@ def test_a_step_that_runs_out_of_the_cards_memory_is_taken_in_halves():
     assert told.halved == ["pass"]
     assert stats.loss == pytest.approx(expected.loss, abs=1e-5)
     assert stats.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-3)
+
+
+def kernels(call):
+    """Return the number of kernels that a call launches on the card, and its result."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        result = call()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not event.name.startswith(("Memcpy", "Memset")) for event in events), result
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_compiled_layers_launch_a_part_of_the_kernels_and_give_the_same(packed):
+    """Of a model left to itself; a trial whose numbers differ would leave it as it is, and the count as well."""
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    device = next(model.parameters()).device
+    if packed:
+        assert prepare_packing([model], device)
+    checkpoint_activations([model], device, True)
+    rows, (sequences, mask) = flat(90, 200, 300, device=device), block(6, 192)
+
+    def step():
+        if packed:
+            found = log_probs_of_rows(model, rows)[0]
+        else:
+            found = action_log_probs(model, sequences.to(device), mask.to(device), 100)
+        return found.detach(), torch.autograd.grad(found.mean(), list(model.parameters()), allow_unused=True)
+
+    step()
+    before, (expected, gradients) = kernels(step)
+
+    assert compile_layers({model: Uses(packed, trained=True)}, device)
+
+    step()
+    after, (found, compiled) = kernels(step)
+    assert not vars(model.model.layers[0])["rlhfd_code"].missed
+    assert after < 0.7 * before, (after, before)
+    assert (found - expected).abs().mean() < 0.02
+    for mine, its in zip(compiled, gradients, strict=True):
+        if its is not None:
+            assert (mine.float() - its.float()).norm() < 0.1 * its.float().norm() + 1e-6
 
 
 def test_the_seconds_of_a_step_count_for_the_phase_that_computes():

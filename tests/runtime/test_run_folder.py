@@ -99,9 +99,9 @@ def test_the_identity_of_a_configuration_is_that_of_earlier_releases():
 
     assert identity_of(of) == "1645503f1785013e54d28218d182c7e8"
 
-    for change in ({"float32_logits": True}, {"reference_device": "trainer"}):
+    for change in ({"float32_logits": True}, {"reference_device": "trainer"}, {"compile": True}):
         other = of.model_copy(update={"model": of.model.model_copy(update=change)})
-        assert identity_of(other) == identity_of(of), "a run goes on with logits of another precision"
+        assert identity_of(other) == identity_of(of), "a run goes on with logits of another precision, or other code"
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     # The machine.
     needless("use_cpu", "a machine without GPUs runs on its CPU; CUDA_VISIBLE_DEVICES hides them", aliases="no_cuda use_mps_device"),
     missing("fp16", "gradients underflow in float16: bfloat16 or float32", key="model.dtype"),
-    needless("tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache torch_empty_cache_steps auto_find_batch_size", "a pass that does not fit is halved; kernels are those of torch", aliases="use_liger_loss use_liger half_precision_backend fp16_opt_level jit_mode_eval torchdynamo"),
+    carried("torch_compile", "model.compile", "each decoder layer, in training and log-prob passes", default=False),
+    needless("tf32 torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache torch_empty_cache_steps auto_find_batch_size", "a pass that does not fit is halved; kernels are those of torch", aliases="use_liger_loss use_liger half_precision_backend fp16_opt_level jit_mode_eval torchdynamo"),
     needless("fsdp fsdp_config deepspeed parallelism_config accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank debug", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit", aliases="accelerate_config num_machines ddp_launcher"),
     needless("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy length_column_name group_by_length ignore_bias_buffers", "prompts are read by position in an endless, seeded order"),
     needless("full_determinism", "on a CPU a run repeats bit for bit; rollout.deterministic is for vLLM on GPUs"),
