@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import warm
 from tests.support.leaks import Holdings, mark_descendants, open_cuda, own_folder
 
 mark_descendants()
@@ -120,6 +121,7 @@ def _session_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     own_folder(tmp_path_factory.getbasetemp())
     before = Holdings.now()
     yield
+    warm.end()
     _fail_on(before, descriptors=False)
 
 
@@ -181,3 +183,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     ]
     if missing:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"not on this machine: {', '.join(missing)}")
+    # Where processes hold a card or vLLM, or are watched for hours, they are the program's own.
+    executed = any(map(item.get_closest_marker, ("gpu", "vllm"))) or any(map(item.config.getoption, LONG))
+    is_allowed = item.get_closest_marker("integration") is not None and not executed
+    warm.allow(is_allowed, begins="task" in getattr(item, "fixturenames", ()))

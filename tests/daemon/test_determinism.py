@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.telemetry.evaluations import FILE_NAME, read_evaluations
-from tests.support.daemon import SMALL, Daemon, only_run, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import PROGRAM, SMALL, Daemon, only_run, task, telling_reward  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
 STEPS = 4
@@ -21,12 +21,13 @@ def run(
     task: Path,  # noqa: F811
     *sets: str,
     arguments: tuple[str, ...] = (),
+    program: Path | None = None,
 ) -> tuple[str, str, str]:
     """Run to the end; return steps, fingerprint of the weights and digest of all that was trained on."""
     folder.mkdir()
     steps = (f"trainer.max_steps={STEPS}", "trainer.critic_warmup_steps=1")
     settings = (*SMALL, *steps, "buffer.max_staleness=0", *telling_reward(folder), *sets)
-    with Daemon(folder, *settings, task=task, arguments=arguments) as daemon:
+    with Daemon(folder, *settings, task=task, arguments=arguments, program=program) as daemon:
         assert daemon.wait() == 0, daemon.errors
     found = ENDED.search(daemon.errors)
     assert found is not None, daemon.errors
@@ -43,7 +44,8 @@ def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, t
     held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:9]))
     evaluated = (f"evaluation.files=['{held_out}']", "evaluation.every=2", "evaluation.num_generations=3")
 
-    one = run(tmp_path / "one", task, *setting)
+    # Executed: its processes hash texts in another way than the others do, and than each other.
+    one = run(tmp_path / "one", task, *setting, program=PROGRAM)
     two = run(tmp_path / "two", task, *setting, "rollout.workers=2", *evaluated)
     serial = run(tmp_path / "serial", task, *setting, *evaluated, arguments=("--serial",))
 

@@ -107,7 +107,7 @@ def test_start_beyond_model_loading_takes_under_three_seconds(tmp_path: Path, ta
         folder = tmp_path / str(attempt)
         folder.mkdir()
         started_s = time.monotonic()
-        with Daemon(folder, *SMALL, task=task) as daemon:
+        with Daemon(folder, *SMALL, task=task, program=PROGRAM) as daemon:
             daemon.wait_until(daemon.answers_http, "HTTP answers")
             (buffer,) = daemon.wait_until(
                 lambda: re.findall(r"ready: process=buffer pid=(\d+)", daemon.errors), "the buffer is ready"
@@ -174,7 +174,7 @@ def test_a_checkouts_instance_is_light_and_a_signal_drains_it_and_leaves_nothing
 
 
 def test_signal_while_the_roles_are_loading_ends_the_start(tmp_path: Path, task: Path) -> None:
-    with Daemon(tmp_path, *SMALL, task=task) as daemon:
+    with Daemon(tmp_path, *SMALL, task=task, program=PROGRAM) as daemon:
         daemon.wait_answering()
         traces = Traces(daemon)
 
@@ -200,7 +200,7 @@ def test_signal_while_the_roles_are_loading_ends_the_start(tmp_path: Path, task:
 def test_signal_at_any_moment_of_the_start_leaves_nothing(
     tmp_path: Path, task: Path, name: str, number: signal.Signals
 ) -> None:
-    with Daemon(tmp_path, *SMALL, task=task) as daemon:
+    with Daemon(tmp_path, *SMALL, task=task, program=PROGRAM) as daemon:
         path = (daemon.runtime_dir if name == "lock" else daemon.shm_dir) / name
         spin_until(path.exists)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, descendants, is_alive, task, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import PROGRAM, SMALL, Daemon, descendants, is_alive, task, wait_until  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
 SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.0002")
@@ -38,7 +38,7 @@ def replaced(daemon, name, pid):
 
 
 def test_roles_are_the_supervisors_own_and_outlive_a_forkserver_that_is_killed_or_hangs(tmp_path, task):  # noqa: F811
-    with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
+    with Daemon(tmp_path, *SETTINGS, task=task, program=PROGRAM) as daemon:
         daemon.wait_answering()
         daemon.wait_until(
             lambda: any("forkserver (pid " in sentence for sentence in daemon.why()["sentences"]),

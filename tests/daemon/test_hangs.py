@@ -14,6 +14,7 @@ from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.daemon.test_kills import balanced, finish, spooled_rows
 from tests.support.daemon import (
+    PROGRAM,
     SMALL,
     Daemon,
     is_alive,
@@ -117,7 +118,7 @@ def state_of(daemon, name):
 
 
 def stop_and_go_on(daemon, name, file):
-    """Stop a process; it is named with its stacks and replaced, and the others live on."""
+    """Stop a process; it is named with its stacks, those of an executed program, and replaced; the others live on."""
     pids = daemon.pids()
 
     metrics = hang_and_go_on(daemon, name, lambda: daemon.signal(signal.SIGSTOP, name))
@@ -141,7 +142,7 @@ def verdicts(daemon):
 @pytest.mark.variant
 @pytest.mark.parametrize(("name", "file"), [("buffer-0", "buffer/process.py"), ("trainer-0", "trainer/process.py")])
 def test_a_stopped_process_is_named_and_replaced(folder, task, name, file):  # noqa: F811
-    with configured(folder, task=task) as daemon:
+    with configured(folder, task=task, program=PROGRAM) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         stop_and_go_on(daemon, name, file)
@@ -149,7 +150,7 @@ def test_a_stopped_process_is_named_and_replaced(folder, task, name, file):  # n
 
 
 def test_a_worker_that_is_stopped_and_a_reward_that_never_returns_are_named_and_the_worker_replaced(folder, task):  # noqa: F811
-    with configured(folder, task=task) as daemon:
+    with configured(folder, task=task, program=PROGRAM) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         stop_and_go_on(daemon, "rollout-0", "rollout/process.py")

@@ -83,7 +83,7 @@ def one_line_a_step(daemon):
 def test_a_killed_worker_buffer_or_trainer_is_replaced_and_nothing_is_lost(tmp_path, task):  # noqa: F811
     """With a stop string, which a successor of the worker knows too."""
     ends = ('rollout.stop=["34"]', "samples.per_minute=6000")
-    with Daemon(tmp_path, *SETTINGS, *ends, task=task) as daemon:
+    with Daemon(tmp_path, *SETTINGS, *ends, task=task, program=PROGRAM) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         daemon.wait_until(

@@ -27,6 +27,7 @@ from pipeline.telemetry.metric import INFO, NUMBER_LABELS, OWN, REWARD_LABELS, S
 from pipeline.telemetry.metric import Metric as Declared
 from pipeline.telemetry.metrics import METRICS
 from tests.support.daemon import (
+    PROGRAM,
     SMALL,
     START_TIMEOUT_S,
     Daemon,
@@ -382,7 +383,9 @@ def age_s(pid: int) -> float:
 def watched(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Watched:
     folder = tmp_path_factory.mktemp("watched")
     # Rewards that differ, so that there is something to learn, and take their time without a core; and checkpoints.
-    with Daemon(folder, *SMALL, *telling_reward(folder, pause_s=0.03), "trainer.save_every=5", task=task) as daemon:
+    sets = (*SMALL, *telling_reward(folder, pause_s=0.03), "trainer.save_every=5")
+    # Executed: it is not ready yet when it answers.
+    with Daemon(folder, *sets, task=task, program=PROGRAM) as daemon:
         daemon.wait_answering()
         # At once: the daemon may be ready before Prometheus is.
         starting = daemon.get("/healthz")[0], daemon.get("/readyz")[0]

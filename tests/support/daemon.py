@@ -35,6 +35,7 @@ import pytest
 from pipeline.errors import RlhfdError
 from pipeline.runtime import control, lock
 from pipeline.runtime.lock import InstanceRecord, shm_directory
+from tests.support import warm
 
 
 def _program() -> Path:
@@ -168,7 +169,8 @@ class Daemon:
         task: A task directory for model and prompts; if left out, `sets` or the defaults name them.
         arguments: Further arguments, such as ``--serial``.
         environment: Variables in addition to the test's own, of which RLHFD_* are left out.
-        program: The program to start.
+        program: The program to execute. None: that of this environment, forked from a process that has loaded its
+            libraries (`tests.support.warm`), or executed where a fork would not have the variables in time.
         name: Distinguishes the output of several daemons in one folder; they share runtime and state directory.
         runtime_dir: Runtime directory in place of the one in `folder`.
         printed_to: A descriptor for all output, in place of files; `output` and `errors` are empty then.
@@ -181,7 +183,7 @@ class Daemon:
         task: Path | None = None,
         arguments: tuple[str, ...] = (),
         environment: Mapping[str, str] | None = None,
-        program: Path = PROGRAM,
+        program: Path | None = None,
         name: str = "daemon",
         runtime_dir: Path | None = None,
         printed_to: int | None = None,
@@ -192,22 +194,32 @@ class Daemon:
         self.shm_dir = shm_directory(self.runtime_dir)
         own = [f"daemon.runtime_dir={self.runtime_dir}", f"daemon.state_dir={self.state_dir}", "metrics.port=0"]
         settings = [*own, *(task_settings(task) if task else ()), *sets]
-        self.command = [str(program), "start", *(word for item in settings for word in ("--set", item)), *arguments]
+        words = [word for item in settings for word in ("--set", item)]
+        self.command = [str(program or PROGRAM), "start", *words, *arguments]
         self._environment = {**clean_environment(), **(environment or {})}
         self._output, self._errors = folder / f"{name}.out", folder / f"{name}.err"
         self._printed_to = printed_to
-        self._process: subprocess.Popen[bytes] | None = None
+        self._may_fork = program is None and not any(name.startswith(("PYTHON", "CUDA")) for name in environment or {})
+        self._process: subprocess.Popen[bytes] | warm.WarmProcess | None = None
 
     def __enter__(self) -> Daemon:
         """Start the daemon without waiting; `wait_ready` and the other methods wait."""
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                self.command,
-                cwd=self.folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output if self._printed_to is None else self._printed_to,
-                stderr=errors if self._printed_to is None else self._printed_to,
+            stdout, stderr = (
+                file.fileno() if self._printed_to is None else self._printed_to for file in (output, errors)
+            )
+            server = warm.server() if self._may_fork else None
+            self._process = (
+                server.start(self.command, self.folder, self._environment, stdout, stderr)
+                if server is not None
+                else subprocess.Popen(
+                    self.command,
+                    cwd=self.folder,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                )
             )
         return self
 
@@ -228,7 +240,7 @@ class Daemon:
     # The process.
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> subprocess.Popen[bytes] | warm.WarmProcess:
         """The supervisor's process."""
         assert self._process is not None, "the daemon was not started"
         return self._process
