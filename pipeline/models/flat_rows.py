@@ -126,5 +126,7 @@ def ranges(starts: Index, lengths: Index) -> Index:
 
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array as a tensor on a device."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    """Return an array as a tensor on a device; a card receives it in the order of its stream, and the host goes on."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    # From other memory a copy would wait for all that the card has been given before.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

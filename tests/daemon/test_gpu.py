@@ -108,7 +108,7 @@ def test_a_leased_batch_arrives_on_the_gpu_as_it_was_sealed(tmp_path):
         house.turn()
         connection.receive(0.0)
 
-    batch = connection.poll(device="cuda:0")
+    batch = connection.poll(device="cuda:0", ragged=True)
 
     expected = torch.cat([house.rolled[0].reward, house.rolled[1].reward])
     assert {tensor.device.type for tensor in batch.rows.moved.values()} == {"cuda"}
