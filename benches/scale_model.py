@@ -63,7 +63,7 @@ class Simulation:
         """Have `then` called after a delay; events of one time are called in the order of these calls."""
         heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), then))
 
-    def run(self, until: Callable[[], bool]) -> None:
+    def advance(self, until: Callable[[], bool]) -> None:
         """Handle events until a condition holds."""
         while self._events and not until():
             self.now_s, _, then = heapq.heappop(self._events)
@@ -238,9 +238,9 @@ class _Run:
 def simulate(flow: Flow, *, warm_steps: int = _WARM_STEPS, steps: int = _STEPS) -> Outcome:
     """Return the steady state of a run, from its warm-up until `steps` steps later."""
     run = _Run(flow)
-    run.clock.run(lambda: run.steps >= warm_steps)
+    run.clock.advance(lambda: run.steps >= warm_steps)
     began_s, before = run.clock.now_s, {name: part.busy_s for name, part in run.parts.items()}
-    run.clock.run(lambda: run.steps >= warm_steps + steps)
+    run.clock.advance(lambda: run.steps >= warm_steps + steps)
     took_s = run.clock.now_s - began_s
     shares = {name: (part.busy_s - before[name]) / took_s / part.servers for name, part in run.parts.items()}
     return Outcome(steps * flow.step_rows / took_s, dict(sorted(shares.items(), key=lambda item: -item[1])))

@@ -6,11 +6,9 @@ import typing
 import pytest
 
 from pipeline.buffer.admission import Limits
-from pipeline.buffer.buffer import Buffer
 from pipeline.errors import GaveUpError
 from pipeline.runtime.messages import (
     Ack,
-    Credit,
     Damaged,
     Drain,
     Exhausted,
@@ -29,120 +27,8 @@ from pipeline.runtime.messages import (
     WantTickets,
     Welcome,
 )
-from pipeline.storage.allocator import ExtentAllocator
-from pipeline.storage.layout import LedgerLayout
-from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS, Item
-
-LIMITS = Limits(
-    sample_batch_size=8,
-    rows_per_version=8,
-    group_size=2,
-    prompts_per_ticket=2,
-    max_staleness=0,
-    limit_batches=0,
-    world_size=1,
-    row_bytes=100,
-)
-LAYOUT = LedgerLayout(extents=32, rows_per_extent=8)
-
-
-class Counts:
-    """An observer that counts."""
-
-    def __init__(self):
-        self.ended = {}
-        self.aside = {}
-        self.files = []
-        self.duplicates = 0
-
-    def sealed(self, rows, staleness_versions):
-        pass
-
-    def ticket_ended(self, result):
-        self.ended[result] = self.ended.get(result, 0) + 1
-
-    def leased(self, rows, age_s):
-        pass
-
-    def lease_ended(self, result, rows, duration_s):
-        self.ended[result] = self.ended.get(result, 0) + 1
-
-    def set_aside(self, reason, rows):
-        self.aside[reason] = self.aside.get(reason, 0) + rows
-
-    def quarantine_file(self, result):
-        self.files.append(result)
-
-    def duplicate(self):
-        self.duplicates += 1
-
-
-class Bench:
-    """A buffer, the memory that outlives it, and the messages it has sent."""
-
-    def __init__(self, limits=LIMITS, *, capacity_bytes=1 << 20, **options):
-        self.memory = memoryview(bytearray(LAYOUT.nbytes))
-        self.limits = limits
-        self.capacity_bytes = capacity_bytes
-        self.options = {"workers": 2, **options}
-        self.sent = []
-        self.counts = Counts()
-        self.now_s = 0.0
-        self.restart()
-
-    def restart(self):
-        self.ledger = Ledger(self.memory, LAYOUT)
-        self.buffer = Buffer(
-            self.ledger,
-            ExtentAllocator(self.capacity_bytes),
-            self.limits,
-            lambda peer, message: self.sent.append((peer, message)),
-            self.counts,
-            **self.options,
-        )
-
-    def say(self, *messages):
-        for message in messages:
-            self.buffer.handle(message, self.now_s)
-        self.buffer.step(self.now_s)
-
-    def heard(self, peer, kind):
-        found = [message for name, message in self.sent if name == peer and isinstance(message, kind)]
-        self.sent = [(n, m) for n, m in self.sent if not (n == peer and isinstance(m, kind))]
-        return found
-
-    @property
-    def balanced(self):
-        totals = self.ledger.totals
-        return totals.sealed == totals.trained + sum(totals.dropped) + self.ledger.ready + self.ledger.leased
-
-
-def worker(index=0, incarnation=1, tickets=2):
-    name = f"worker-{index}"
-    return Hello(name, incarnation), WantTickets(name, incarnation, tickets)
-
-
-def trainer(incarnation=1, batches=2, rank=0):
-    return Hello(f"trainer-{rank}", incarnation), Credit(f"trainer-{rank}", incarnation, batches)
-
-
-def sealed(ticket, worker="worker-0", rows=4, version=None):
-    return Sealed(worker, ticket.ticket, rows, 200, 1, ticket.policy_version if version is None else version, 9)
-
-
-def seal_of(ticket, worker="worker-0"):
-    """Return a worker's `Sealed` with the ticket's attempt."""
-    return Sealed(worker, ticket.ticket, 4, 200, 1, ticket.policy_version, 9, attempt=ticket.attempt)
-
-
-def one_step(bench):
-    """Everything up to a lease: two tickets sealed, one batch out."""
-    bench.say(Published(0, 9, 0), *worker(), *trainer())
-    for ticket in bench.heard("worker-0", Ticket):
-        bench.say(sealed(ticket))
-    (lease,) = bench.heard("trainer-0", Lease)
-    return lease
+from tests.support.protocol import LIMITS, Bench, one_step, seal_of, sealed, trainer, worker
 
 
 def test_no_ticket_before_weights_and_the_worker_is_told_why():

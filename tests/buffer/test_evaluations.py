@@ -24,7 +24,7 @@ from pipeline.supervisor.hangs import RunWatch
 from pipeline.telemetry.metric import EVALUATION_LABELS, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
-from tests.buffer.test_buffer import LIMITS, Bench, seal_of, trainer, worker
+from tests.support.protocol import LIMITS, Bench, seal_of, trainer, worker
 from tests.support.town import Book, plan, results_of
 
 

@@ -9,7 +9,7 @@ from pipeline.buffer.spool import SpoolTotals, metadata_of
 from pipeline.runtime.messages import Lease, Published, Sealed, Ticket
 from pipeline.storage.records import DROP_REASONS, ready_rows
 from pipeline.storage.tables import PromptRange
-from tests.buffer.test_buffer import LIMITS, Bench, trainer, worker
+from tests.support.protocol import LIMITS, Bench, trainer, worker
 from tests.support.town import WORKERS, Town
 
 FILTERED = DROP_REASONS.index("filtered")

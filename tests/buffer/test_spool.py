@@ -19,9 +19,9 @@ from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS, LAYOUT_VERSION
 from pipeline.storage.tables import PromptRange
-from tests.buffer.test_buffer import Counts
 from tests.storage.test_ledger import DyingMemory, Killed
 from tests.support.experiences import made_up
+from tests.support.protocol import Counts
 from tests.support.told import Told
 
 LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)

@@ -40,9 +40,9 @@ from tests.support import tiny
 from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
 from tests.support.experiences import made_up
 from tests.support.padded_passes import log_probs_by_packing
+from tests.support.protocol import House
 from tests.support.slabs import SLOTS, begun, value
 from tests.support.told import Told
-from tests.trainer.test_connection import House
 from tests.trainer.test_learner import TRAINER, experience_for, new_learner
 
 

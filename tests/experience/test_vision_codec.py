@@ -20,7 +20,7 @@ from pipeline.experience.extent_format import align, read_header
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.runtime.messages import Sealed
 from tests.support.experiences import made_up, made_up_vl
-from tests.trainer.test_connection import House
+from tests.support.protocol import House
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 

@@ -8,8 +8,8 @@ import pytest
 from pipeline.errors import DecodeError, GaveUpError
 from pipeline.runtime import messages
 from pipeline.runtime.messages import Ack, Published, Release, Sealed
-from tests.buffer.test_buffer import Bench, trainer, worker
 from tests.fuzz.mutation import KINDS, damaged, forged, wrong_types
+from tests.support.protocol import Bench, trainer, worker
 
 pytestmark = pytest.mark.fuzz
 

@@ -75,7 +75,7 @@ def test_cores_are_shared_by_turns_and_work_is_neither_lost_nor_added() -> None:
     for name, work_s in (("a", 1.0), ("b", 1.0), ("c", 1.0), ("d", 0.5)):
         cores.serve(work_s, lambda name=name: ends.setdefault(name, clock.now_s))
 
-    clock.run(lambda: False)
+    clock.advance(lambda: False)
 
     # Four share two cores until the short one has had its half second, then three do.
     assert ends["d"] == pytest.approx(1.0, abs=0.03)

@@ -11,7 +11,7 @@ from pipeline.buffer.process import NewestWeights
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.runtime.messages import Ack, Lease, Published, Ticket
 from pipeline.storage.weights_header import NEWEST, PAGE_BYTES, newest_version, slot_mark
-from tests.buffer.test_buffer import LIMITS, Bench, sealed, trainer, worker
+from tests.support.protocol import LIMITS, Bench, sealed, trainer, worker
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from pipeline.runtime.messages import (
 from pipeline.storage.card_turns import EngineTurn, RankTurn
 from pipeline.storage.records import ExtentState
 from pipeline.telemetry.evaluations import PromptResult, find
-from tests.buffer.test_buffer import Bench
+from tests.support.protocol import Bench
 
 WORKERS = 2
 

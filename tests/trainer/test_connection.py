@@ -5,121 +5,16 @@ import contextlib
 import pytest
 import torch
 
-from pipeline.buffer.admission import Limits
-from pipeline.buffer.buffer import Buffer
 from pipeline.errors import DeadlineError
-from pipeline.experience import codec
 from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
-from pipeline.runtime.messages import Exhausted, Hello, Lease, Published, Sealed, Ticket, WantTickets, Welcome
+from pipeline.runtime.messages import Exhausted, Lease, Published, Welcome
 from pipeline.serial import InProcessTransport
-from pipeline.storage.allocator import ExtentAllocator
-from pipeline.storage.arena import Arena
-from pipeline.storage.layout import LedgerLayout
-from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import DROP_REASONS
 from pipeline.storage.weights_header import WeightsVersion
-from pipeline.trainer.connection import Connection
-from pipeline.trainer.prefetch import Gathering
 from pipeline.trainer.session import BufferSession
-from tests.buffer.test_buffer import Counts
-from tests.support.experiences import made_up
+from tests.support.protocol import House
 from tests.support.recording import equal
-
-LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
-LIMITS = Limits(
-    sample_batch_size=8,
-    rows_per_version=8,
-    group_size=1,
-    prompts_per_ticket=4,
-    max_staleness=4,
-    limit_batches=0,
-    world_size=1,
-    row_bytes=4096,
-)
-
-
-class House:
-    """A buffer, its arena, and a worker that seals made-up experience for every ticket."""
-
-    def __init__(self, folder, *, copy_ahead=False, ragged=False, prompts=0):
-        self.copy_ahead = copy_ahead
-        self.ragged = ragged
-        self.prompts = prompts
-        self.connections = []
-        Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
-        self.arena = Arena(folder / "arena")
-        self.weights_path = folder / "weights"
-        self.post = InProcessTransport()
-        self.counts = Counts()
-        self.rolled = {}
-        self.start_buffer()
-        self.post.send("buffer", Hello("worker-0", 1))
-        self.post.send("buffer", WantTickets("worker-0", 1, 2))
-        self.post.send("buffer", Published(0, 5, 0))
-
-    def close(self):
-        for connection in self.connections:
-            connection.close()
-        self.ledger.close()
-        self.arena.close()
-
-    def start_buffer(self):
-        """Start a new buffer, as after a kill of the last."""
-        self.ledger = Ledger(self.arena.ledger[:], LAYOUT)
-        allocator = ExtentAllocator(self.arena.payload_bytes)
-        self.buffer = Buffer(
-            self.ledger, allocator, LIMITS, self.post.send, self.counts, workers=1, last_position=lambda: self.prompts
-        )
-
-    def turn(self, *, work=True):
-        for message in self.post.take("buffer"):
-            self.buffer.handle(message, 0.0)
-        self.buffer.step(0.0)
-        for message in self.post.take("worker-0"):
-            if isinstance(message, Ticket) and work:
-                self.seal(message)
-        for message in self.post.take("buffer"):
-            self.buffer.handle(message, 0.0)
-        self.buffer.step(0.0)
-
-    def seal(self, ticket):
-        experience = made_up(rows=ticket.prompts, seed=ticket.ticket)
-        self.rolled[ticket.ticket] = experience
-        encoded = codec.encode(experience, self.arena.extent(ticket.offset, ticket.nbytes))
-        self.post.send(
-            "buffer",
-            Sealed(
-                "worker-0",
-                ticket.ticket,
-                ticket.prompts,
-                encoded.nbytes,
-                encoded.checksum,
-                *self.ledger.versions.entries()[-1],
-            ),
-        )
-
-    def connect(self, **options):
-        connection = Connection(
-            self.arena,
-            self.weights_path,
-            self.post.outbox("trainer-0"),
-            self.post.outbox("buffer"),
-            rank=0,
-            world_size=1,
-            **({"gathering": Gathering(ahead=self.copy_ahead)} | options),
-        )
-        self.connections.append(connection)
-        return connection
-
-    def batch(self, connection):
-        for _ in range(4):
-            self.turn()
-            connection.receive(0.0)
-            if (batch := connection.poll(ragged=self.ragged)) is not None:
-                assert isinstance(batch.content, RaggedRows) is self.ragged
-                return batch
-        raise AssertionError("no batch came")
 
 
 @pytest.fixture(params=[False, True], ids=["copied when asked for", "copied ahead"])

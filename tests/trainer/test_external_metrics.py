@@ -17,7 +17,7 @@ from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.external_metrics import ExternalMetrics
-from tests.trainer.test_connection import House
+from tests.support.protocol import House
 
 STATE = {"weight": torch.zeros(2)}
 # A trainer that is killed while it trains: its lock goes with it, its slot stays begun.

@@ -13,7 +13,7 @@ from pipeline.runtime.workspace import RunId
 from pipeline.storage.arena import Arena
 from pipeline.trainer.publish_check import PublishCheck
 from tests.support import tiny
-from tests.trainer.test_connection import LAYOUT, House
+from tests.support.protocol import HOUSE_LAYOUT, House
 
 
 def prepare(folder, **rollout):
@@ -129,6 +129,8 @@ def test_a_publish_to_a_daemon_that_ended_or_was_started_anew_says_so(tmp_path, 
     with pytest.raises(UnreachableError, match=r"^nothing is published: the daemon has ended, .* is gone"):
         connection.publish(actor=state)
 
-    Arena.create(tmp_path / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
+    Arena.create(
+        tmp_path / "arena", payload_bytes=1 << 20, ledger_bytes=HOUSE_LAYOUT.nbytes, layout=HOUSE_LAYOUT.identity
+    )
     with pytest.raises(UnreachableError, match=r"started anew after this connection was made \(run a1b2c3d4\)"):
         connection.publish(actor=state)

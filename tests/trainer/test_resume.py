@@ -25,8 +25,8 @@ from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import Progress, tensors_of
 from tests.support import tiny
+from tests.support.protocol import House
 from tests.trainer.test_checkpoints import Tokenizer
-from tests.trainer.test_connection import House
 
 CPU = torch.device("cpu")
 OPTIMIZERS = ("adamw", "muon", pytest.param("adamw_8bit", marks=pytest.mark.needs("bitsandbytes")))

@@ -16,8 +16,8 @@ from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.saving.rank_models import RankModels
 from tests.support import tiny
+from tests.support.protocol import House
 from tests.trainer import test_learner as plain
-from tests.trainer.test_connection import House
 from tests.trainer.test_learner import CPU, TRAINER, experience_for
 
 

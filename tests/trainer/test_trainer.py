@@ -25,9 +25,9 @@ from pipeline.trainer.state import Progress, RankProgress, after_step, digest_af
 from pipeline.trainer.step_log import StepLog
 from pipeline.trainer.step_stats import StepStats
 from pipeline.trainer.trainer import Trainer
+from tests.support.protocol import House
 from tests.trainer.test_best import evaluation
 from tests.trainer.test_checkpoints import save
-from tests.trainer.test_connection import House
 
 
 class CountingLearner:
