@@ -6,7 +6,7 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.daemon import SMALL, Daemon, descendants, only_run, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import PROGRAM, SMALL, Daemon, descendants, only_run, task, telling_reward  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.integration
 STEPS = 4
@@ -21,9 +21,9 @@ HOMELESS = {"HOME": "/dev/null/none", "XDG_CACHE_HOME": "/dev/null/none"}
 
 
 def test_without_a_compiler_a_run_is_that_of_the_models_as_they_are(tmp_path, task):  # noqa: F811
-    with Daemon(
-        tmp_path, *SETTINGS, "trainer.max_steps=2", *telling_reward(tmp_path), task=task, environment={"CXX": "none"}
-    ) as daemon:
+    settings = (*SETTINGS, "trainer.max_steps=2", *telling_reward(tmp_path))
+    # Executed: torch reads the variable once, as it is imported.
+    with Daemon(tmp_path, *settings, task=task, environment={"CXX": "none"}, program=PROGRAM) as daemon:
         assert daemon.wait() == 0, daemon.errors
 
     steps, *_ = ENDED.search(daemon.errors).groups()
@@ -31,7 +31,8 @@ def test_without_a_compiler_a_run_is_that_of_the_models_as_they_are(tmp_path, ta
     lines = re.findall(r"layers are .*compiled.*", daemon.errors)
     # The actor's of trainer and worker, and the reference's.
     assert len(lines) == 3
-    assert all("layers are not compiled: model=LlamaForCausalLM reason=InvalidCxxCompiler" in line for line in lines)
+    reason = "layers are not compiled: model=LlamaForCausalLM reason=InvalidCxxCompiler"
+    assert all(reason in line for line in lines), lines
 
 
 @pytest.mark.variant

@@ -353,6 +353,7 @@ NEVER_IN_SUCH_A_RUN: dict[str, set[tuple[str, ...]]] = {
     }
     - series_of("rlhfd_cluster_actor_info"),
     "it has one rank": series_of("rlhfd_rank_imbalance"),
+    "its trainer computes here": series_of("rlhfd_remote_rank"),
 }
 
 

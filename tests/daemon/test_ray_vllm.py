@@ -55,8 +55,11 @@ def test_an_engine_alone_on_another_machine_learns_the_embedded_task(tmp_path, t
     """Each version goes from Ray's store into its parameters, and answers the trainer's probe."""
     settings = (*SETTINGS, *LEARNING, *ALONE, *cluster.settings, f"trainer.max_steps={steps}")
     with Daemon(tmp_path, *settings, task=task) as daemon:
-        daemon.wait_step(3)
-        metrics = daemon.metrics()
+        # The trainer is ahead of its worker: of some versions none is asked.
+        metrics = daemon.wait_until(
+            lambda: found if total(found := daemon.metrics(), "rlhfd_engine_probes_total", verdict="ok") >= 3 else None,
+            "three answers",
+        )
         assert daemon.wait() == 0, daemon.errors[-4000:]
         lines = (only_run(daemon.state_dir) / "metrics.jsonl").read_text().splitlines()
 
@@ -64,7 +67,6 @@ def test_an_engine_alone_on_another_machine_learns_the_embedded_task(tmp_path, t
     first, last = sum(rewards[:ENDS]) / ENDS, sum(rewards[-ENDS:]) / ENDS
     record_property("shown", f"mean reward {first:.3f} in the first {ENDS} steps, {last:.3f} in the last {ENDS}")
     assert len(rewards) == steps and (steps == 12 or last - first >= GAIN), rewards
-    assert total(metrics, "rlhfd_engine_probes_total", verdict="ok") >= 3
     assert PLACED.search(daemon.errors) and "the engine alone holds the actor" in daemon.errors
     assert "the engine does not" not in daemon.errors and "old weights" not in daemon.errors, "each version passes"
     assert "is not compared" not in daemon.errors, "and is asked"
