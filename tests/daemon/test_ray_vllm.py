@@ -55,7 +55,8 @@ def test_an_engine_alone_on_another_machine_learns_the_embedded_task(tmp_path, t
     """Each version goes from Ray's store into its parameters, and answers the trainer's probe."""
     settings = (*SETTINGS, *LEARNING, *ALONE, *cluster.settings, f"trainer.max_steps={steps}")
     with Daemon(tmp_path, *settings, task=task) as daemon:
-        # The trainer is ahead of its worker: of some versions none is asked.
+        daemon.wait_step(3)
+        # The answer for the newest version may be on its way.
         metrics = daemon.wait_until(
             lambda: found if total(found := daemon.metrics(), "rlhfd_engine_probes_total", verdict="ok") >= 3 else None,
             "three answers",
