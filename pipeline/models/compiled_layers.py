@@ -30,9 +30,15 @@ from pipeline.models.lora import without_adapters
 from pipeline.models.packing import OWN_ATTENTION, log_probs_of_rows, packed_attention, values_of_rows
 from pipeline.models.weights.probe import tolerance_nats_a_token
 
-_ROWS: Final = 4
 _COLUMNS: Final = {"cpu": 31, "cuda": 509}
-"""Tokens of a row of the trial at most: those of a pass on the device, for which blocks are chosen.
+_ROWS: Final = (3, 5, 11, 19, 37, 67)
+_FEW_COLUMNS: Final = 127
+"""Tokens of a row of the trial at most, and the rows of its passes; the first pass on a card has shorter rows.
+
+Inductor chooses kernels by the tokens of a pass. On a card both gradients of a norm are one kernel, if its input has
+5 * 2**20 numbers, and the pass 4,096 tokens and twice as many as the hidden size. Such a bound is a condition of the
+graph: passes beyond it need another one. So the trial has passes of all sizes, each about twice the one before, up to
+34,000 tokens on a card and 2,000 on a CPU.
 
 Sizes that are equal while a graph is made are one symbol to torch. A prime is no size of heads or hidden states, which
 would fix the tokens of a row.
@@ -54,12 +60,14 @@ class Uses:
         trained: Whether there are passes with gradients.
         scored: Whether there are passes without.
         without_adapters: Whether those are also without its adapters: it is the reference too.
+        tokens: Most tokens of a pass; the trial has no larger ones, besides its first one.
     """
 
     packed: bool = False
     trained: bool = False
     scored: bool = True
     without_adapters: bool = False
+    tokens: int = 0
 
 
 def compile_layers(models: Mapping[nn.Module, Uses], device: torch.device, *, backend: Any = "inductor") -> int:
@@ -102,20 +110,36 @@ def compile_layers(models: Mapping[nn.Module, Uses], device: torch.device, *, ba
 def _problem(model: nn.Module, code: LayerCode, uses: Uses, device: torch.device) -> str | None:
     """Return the reason for which a model is not computed by compiled code, after a trial of it; None if it can be."""
     try:
-        for run in _runs(model, code, uses, device):
-            code.is_used = False
-            expected = run()
-            code.is_used, code.passes = True, 0
-            found = run()
-            if code.problem:
-                return code.problem
-            if not code.passes or code.missed:
-                return "its layers' passes have no form that is compiled"
-            if (problem := _difference(found, expected, next(model.parameters()).dtype)) is not None:
-                return f"the trial differs: {problem}"
+        for number, (rows, columns) in enumerate(_sizes(uses, device)):
+            for run in _runs(model, code, uses, device, rows, columns):
+                code.is_used, code.passes, before = True, 0, _graphs()
+                found = run()
+                if code.problem:
+                    return code.problem
+                if not code.passes or code.missed:
+                    return "its layers' passes have no form that is compiled"
+                if number and _graphs() == before:
+                    # The graph of a smaller pass, whose numbers were compared.
+                    continue
+                code.is_used = False
+                expected = run()
+                if (problem := _difference(found, expected, next(model.parameters()).dtype)) is not None:
+                    return f"the trial differs: {problem}"
         return None if code.passes else "it has no decoder layers, or none that is trained"
     except Exception as error:  # noqa: BLE001 - of the compiled backward pass, without which the run goes on
         return first_line(error)
+    finally:
+        code.is_used = True
+
+
+def _sizes(uses: Uses, device: torch.device) -> list[tuple[int, int]]:
+    """Return the rows of each pass of a trial, and the tokens of a row at most."""
+    columns = _COLUMNS.get(device.type, _COLUMNS["cuda"])
+    # Odd, as sizes of heads are not.
+    most_rows = min((uses.tokens // columns - 1) | 1, _ROWS[-1])
+    rows = sorted({most_rows, *(rows for rows in _ROWS if rows < most_rows)}) if most_rows >= _ROWS[0] else []
+    first = _ROWS[0], min(columns, _FEW_COLUMNS)
+    return list(dict.fromkeys([first, *((each, columns) for each in rows)]))
 
 
 @dataclass(frozen=True)
@@ -124,11 +148,13 @@ class _Answer:
     gradients: tuple[Tensor, ...] = ()
 
 
-def _runs(model: nn.Module, code: LayerCode, uses: Uses, device: torch.device) -> list[Callable[[], _Answer]]:
-    """Return functions that run a model in each way of its uses."""
+def _runs(
+    model: nn.Module, code: LayerCode, uses: Uses, device: torch.device, rows: int, columns: int
+) -> list[Callable[[], _Answer]]:
+    """Return functions that run a model in each way of its uses, by passes of some rows."""
     layers = decoder_layers(model)
     parameters = [one for layer in layers[len(layers) // 2 :][:1] for one in layer.parameters() if one.requires_grad]
-    compute = chooses_kernels(_numbers_of(model, device, packed=uses.packed))
+    compute = chooses_kernels(_numbers_of(model, device, rows, columns, packed=uses.packed))
 
     def trained() -> _Answer:
         with torch.enable_grad():
@@ -150,20 +176,22 @@ def _runs(model: nn.Module, code: LayerCode, uses: Uses, device: torch.device) -
     return [run for run, is_wanted in wanted if is_wanted]
 
 
-def _numbers_of(model: nn.Module, device: torch.device, *, packed: bool) -> Callable[[], Tensor]:
+def _numbers_of(
+    model: nn.Module, device: torch.device, rows: int, columns: int, *, packed: bool
+) -> Callable[[], Tensor]:
     """Return a function that returns a model's log-probs or values of rows, the same rows at each start."""
-    columns = min(_COLUMNS.get(device.type, _COLUMNS["cuda"]), _most_columns(model))
-    ids = torch.randint(0, 2, (_ROWS, columns), generator=torch.Generator().manual_seed(0)).to(device)
+    columns = min(columns, _most_columns(model))
+    ids = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(0)).to(device)
     # Rows of different lengths, left-padded by 0, 2, 4 and 6 columns.
-    is_token = np.arange(columns) >= 2 * np.arange(_ROWS)[:, None]
+    is_token = np.arange(columns) >= 2 * (np.arange(rows) % 4)[:, None]
     if packed:
         is_action = (is_token & (np.arange(columns) >= columns // 2))[is_token]
-        row = np.broadcast_to(np.arange(_ROWS)[:, None], is_token.shape)[is_token]
+        row = np.broadcast_to(np.arange(rows)[:, None], is_token.shape)[is_token]
         tokens = ids[torch.from_numpy(is_token).to(device)]
-        rows = FlatRows.of(tokens, is_token.sum(axis=1), np.flatnonzero(is_action), row[is_action])
+        flat = FlatRows.of(tokens, is_token.sum(axis=1), np.flatnonzero(is_action), row[is_action])
         if isinstance(model, Critic):
-            return lambda: values_of_rows(model, rows)
-        return lambda: log_probs_of_rows(model, rows)[0]
+            return lambda: values_of_rows(model, flat)
+        return lambda: log_probs_of_rows(model, flat)[0]
     mask = torch.from_numpy(is_token).long().to(device)
     compute = cast("Callable[..., Tensor]", action_values if isinstance(model, Critic) else action_log_probs)
     return lambda: compute(model, ids, mask, columns // 2)

@@ -156,6 +156,11 @@ class PassSize:
         self._key = key
         self._telemetry = telemetry
 
+    def largest(self, longest: int) -> int:
+        """Return the most tokens of a pass whose rows have some tokens at most."""
+        bounds = [self.most_tokens, None if self.most_rows is None else self.most_rows * longest]
+        return max(longest, min((bound for bound in bounds if bound is not None), default=longest))
+
     def parts(
         self, lefts: Sequence[int], rights: Sequence[int], groups: Sequence[int] | None = None
     ) -> Iterator[slice]:

@@ -31,6 +31,7 @@ from pipeline.models.loading import (
     sees_images,
 )
 from pipeline.models.lora import adapt, published
+from pipeline.models.pass_size import default_tokens
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.models.weights.probe import answer, check, tolerance_nats_a_token
 from pipeline.models.weights.store import joined
@@ -311,13 +312,14 @@ def compile_passes(config: Config, actor: Any, reference: Any, critic: Any, devi
     if not config.model.compile or config.shards_trainer:
         return
     uses: dict[Any, Uses] = {}
+    tokens = config.rollout.logits_forward_tokens or default_tokens(actor, device, backward=False)
     scored = log_probs_by(config) == "worker"
     if scored or reference is actor:
-        uses[actor] = Uses(scored=scored, without_adapters=reference is actor)
+        uses[actor] = Uses(scored=scored, without_adapters=reference is actor, tokens=tokens)
     if reference is not None and config.model.reference_device != "host":
-        uses.setdefault(reference, Uses())
+        uses.setdefault(reference, Uses(tokens=tokens))
     if critic is not None:
-        uses[critic] = Uses()
+        uses[critic] = Uses(tokens=tokens)
     with eval_mode(*uses):
         compile_layers(uses, device)
 

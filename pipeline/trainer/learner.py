@@ -186,6 +186,10 @@ class Learner:
             for model, rate in zip(self._models, rates, strict=False)
         ]
 
+    def largest_pass(self, longest: int) -> int:
+        """Return the most tokens of a training pass whose rows have some tokens at most."""
+        return self._micro_batch.largest(longest)
+
     def update(
         self, batches: Sequence[RaggedRows | Experience], *, before_change: Callable[[], None] = lambda: None
     ) -> StepStats:

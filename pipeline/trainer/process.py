@@ -379,7 +379,8 @@ def new_learner(
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         telemetry=telemetry,
     )
-    compile_passes(config, models, reference, device, packed=learner.packs_rows)
+    most_tokens = learner.largest_pass(config.lengths.row)
+    compile_passes(config, models, reference, device, packed=learner.packs_rows, tokens=most_tokens)
     return learner
 
 
@@ -390,6 +391,7 @@ def compile_passes(
     device: torch.device,
     *,
     packed: bool,
+    tokens: int,
 ) -> None:
     """Compile the layers of a learner's models and of its reference, as configured; those of shards are not."""
     if not config.model.compile:
@@ -400,11 +402,11 @@ def compile_passes(
     # PPO's first steps compute the actor's log-probs without gradients.
     scored = log_probs_by(config) == "trainer" or ("critic" in models and config.trainer.critic_warmup_steps > 0)
     actor = models["actor"]
-    uses = {actor: Uses(packed, trained=True, scored=scored, without_adapters=reference is actor)}
+    uses = {actor: Uses(packed, trained=True, scored=scored, without_adapters=reference is actor, tokens=tokens)}
     if "critic" in models:
-        uses[models["critic"]] = Uses(packed, trained=True, scored=False)
+        uses[models["critic"]] = Uses(packed, trained=True, scored=False, tokens=tokens)
     if reference is not None and reference is not actor:
-        uses[reference] = Uses(packed)
+        uses[reference] = Uses(packed, tokens=tokens)
     compile_layers(uses, device)
 
 

@@ -563,10 +563,13 @@ def test_compiled_layers_launch_a_part_of_the_kernels_and_give_the_same(packed):
     step()
     before, (expected, gradients) = kernels(step)
 
-    assert compile_layers({model: Uses(packed, trained=True)}, device)
+    assert compile_layers({model: Uses(packed, trained=True, tokens=24_000)}, device)
 
     step()
     after, (found, compiled) = kernels(step)
+    if packed:
+        # Beyond the bounds by which Inductor chooses the kernels of this model.
+        log_probs_of_rows(model, flat(*[500] * 48, device=device))[0].sum().backward()
     assert not vars(model.model.layers[0])["rlhfd_code"].missed
     assert after < 0.7 * before, (after, before)
     assert (found - expected).abs().mean() < 0.02

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,15 +44,22 @@ LOGGERS = ("pipeline.models.compiled_layers", "pipeline.models.layer_code")
 class Graphs(CompileCounterWithBackend):
     """A backend that counts graphs, and computes them as torch does, or times a factor.
 
-    With `aot` it derives backward graphs and plain operators, as Inductor does, which takes most of its time.
+    With `aot` it derives backward graphs and plain operators, as Inductor does, which takes most of its time. With a
+    bound it chooses by the tokens of a pass, as Inductor does: a graph serves those on one side of it.
     """
 
-    def __init__(self, factor: float | None = None, *, aot: bool = False) -> None:
+    def __init__(self, factor: float | None = None, *, aot: bool = False, bound: int | None = None) -> None:
         super().__init__("aot_eager" if aot else "eager")
         self._factor = factor
+        self._bound = bound
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         run: Callable[..., Any] = super().__call__(graph, inputs)
+        if self._bound is not None:
+            for size in inputs:
+                if isinstance(size, torch.SymInt):
+                    # A condition of the graph.
+                    bool(size <= self._bound)
         factor = self._factor
         return run if factor is None else lambda *given: [output * factor for output in run(*given)]
 
@@ -170,6 +178,20 @@ def test_one_graph_serves_all_layers_and_all_lengths(packed: bool, lines: Callab
     assert (code.passes, code.missed, graphs.frame_count) == (4 * 2 * 2, 0, 2)
     (line,) = lines()
     assert line.startswith("layers are compiled: model=LlamaForCausalLM layers=2 graphs=2 seconds=")
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_trial_has_passes_on_both_sides_of_a_bound_by_which_kernels_are_chosen(
+    lines: Callable[[], list[str]],
+) -> None:
+    model, graphs = new_model(packed=True), Graphs(bound=900)
+
+    assert compile_layers({model: replace(TRAINED, packed=True, tokens=1500)}, CPU, backend=graphs) == 2
+
+    for rows in (5, 40):
+        log_probs_of_rows(model, flat(*[36] * rows))[0].sum().backward()
+    assert (code_of(model).missed, graphs.frame_count) == (0, 2)
+    assert "graphs=2" in lines()[0]
 
 
 @pytest.mark.usefixtures("kernel")
