@@ -102,9 +102,7 @@ def fault_of(name: str, device: torch.device, dtype: torch.dtype, head_size: int
             found = _tried(attend_by(name), device, dtype, head_size, starts)
         except Exception as error:  # noqa: BLE001 (foreign code, which compiles itself at its first call)
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    for part, mine, its in zip(
-        ("output", "gradient of query", "gradient of key", "gradient of value"), found, exact, strict=True
-    ):
+    for part, mine, its in zip(_TRIAL_PARTS, found, exact, strict=True):
         share = float((mine - its).abs().max() / its.abs().max())
         # Not a number is no share.
         if not share <= _TRIAL_ERROR:
@@ -171,6 +169,9 @@ def _is_installed(module: str) -> bool:
     except ModuleNotFoundError:
         # A package above it is not there.
         return False
+    except Exception:  # noqa: BLE001 (foreign code: the package above it is imported, and does not load)
+        # The trial fails by the same error, and names it.
+        return True
 
 
 def _tried(

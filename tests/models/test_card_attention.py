@@ -89,6 +89,22 @@ def test_the_folder_that_two_releases_share_is_not_taken_for_the_other(
     assert second.startswith("attention kernel left out: kernel=flash-attn 2 reason=AttributeError")
 
 
+def test_a_package_that_does_not_load_is_left_out_with_the_modules_below_it(
+    packages: Packages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as flash-attn 2 that was built for another torch: a look for `flash_attn.cute` imports it."""
+    packages.add("flash_attn.__init__", "raise ImportError('flash_attn_2_cuda.so: undefined symbol')\n")
+
+    found = candidates(9)
+
+    assert found == ["flash-attn 4", "flash-attn 2", "torch varlen"]
+    assert first_sound(found[:2], CPU, HALF, 64) == BY_ROWS
+    assert [record.getMessage() for record in caplog.records] == [
+        f"attention kernel left out: kernel={name} reason=ImportError: flash_attn_2_cuda.so: undefined symbol"
+        for name in found[:2]
+    ]
+
+
 def test_faults_of_a_kernel_are_named() -> None:
     """Torch's own has no implementation for CPUs."""
     fault = fault_of("torch varlen", CPU, HALF, 64)
