@@ -17,6 +17,7 @@ heartbeats has grown, so that hang detection finds a hanging actor as it finds a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -31,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError, WeightsError
-from pipeline.models.weights.sending import Offer, Taken, WeightsHolder, WeightsRelay
+from pipeline.models.weights.sending import Offer, Taken, WeightsHolder, WeightsRelay, offered
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout import process as rollout_process
 from pipeline.rollout.metrics import RolloutMetrics
@@ -217,7 +218,7 @@ class RemoteStream:
             transferred_s: Time to transfer them.
 
         Raises:
-            _LostError: If holder or relay is dead or does not answer, or the weights came damaged.
+            _LostError: If holder or relay is dead or does not answer, or every offer was refused.
         """
         starts_s = 0.0 if self._holder is not None else _HOLDER_START_S
         # Kept: Ray ends an actor with the last handle to it in the process that made it.
@@ -228,13 +229,18 @@ class RemoteStream:
             return offer.references[0]
         if self._relay is None:
             self._relay = self._find_relay()
-        # Another worker of the machine may have started it a moment ago, or have it take a version.
-        held = self._ask(self._relay, "held", patience_s=transferred_s + _HOLDER_START_S)
-        offer = self._ask(self._holder, "offer", held, patience_s=stored_s + starts_s)
-        taken: Taken = self._ask(self._relay, "take", offer, patience_s=transferred_s)
-        self._metrics.weights_sent(taken.whole_bytes, taken.difference_bytes)
-        if taken.is_damaged:
-            self._metrics.weights_refused()
+        taken = Taken([])
+        for taken in offered(
+            # Another worker of the machine may have started it a moment ago, or have it take a version.
+            functools.partial(self._ask, self._relay, "held", patience_s=transferred_s + _HOLDER_START_S),
+            functools.partial(self._ask, self._holder, "offer", patience_s=stored_s + starts_s),
+            functools.partial(self._ask, self._relay, "take", patience_s=transferred_s),
+        ):
+            self._metrics.weights_sent(taken.whole_bytes, taken.difference_bytes)
+            if taken.is_damaged:
+                self._metrics.weights_refused()
+            if not taken.references:
+                log.warning("weights are sent again: reason=%s", taken.reason)
         if not taken.references:
             raise _LostError(taken.reason)
         return taken.references[0]

@@ -7,21 +7,25 @@ relay take the offer. Whatever the number of workers, a version goes to a machin
 fingerprint of the bytes that differences lead to with the published one. If they are others, it holds no version any
 more, and the next offer is the whole one; so it is for a new relay, or one that has missed too much.
 
+A refused offer is followed by another one from the same holder to the same relay: no process starts anew for it.
+
 Values go by references (`store`, `load`), as in an object store: a reference costs nothing until it is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pipeline.errors import WeightsError
 from pipeline.models.weights.copies import WeightsCopy
 from pipeline.models.weights.differences import applied, difference
 from pipeline.models.weights.store import WeightsReader
 from pipeline.storage.weights_header import Age, WeightsVersion
+
+_MOST_OFFERS: Final = 3
 
 Store = Callable[[Any], Any]
 """Stores a value, and returns a reference to it."""
@@ -61,6 +65,26 @@ class Taken:
     difference_bytes: int = 0
     reason: str = ""
     is_damaged: bool = False
+
+
+def offered(
+    held: Callable[[], Age | None], offer: Callable[[Age | None], Offer], take: Callable[[Offer], Taken]
+) -> Iterator[Taken]:
+    """Have a relay take the newest version; yield the result of each offer, of which the last one may be refused too.
+
+    A relay that another worker has had take a version meanwhile refuses an offer, and one whose differences led to
+    other bytes; the next offer fits the version that it holds then.
+
+    Args:
+        held: The relay's.
+        offer: The holder's.
+        take: The relay's.
+    """
+    for _ in range(_MOST_OFFERS):
+        taken = take(offer(held()))
+        yield taken
+        if taken.references:
+            return
 
 
 class _Step(NamedTuple):

@@ -12,7 +12,7 @@ from pipeline.errors import WeightsError
 from pipeline.models.weights import differences
 from pipeline.models.weights.copies import WeightsCopy
 from pipeline.models.weights.differences import Difference, applied, difference
-from pipeline.models.weights.sending import WeightsHolder, WeightsRelay
+from pipeline.models.weights.sending import WeightsHolder, WeightsRelay, offered
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 
 BLOCK = 65_536
@@ -195,6 +195,24 @@ def test_an_offer_that_another_worker_has_overtaken_is_refused_and_nothing_is_da
     assert not taken.references and not taken.is_damaged and taken.difference_bytes == 0
     assert "another worker of the machine" in taken.reason
     assert run.is_newest(run.fetch()[0])
+
+
+def test_an_overtaken_worker_gets_the_next_offer_of_the_same_holder(run):
+    run.fetch()
+    run.publish()
+
+    def take(offer):
+        if not tried:
+            run.publish()
+            run.fetch()
+        tried.append(offer)
+        return run.relay.take(offer)
+
+    tried = []
+    overtaken, taken = offered(run.relay.held, run.holder.offer, take)
+
+    assert not overtaken.references and overtaken.difference_bytes == 0
+    assert run.is_newest(taken) and taken.difference_bytes == taken.whole_bytes == 0
 
 
 @pytest.mark.parametrize("what", ["counts", "places", "values", "base", "lost"])
