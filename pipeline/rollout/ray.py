@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError, WeightsError
-from pipeline.models.weights.sending import Offer, Taken, WeightsHolder, WeightsRelay, offered
+from pipeline.models.weights.sending import Taken, WeightsHolder, WeightsRelay, offered
 from pipeline.models.weights.store import WeightsReader
 from pipeline.rollout import process as rollout_process
 from pipeline.rollout.metrics import RolloutMetrics
@@ -225,8 +225,7 @@ class RemoteStream:
         if self._holder is None:
             self._holder = self._find(WeightsHolder, _here(), str(self._weights_path), ray.put, ray.get)
         if self._place == _here():
-            offer: Offer = self._ask(self._holder, "offer", None, patience_s=stored_s + starts_s)
-            return offer.references[0]
+            return self._ask(self._holder, "whole", patience_s=stored_s + starts_s)[0]
         if self._relay is None:
             self._relay = self._find_relay()
         taken = Taken([])

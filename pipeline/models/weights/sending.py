@@ -96,7 +96,8 @@ class _Step(NamedTuple):
 class WeightsHolder:
     """Stores each version once for all machines: its difference from the one before, and all of it on demand.
 
-    Differences are kept as long as all of them together have at most half of the bytes of a version.
+    Differences are made once another machine has asked, and kept as long as all of them together have at most half of
+    the bytes of a version.
     """
 
     def __init__(self, path: str, store: Store, load: Load) -> None:
@@ -107,6 +108,11 @@ class WeightsHolder:
         self._newest: WeightsCopy | None = None
         self._whole: list[Any] = []
         self._steps: list[_Step] = []
+        self._sends = False
+
+    def whole(self) -> list[Any]:
+        """Return one reference, to the newest version, for the workers of this machine; errors as `offer`."""
+        return self._stored(self._advanced())
 
     def offer(self, held: Age | None) -> Offer:
         """Return the newest version for a machine.
@@ -117,21 +123,25 @@ class WeightsHolder:
         Raises:
             WeightsError: If there is no version yet, or every attempt at a whole copy failed.
         """
+        self._sends = True
         newest = self._advanced()
         if held == newest.version.age:
             return Offer(newest.version, held, [])
         bases = [step.base for step in self._steps]
         if held is not None and held in bases:
             return Offer(newest.version, held, [step.reference for step in self._steps[bases.index(held) :]])
-        if not self._whole:
-            self._whole = [self._store(newest)]
-            # The store's bytes are the base of the next difference: no second copy is kept.
-            self._newest = self._load(self._whole[0])
-        return Offer(newest.version, None, self._whole)
+        return Offer(newest.version, None, self._stored(newest))
 
     def close(self) -> None:
         """Unmap the file."""
         self._reader.close()
+
+    def _stored(self, newest: WeightsCopy) -> list[Any]:
+        if not self._whole:
+            self._whole = [self._store(newest)]
+            # The store's bytes are the base of the next difference: no second copy is kept.
+            self._newest = self._load(self._whole[0])
+        return self._whole
 
     def _advanced(self) -> WeightsCopy:
         found, base = self._reader.newest(), self._newest
@@ -139,7 +149,7 @@ class WeightsHolder:
             return base
         newest = self._reader.copy()
         most_bytes = newest.data.nbytes // 2
-        made = None if base is None else difference(base, newest, most_bytes)
+        made = difference(base, newest, most_bytes) if self._sends and base is not None else None
         # Before another version takes its place in the store.
         self._newest, self._whole, base = newest, [], None
         if made is None:

@@ -12,7 +12,7 @@ from pipeline.errors import WeightsError
 from pipeline.models.weights import differences
 from pipeline.models.weights.copies import WeightsCopy
 from pipeline.models.weights.differences import Difference, applied, difference
-from pipeline.models.weights.sending import WeightsHolder, WeightsRelay, offered
+from pipeline.models.weights.sending import Taken, WeightsHolder, WeightsRelay, offered
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 
 BLOCK = 65_536
@@ -141,6 +141,23 @@ def test_a_version_goes_once_to_a_machine_whatever_the_number_of_its_workers(run
 
 
 @pytest.mark.parametrize("run", [torch.float32], indirect=True)
+def test_without_another_machine_no_difference_is_made(run):
+    for _ in range(3):
+        run.publish()
+        (whole,) = run.holder.whole()
+        assert run.is_newest(Taken([whole]))
+    assert len(run.store.values) == 3, "a whole version each"
+
+    run.fetch()
+    run.publish()
+    (whole,) = run.holder.whole()
+    taken, is_newest = run.fetch()
+
+    assert is_newest and taken.whole_bytes == 0 < taken.difference_bytes
+    assert run.is_newest(Taken([whole]))
+    assert len(run.store.values) == 7, "and the relay's own two"
+
+
 def test_a_difference_of_float32_weights_is_not_worth_it(run):
     run.fetch()
     run.publish(1.0)
