@@ -14,7 +14,7 @@ from pipeline.experience.extent_format import Array
 class Spans(NamedTuple):
     """The spans of rows: columns ``end - tokens:end`` of the sequences are tokens, ``end - actions:end`` actions.
 
-    `end_together`: all rows end in the same column. `full_masks`: the masks that are 1 on exactly each row's span.
+    `full_masks`: the masks that are 1 on exactly each row's span.
     """
 
     tokens: list[int]
@@ -22,7 +22,6 @@ class Spans(NamedTuple):
     end: list[int]
     width: int
     action_columns: int
-    end_together: bool
     full_masks: tuple[str, ...]
 
     @classmethod
@@ -50,7 +49,7 @@ class Spans(NamedTuple):
         full_masks: tuple[str, ...] = () if mask is None else ("attention_mask",)
         if action_mask is not None and is_within:
             full_masks += ("action_mask",)
-        return cls(tokens, actions, [width] * rows, width, columns, True, full_masks)
+        return cls(tokens, actions, [width] * rows, width, columns, full_masks)
 
     @classmethod
     def _in_general(cls, shape: tuple[int, int], columns: int, mask: Array | None, action_mask: Array | None) -> Spans:
@@ -81,9 +80,7 @@ class Spans(NamedTuple):
             is_within = bool((start_of + shift >= start).all())
             if is_within and (taken == actions).all() and _is_plain(action_mask):
                 full_masks += ("action_mask",)
-        ends = end.tolist()
-        together = ends.count(ends[0]) == rows
-        return cls((end - start).tolist(), actions.tolist(), ends, width, columns, together, full_masks)
+        return cls((end - start).tolist(), actions.tolist(), end.tolist(), width, columns, full_masks)
 
 
 def _ones_at_the_end(mask: Array) -> list[int] | None:

@@ -202,7 +202,6 @@ class HistoryRecorder:
         self._history = history
         self._before: _Totals | None = None
         self._began_s = 0.0
-        self._began_unix_s = 0.0
         self._last_s = 0.0
         self._step = -1.0
         self._behind_weights: float | None = None
