@@ -85,7 +85,7 @@ def action_columns(arrays: Mapping[str, Array]) -> int:
 
 def _as_array(name: str, value: Any) -> Array:
     if not isinstance(value, torch.Tensor):
-        raise FieldError(f"{_display_name(name)}: only tensors are stored, got {type(value).__name__}")
+        raise FieldError(f"{shown_name(name)}: only tensors are stored, got {type(value).__name__}")
     return as_array(value.detach() if value.requires_grad else value)
 
 
@@ -125,7 +125,7 @@ def _headers(
 def _check_rows(arrays: Mapping[str, Array], rows: int) -> None:
     for name, array in arrays.items():
         if not array.ndim or len(array) != rows:
-            raise ShapeError(f"{_display_name(name)}: {array.shape} for {rows} rows")
+            raise ShapeError(f"{shown_name(name)}: {array.shape} for {rows} rows")
 
 
 def _columns_and_tail(
@@ -143,5 +143,6 @@ def _columns_and_tail(
     raise ShapeError(f"{name}: {shape}, expected ({shape[0]}, {expected})")
 
 
-def _display_name(name: str) -> str:
+def shown_name(name: str) -> str:
+    """Return a field's name as code has it: ``info['length']`` for ``info.length``."""
     return f"info[{name.removeprefix('info.')!r}]" if name.startswith("info.") else name

@@ -25,6 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.experience.checks import sum_of
+from pipeline.experience.field_arrays import shown_name
 from pipeline.experience.ragged import RaggedRows
 from pipeline.rollout.reward.numbers import PREFIX
 from pipeline.runtime.messages import FaultReason
@@ -110,7 +111,7 @@ def _problem_of_numbers(rows: RaggedRows) -> str:
             return f"row {row}: {name} is {value} in column {number} of {rows.counts[row]}; it must be finite"
         if name in rows.named and not name.startswith("info."):
             return f"row {first[0]}: {name} is {value}; it must be finite"
-        return f"{_shown(name)} is {value} at {tuple(first)}; it must be finite"
+        return f"{shown_name(name)} is {value} at {tuple(first)}; it must be finite"
     return ""
 
 
@@ -133,7 +134,3 @@ def _row_of(rows: RaggedRows, kind: str, place: int) -> tuple[int, int]:
     starts = rows.starts(kind)
     row = int(np.searchsorted(starts, place, side="right")) - 1
     return row, place - starts[row]
-
-
-def _shown(name: str) -> str:
-    return f"info[{name.removeprefix('info.')!r}]" if name.startswith("info.") else name

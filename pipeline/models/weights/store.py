@@ -72,6 +72,12 @@ def joined(models: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
     return {f"{model}.{name}": value for model, named in models.items() for name, value in named.items()}
 
 
+def part_of(published: Mapping[str, _T], model: str) -> dict[str, _T]:
+    """Return one model's values by its own names: the inverse of `joined`."""
+    prefix = f"{model}."
+    return {name.removeprefix(prefix): value for name, value in published.items() if name.startswith(prefix)}
+
+
 def tensor_identity(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
     """Return a key that is the same for tied tensors."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype

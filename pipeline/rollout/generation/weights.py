@@ -11,12 +11,11 @@ from torch import Tensor
 
 from pipeline.errors import WeightsError
 from pipeline.models.weights.copies import WeightsCopy
-from pipeline.models.weights.store import WeightsReader
+from pipeline.models.weights.store import WeightsReader, part_of
 from pipeline.rollout.generation.engine_probe import EngineProbe, PublishedProbe
 from pipeline.rollout.generation.interface import Engine
 from pipeline.storage.weights_header import WeightsVersion
 
-_ACTOR = "actor."
 _FETCH_ATTEMPTS = 16
 
 
@@ -91,7 +90,7 @@ class ModelWeights(WorkerWeights):
     def hand_over_again(self, version: int) -> None:
         """Have the engine take the version that the targets hold once more, from the targets."""
         self.engine.pause()
-        self.engine.update_weights(_actor_of(self.targets), version)
+        self.engine.update_weights(part_of(self.targets, "actor"), version)
         self.engine.resume()
 
 
@@ -142,7 +141,7 @@ class EngineWeights(WorkerWeights):
 
     def _has_taken(self, source: WeightsReader | WeightsCopy, wanted: WeightsVersion) -> bool:
         if isinstance(source, WeightsCopy):
-            self.engine.update_weights(_actor_of(source.tensors()), wanted.version)
+            self.engine.update_weights(part_of(source.tensors(), "actor"), wanted.version)
             return True
         try:
             return bool(self.engine.fetch_weights(source.path, wanted.age) == wanted.age)
@@ -171,8 +170,4 @@ def hand_over(engine: Engine, source: Any, fetched: WeightsVersion, targets: Map
         except WeightsError:
             # Overwritten since: `targets` have it.
             pass
-    engine.update_weights(_actor_of(targets), fetched.version)
-
-
-def _actor_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(_ACTOR): tensor for name, tensor in tensors.items() if name.startswith(_ACTOR)}
+    engine.update_weights(part_of(targets, "actor"), fetched.version)

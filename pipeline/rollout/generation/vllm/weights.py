@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from pipeline.errors import WeightsError, WeightsMismatchError
-from pipeline.models.weights.store import WeightsReader
+from pipeline.models.weights.store import WeightsReader, joined, part_of
 from pipeline.models.weights.tensor_specs import TensorSpec
 from pipeline.rollout.generation.vllm.memory import mapped
 from pipeline.rollout.generation.vllm.quantized import reload_quantized
@@ -32,7 +32,6 @@ from pipeline.rollout.generation.vllm.targets import watched
 if TYPE_CHECKING:
     from pipeline.rollout.generation.vllm.adapters import Adapters
 
-_ACTOR = "actor."
 _MARKS = {4: 0x7FC0DEAD, 2: 0x7FDE}
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 _PLAIN_METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -82,14 +81,14 @@ class FeedsWeights:
         def load(tensors: Mapping[str, torch.Tensor]) -> None:
             nonlocal begun
             begun = True
-            self._rlhfd_load(_actor_of(tensors), learn=known is None)
+            self._rlhfd_load(part_of(tensors, "actor"), learn=known is None)
 
         try:
             reader = self._rlhfd_reader(path)
             known = self._rlhfd_known(path)
             if (adapters := self._rlhfd_adapters) is not None:
                 copied: dict[str, torch.Tensor] = {}
-                found = reader.feed(lambda tensors: copied.update(_copies(_actor_of(tensors))), age=age)
+                found = reader.feed(lambda tensors: copied.update(_copies(part_of(tensors, "actor"))), age=age)
                 begun = True
                 adapters.replace(copied)
             elif known and (age is None or reader.holds(age)):
@@ -98,7 +97,7 @@ class FeedsWeights:
             else:
                 found = reader.feed(load, age=age)
                 if known is None:
-                    targets = {f"{_ACTOR}{name}": target for name, target in (self._rlhfd_learned or {}).items()}
+                    targets = joined({"actor": self._rlhfd_learned or {}})
                     self._rlhfd_targets = _identity(path), self._rlhfd_addresses(), targets
         except WeightsMismatchError as error:
             return "mismatch", str(error), (0, 0, 0)
@@ -184,10 +183,6 @@ class FeedsWeights:
 
 def _identity(path: str) -> _Identity:
     return path, os.stat(path).st_ino
-
-
-def _actor_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(_ACTOR): tensor for name, tensor in tensors.items() if name.startswith(_ACTOR)}
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
