@@ -67,9 +67,7 @@ class SideStream:
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
 
-def stream_layers(
-    model: nn.Module, device: torch.device, field: str, copier: InOrder | SideStream | None = None
-) -> None:
+def stream_layers(model: nn.Module, device: torch.device, copier: InOrder | SideStream | None = None) -> None:
     """Move a model to a device, all but its decoder layers, which are copied there for the time that they run.
 
     Outputs are those of the model as it was, bit for bit on a CPU. The parameters of the layers have no values of their
@@ -78,7 +76,6 @@ def stream_layers(
     Args:
         model: A model in host memory, changed in place.
         device: The device of its passes.
-        field: The configuration field, for the error message.
         copier: The copies; None for those of the device.
 
     Raises:
@@ -87,7 +84,8 @@ def stream_layers(
     layers = decoder_layers(model)
     if not layers:
         raise ConfigError(
-            f'{field}: a {type(model).__name__} has no decoder layers that can be streamed; take "worker" or "trainer"'
+            f"model.reference_device: a {type(model).__name__} has no decoder layers that can be streamed; take "
+            '"worker" or "trainer"'
         )
     model.requires_grad_(False)
     if copier is None:

@@ -66,7 +66,7 @@ def load_actor(
     auto_class = AutoModelForImageTextToText if sees_images(path, field=field) else AutoModelForCausalLM
     model = _load(auto_class, path, field, "cpu" if streamed else device, dtype=resolved)
     if streamed:
-        stream_layers(model, torch.device(device), "model.reference_device")
+        stream_layers(model, torch.device(device))
     _refuse_wrong_log_probs(model, path, field)
     return model
 

@@ -260,12 +260,10 @@ class RowBound:
     """The rows that are generated at once, halved for good when a call runs out of the device's memory.
 
     Args:
-        key: The configuration key that lowers the bound, for the error.
         telemetry: Counts each time that the bound is halved.
     """
 
-    def __init__(self, key: str, telemetry: Telemetry) -> None:
-        self._key = key
+    def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._most_rows: int | None = None
 
@@ -293,13 +291,13 @@ class RowBound:
         release_memory()
         if rows == 1:
             raise DeviceMemoryError(
-                f"the device has no memory to generate one row: lower rollout.max_length, or choose a smaller model or "
-                f"model.dtype = bfloat16 ({self._key} is 1 row already)"
+                "the device has no memory to generate one row: lower rollout.max_length, or choose a smaller model or "
+                "model.dtype = bfloat16 (rollout.inference_batch_size is 1 row already)"
             )
         self._most_rows = rows // 2
         self._telemetry.out_of_memory("generate")
-        log.warning("out of device memory, fewer rows are generated at once from now on: rows=%d most_rows=%d key=%s",
-                    rows, rows // 2, self._key)  # fmt: skip
+        log.warning("out of device memory, fewer rows are generated at once from now on: rows=%d most_rows=%d "
+                    "key=rollout.inference_batch_size", rows, rows // 2)  # fmt: skip
 
 
 class HoldsMemory(Protocol):

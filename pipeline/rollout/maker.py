@@ -207,7 +207,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.shaping = shaping
         self._telemetry = telemetry
         self._sizes: WeakKeyDictionary[nn.Module, PassSize] = WeakKeyDictionary()
-        self._row_bound = RowBound("rollout.inference_batch_size", telemetry)
+        self._row_bound = RowBound(telemetry)
         self._seeds = torch.Generator()
         if seed is None:
             self._seeds.seed()

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 from pipeline.config.schema import Config
@@ -223,7 +223,6 @@ class EngineStream:
         metrics: The worker's; shows the rows in hand and those done.
         tickets_ahead: Tickets that the worker holds at a time.
         updates_in_flight: Whether weights may change while tickets are in hand.
-        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -234,14 +233,12 @@ class EngineStream:
         tickets_ahead: int,
         *,
         updates_in_flight: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tickets_ahead = tickets_ahead
         self.updates_in_flight = updates_in_flight
         self._roller = roller
         self._engine = engine
         self._metrics = metrics
-        self._clock = clock
         self._rollouts: dict[int, _Rollout] = {}
         self._ticket_of: dict[int, int] = {}
         self._new_key = itertools.count().__next__
@@ -262,7 +259,7 @@ class EngineStream:
         """Submit the prompts of a ticket; one that the maker or the engine refuses ends with the next step."""
         roller = self._roller.of(evaluation)
         begun = roller.begin(position, prompts)
-        rollout = self._rollouts[ticket] = _Rollout(roller, begun, None, self._clock())
+        rollout = self._rollouts[ticket] = _Rollout(roller, begun, None, time.monotonic())
         if not begun.kept:
             return
         try:
@@ -333,9 +330,9 @@ class EngineStream:
         if rollout.turns is not None:
             waited_s = rollout.turns.environment_s
             self._metrics.staged("environment", waited_s)
-            self._metrics.staged("generate", self._clock() - rollout.since_s - waited_s)
+            self._metrics.staged("generate", time.monotonic() - rollout.since_s - waited_s)
             return rollout.roller.finish(rollout.begun, rollout.batch, rollout.turns.completed())
-        self._metrics.staged("generate", self._clock() - rollout.since_s)
+        self._metrics.staged("generate", time.monotonic() - rollout.since_s)
         return rollout.roller.finish(rollout.begun, rollout.batch, [rollout.completed[key] for key in rollout.keys])
 
     def cancel(self, tickets: Sequence[int]) -> None:

@@ -41,13 +41,12 @@ class RenderedPrompt:
 class VisionPrompts:
     """Renders prompts for one vision-language model."""
 
-    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, *, field: str = "model.actor") -> None:
+    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Load the image processor.
 
         Args:
             path: The model's directory.
             tokenizer: Tokenizer of the actor.
-            field: The configuration field that named the directory, for the error.
 
         Raises:
             ConfigError: If the directory has no image processor, or pillow is not installed.
@@ -56,7 +55,7 @@ class VisionPrompts:
             import PIL.Image  # noqa: F401 - the image processor imports it at its first image only
         except ImportError as error:
             raise ConfigError(
-                f"{field}: a vision-language model, and images are read with pillow: {install_command('pillow')}"
+                f"model.actor: a vision-language model, and images are read with pillow: {install_command('pillow')}"
             ) from error
         from transformers import AutoConfig, AutoImageProcessor
 
@@ -65,7 +64,7 @@ class VisionPrompts:
             self._processor = AutoImageProcessor.from_pretrained(str(path), local_files_only=True, backend="pil")
             config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{field}: cannot load an image processor from {path}: {error}") from error
+            raise ConfigError(f"model.actor: cannot load an image processor from {path}: {error}") from error
         self._tokenizer = tokenizer
         self._image_token: int = config.image_token_id
         self._merged_patches: int = config.vision_config.spatial_merge_size**2

@@ -8,6 +8,9 @@ from typing import Any, Final
 
 from pipeline.telemetry.reader import Reading
 
+_WINDOW_S: Final = 60.0
+_EVERY_S: Final = 1.0
+"""Least time between two readings that are kept."""
 _RATES: Final = {
     "tokens_in": ("rlhfd_engine_tokens_total", {"direction": "in"}),
     "tokens_out": ("rlhfd_engine_tokens_total", {"direction": "out"}),
@@ -51,16 +54,9 @@ class EngineView:
 
 
 class EngineWindow:
-    """The engines of all workers over a window of time.
+    """The engines of all workers over the last minute."""
 
-    Args:
-        window_s: Seconds of the rates.
-        every_s: Least seconds between two readings that are kept.
-    """
-
-    def __init__(self, window_s: float = 60.0, every_s: float = 1.0) -> None:
-        self._window_s = window_s
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._kept: collections.deque[tuple[float, _Totals]] = collections.deque()
         self._newest: Reading | None = None
         self._newest_s = 0.0
@@ -68,10 +64,10 @@ class EngineWindow:
     def add(self, now_s: float, reading: Reading) -> None:
         """Add a reading."""
         self._newest, self._newest_s = reading, now_s
-        if self._kept and now_s - self._kept[-1][0] < self._every_s:
+        if self._kept and now_s - self._kept[-1][0] < _EVERY_S:
             return
         self._kept.append((now_s, _totals(reading)))
-        while self._kept[0][0] < now_s - self._window_s:
+        while self._kept[0][0] < now_s - _WINDOW_S:
             self._kept.popleft()
 
     def view(self, worker: int) -> EngineView | None:

@@ -75,7 +75,7 @@ def log_probs(model: nn.Module, device: torch.device = CPU) -> Tensor:
 
 
 def streamed(model: nn.Module, copier: InOrder | None = None) -> nn.Module:
-    stream_layers(model, CPU, "model.reference_device", copier)
+    stream_layers(model, CPU, copier)
     return model
 
 
@@ -137,7 +137,7 @@ def test_the_device_holds_two_layers_embeddings_and_head() -> None:
     ids = torch.zeros(1, 4, dtype=torch.int64, device=META)
 
     with LiveBytes(META) as live, torch.no_grad():
-        stream_layers(model, META, "model.reference_device")
+        stream_layers(model, META)
         held = live.peak
         for _ in range(2):
             model.base_model(ids)
@@ -187,7 +187,7 @@ def test_tied_embeddings_stay_one_tensor() -> None:
 
 def test_a_model_without_layers_to_stream_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError) as refused:
-        stream_layers(nn.Sequential(nn.Linear(2, 2)), CPU, "model.reference_device")
+        stream_layers(nn.Sequential(nn.Linear(2, 2)), CPU)
 
     assert str(refused.value) == (
         'model.reference_device: a Sequential has no decoder layers that can be streamed; take "worker" or "trainer"'
@@ -218,7 +218,7 @@ def test_on_a_card_numbers_are_those_of_the_whole_model_and_the_card_holds_two_l
     model = tiny.llama(**sizes).to(torch.bfloat16)
     before = torch.cuda.memory_allocated(device)
 
-    stream_layers(model, device, "model.reference_device")
+    stream_layers(model, device)
     held = torch.cuda.memory_allocated(device) - before
 
     # Passes without a pause between them: a copy that did not wait for the layer before it would change a number.

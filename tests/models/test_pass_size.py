@@ -114,7 +114,7 @@ def test_memory_that_can_be_made_anew_goes_to_the_device_before_the_next_try(mon
     assert calls == ["try", "release", "empty", "try", "try"]
 
     calls.clear()
-    RowBound("key", Telemetry.none()).run(4, None, full_once)
+    RowBound(Telemetry.none()).run(4, None, full_once)
     assert calls == ["try", "release", "empty", "try"]
 
 
@@ -140,7 +140,7 @@ def test_an_error_of_another_kind_is_raised_as_it_is() -> None:
 def test_rows_generated_at_once_are_halved_down_to_one() -> None:
     told = Told()
     tried: list[int | None] = []
-    bound = RowBound("rollout.x", told)
+    bound = RowBound(told)
 
     def call(rows: int | None) -> str:
         tried.append(rows)
@@ -156,7 +156,9 @@ def test_rows_generated_at_once_are_halved_down_to_one() -> None:
     def full(rows: int | None) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(DeviceMemoryError, match=r"no memory to generate one row.*\(rollout\.x is 1 row already\)"):
+    with pytest.raises(
+        DeviceMemoryError, match=r"no memory to generate one row.*\(rollout\.inference_batch_size is 1 row"
+    ):
         bound.run(9, None, full)
 
 

@@ -273,7 +273,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("reward.normalize_enable", "rollout.reward_scale divides scores by their running deviation, OpenRLHF by mean and deviation that the reward model has stored", key="rollout.reward_scale", aliases="normalize_reward"),
     # Checkpoints, evaluation, reports.
     carried("ckpt.output_dir", "daemon.state_dir", "a folder of each run is in runs/ of it, its checkpoints below", aliases="save_path"),
-    carried("ckpt.save_steps", "trainer.save_every", "-1: at the end alone", default=-1, written=True, to=positive("trainer.save_every", 0), aliases="save_steps"),
+    carried("ckpt.save_steps", "trainer.save_every", "-1: at the end alone", default=-1, written=True, to=positive("trainer.save_every"), aliases="save_steps"),
     carried("ckpt.max_num", "trainer.keep_checkpoints", default=3, aliases="max_ckpt_num"),
     needless("ckpt.path ckpt.save_hf ckpt.disable_ds ckpt.max_mem ckpt.load_enable ckpt.best_metric_key ds.use_universal_ckpt critic.save_value_network", "a checkpoint is a folder for from_pretrained with all of the run's state; a start goes on from the last one (trainer.resume)", aliases="ckpt_path save_hf_ckpt disable_ds_ckpt max_ckpt_mem load_checkpoint use_ds_universal_ckpt save_value_network best_metric_key"),
     carried("eval.dataset", "evaluation.files", "with eval.steps", to=lambda value, given: {"evaluation.files": [str(value)]} if given.number("eval.steps") > 0 else {}, aliases="eval_dataset"),

@@ -256,9 +256,9 @@ def estimator(names: Mapping[str, str], without_std: Callable[[Given], bool]) ->
     return convert
 
 
-def positive(key: str, otherwise: Any) -> Convert:
-    """Return a conversion of a number above 0; any other one, or none, stands for `otherwise`."""
-    return lambda value, given: {key: value if isinstance(value, int | float) and value > 0 else otherwise}
+def positive(key: str) -> Convert:
+    """Return a conversion of a number above 0; any other one, or none, is 0 here."""
+    return lambda value, given: {key: value if isinstance(value, int | float) and value > 0 else 0}
 
 
 def unless_true(key: str) -> Convert:

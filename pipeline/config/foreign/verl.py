@@ -115,7 +115,7 @@ def _warmup_steps(value: Any, given: Given) -> dict[str, Any]:
     # Both keys together are refused: the share stands where there are no steps.
     if given.number(f"{_A}optim.lr_warmup_steps") <= 0 and given[f"{_A}optim.lr_warmup_steps_ratio"]:
         return {}
-    return dict(positive("trainer.warmup_steps", 0)(value, given))
+    return dict(positive("trainer.warmup_steps")(value, given))
 
 
 def _warmup(value: Any, given: Given) -> dict[str, Any]:
@@ -355,7 +355,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_R}n", "rollout.num_generations", default=1, to=generations, written=True),
     carried(f"{_R}temperature", "rollout.temperature", default=1.0),
     carried(f"{_R}top_p", "rollout.top_p", default=1),
-    carried(f"{_R}top_k", "rollout.top_k", "-1 is 0 here", default=-1, to=positive("rollout.top_k", 0)),
+    carried(f"{_R}top_k", "rollout.top_k", "-1 is 0 here", default=-1, to=positive("rollout.top_k")),
     needless(f"{_R}do_sample {_R}mode {_R}seed {_R}calculate_log_probs {_R}free_cache_engine {_R}load_format {_R}layered_summon {_R}skip_tokenizer_init {_R}disable_log_stats {_R}enable_chunked_prefill {_R}enable_prefix_caching {_R}max_num_batched_tokens {_R}max_num_seqs {_R}scheduling_policy {_R}logprobs_mode {_R}over_sample_rate {_R}multi_stage_wake_up {_R}agent.* {_R}checkpoint_engine.* {_R}prometheus.* {_R}trace.* {_R}nnodes {_R}n_gpus_per_node {_R}data_parallel_size {_R}router_config_path {_R}cudagraph_capture_sizes",
              "each worker has an engine of its own, with vLLM's own defaults; metrics and samples are the daemon's"),
     carried(f"{_R}full_determinism", "rollout.deterministic", default=False),
@@ -425,7 +425,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("trainer.experiment_name", "daemon.run_name", default="gsm8k"),
     carried("trainer.logger", "metrics.tracker", "metrics.jsonl and the page have each step without any", default=["console", "wandb"], to=trackers),
     carried("trainer.default_local_dir", "daemon.state_dir", "a folder of each run is in runs/ of it"),
-    carried("trainer.save_freq", "trainer.save_every", "-1: at the end alone", default=-1, to=positive("trainer.save_every", 0), written=True),
+    carried("trainer.save_freq", "trainer.save_every", "-1: at the end alone", default=-1, to=positive("trainer.save_every"), written=True),
     carried("trainer.test_freq", "evaluation.every", "with data.val_files", default=-1, to=_of_evaluation("evaluation.every")),
     needless("trainer.val_before_train", "version 0 is evaluated, too"),
     carried("trainer.resume_mode", "trainer.resume", default="auto", to=by_value("trainer.resume", {"auto": "auto", "disable": "never"}, otherwise="a start goes on from the last checkpoint of the same run, or begins it anew")),

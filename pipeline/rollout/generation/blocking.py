@@ -61,7 +61,7 @@ class BlockingEngine:
     ) -> None:
         self._generator = generator
         self._most_rows = most_rows
-        self._bound = RowBound("rollout.inference_batch_size", telemetry)
+        self._bound = RowBound(telemetry)
         self._tickets: dict[_Ticket, list[Request]] = {}
         self._keys: dict[int, _Ticket] = {}
         self._version = -1

@@ -98,17 +98,16 @@ def _check_isolation(unisolated: bool) -> None:
         log.info("code of responses is isolated: by=%s", kind)
 
 
-def isolation(*, unisolated: bool = False, memory_bytes: int = MEMORY_BYTES) -> str:
+def isolation(*, unisolated: bool = False) -> str:
     """Return the way in which this machine isolates the code of responses: "namespaces", "Landlock" or "nothing".
 
     Args:
         unisolated: Whether "nothing" is a result, in place of an error.
-        memory_bytes: Limit of the address space in which Python's library must load.
 
     Raises:
         RewardError: If the process could not be started, isolated or limited.
     """
-    kind = _said([], timeout_s=_TRIAL_S, memory_bytes=memory_bytes, unisolated=unisolated)
+    kind = _said([], timeout_s=_TRIAL_S, memory_bytes=MEMORY_BYTES, unisolated=unisolated)
     if not kind:
         raise RewardError("code cannot run a process on this machine: it ended without a word")
     return kind

@@ -62,9 +62,9 @@ def scratch_files(folder: str) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def forget_names(maps: Path = Path("/proc/self/maps")) -> None:
+def forget_names() -> None:
     """Unlink the shared memory of Python that this process maps; another process may have done it."""
-    for path, name in sorted(set(_SHARED.findall(maps.read_text()))):
+    for path, name in sorted(set(_SHARED.findall(Path("/proc/self/maps").read_text()))):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
             # The first to unlink it: the tracker, which all ranks share, has it once.
