@@ -9,7 +9,7 @@ from pipeline.config.load import ConfigErrors, load, render
 from tests.fuzz.mutation import damaged
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(1800)]
-_SHORT = 1_000
+_SHORT = 500
 _FULL = 100_000
 _WORDS = (
     "", "1", "-1", "0", "1e400", "nan", "inf", "true", '"x"', "[]", "[[", "{}", "{a={}}", "1979-05-27T07:32:00Z",

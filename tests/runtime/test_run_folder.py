@@ -26,7 +26,7 @@ from pipeline.storage.weights_header import HEADER, MAGIC, NEWEST, PAGE_BYTES, W
 from pipeline.trainer.checkpoints import save_checkpoint
 
 SEQUENCES = 200
-USUAL = 30
+USUAL = 20
 LIVES = 6
 KILLED = 9
 
