@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from pipeline.rollout.node_watch import WATCHERS, NodeWatch
 from pipeline.rollout.process import may_quote_texts
 from pipeline.rollout.remote import CallResult, Loaded, NodeStatus, RolloutNode, WorkerSpec
 from pipeline.rollout.roller import Rolled
-from pipeline.runtime.ray_cluster import NoRoomError, await_room, join, one_line
+from pipeline.runtime.ray_cluster import NoRoomError, as_error_of_start, await_room, begin_actor, join, one_line
 from pipeline.runtime.role import ClusterNode, Report, RoleContext
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.carried_records import log_carried
@@ -62,7 +61,7 @@ log = logging.getLogger(__name__)
 def run(config: Config, context: RoleContext) -> ExitCode:
     """Run a worker whose models are an actor of the cluster, until a shutdown or the end of a drain."""
     join(config, context)
-    _configure_ray()
+    _send_tensors_as_bytes()
     watch = NodeWatch(_nodes, context.report)
     if context.index < WATCHERS:
         watch.start()
@@ -134,10 +133,7 @@ class RemoteStream:
         try:
             loaded: Loaded = self._call("load")
         except ConfigError as error:
-            if self._context.generation <= 1:
-                raise
-            # The configuration was valid on another machine, and may be on the next one: retry.
-            raise RlhfdError(str(error), bare=error.bare) from error
+            raise as_error_of_start(error, self._context) from None
         self._machine, self.tickets_ahead = loaded.machine, loaded.tickets_ahead
         log.info("rolls out in the cluster: machine=%s actor_pid=%d gpus=%g", loaded.machine, loaded.pid, self._gpus)
         self._context.report(Report(placed_on=self._node()))
@@ -374,10 +370,8 @@ class _RolloutActor(RolloutNode):
     """The actor: a `RolloutNode` whose status can be requested during a call."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        _configure_ray()
-        if not ray.get_gpu_ids():
-            # An actor that requested no GPU sees all GPUs of its machine otherwise.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        begin_actor()
+        _send_tensors_as_bytes()
         super().__init__(spec)
 
     status = ray.method(concurrency_group="status")(RolloutNode.status)
@@ -391,9 +385,8 @@ class _LostError(Exception):
     """Weights did not reach the actor: retry."""
 
 
-def _configure_ray() -> None:
-    """Send tensors as their bytes, which Ray copies once, not as pickles; restore plain log records."""
-    logging.setLogRecordFactory(logging.LogRecord)
+def _send_tensors_as_bytes() -> None:
+    """Have Ray copy the bytes of tensors once, in place of pickles."""
 
     def serialize(tensor: torch.Tensor) -> tuple[Any, torch.dtype, torch.Size]:
         return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape

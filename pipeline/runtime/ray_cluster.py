@@ -1,4 +1,4 @@
-"""The connection of a gateway to its Ray cluster, and the wait for room in it."""
+"""A gateway's connection to its Ray cluster, its wait for room there, and the begin of its actor."""
 
 from __future__ import annotations
 
@@ -54,6 +54,24 @@ def join(config: Config, context: RoleContext) -> None:
     context.stop_on_sigterm()
     # Ray's has fields that no formatter here knows.
     logging.setLogRecordFactory(logging.LogRecord)
+
+
+def begin_actor() -> None:
+    """Prepare the process of an actor: plain log records, and no GPU unless the actor requested one."""
+    import ray
+
+    logging.setLogRecordFactory(logging.LogRecord)
+    if not ray.get_gpu_ids():
+        # It sees all GPUs of its machine otherwise.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def as_error_of_start(error: ConfigError, context: RoleContext) -> RlhfdError:
+    """Return the error by which a gateway ends when its actor cannot use the configuration on its machine."""
+    if context.generation <= 1:
+        return error
+    # The configuration was valid on another machine, and may be on the next one: retry.
+    return RlhfdError(str(error), bare=error.bare)
 
 
 def await_room(placed: Any, context: RoleContext, wanted: str) -> None:

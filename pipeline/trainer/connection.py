@@ -112,8 +112,9 @@ class Connection:
         self.world_size = world_size
         self.weights_path = weights_path
         self.remote = remote
-        here = PolicyVersions(weights_path, weight_slots=weight_slots)
-        self._versions = here if remote is None else remote.versions()
+        self._versions = (
+            PolicyVersions(weights_path, weight_slots=weight_slots) if remote is None else remote.versions()
+        )
         self._prefetcher = Prefetcher(rows, gathering)
         self._on_close = on_close
         self._check = check

@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.runtime.messages import Hello
-from pipeline.runtime.ray_cluster import NoRoomError, await_room, join, one_line
+from pipeline.runtime.ray_cluster import NoRoomError, as_error_of_start, await_room, begin_actor, join, one_line
 from pipeline.runtime.role import Report, RoleContext
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, trainer_name
 from pipeline.storage.arena import Arena
@@ -174,11 +174,8 @@ class _Gateway:
             raise RlhfdError(f"the actor of trainer rank {self._context.index} is gone: {one_line(error)}") from error
         except RayError as error:
             raise RlhfdError(f"trainer rank {self._context.index} failed: {one_line(error)}") from error
-        if isinstance(ended, ConfigError) and self._context.generation > 1:
-            # The configuration was valid on another machine, and may be on the next one: retry.
-            raise RlhfdError(str(ended), bare=ended.bare)
         if isinstance(ended, RlhfdError):
-            raise ended
+            raise as_error_of_start(ended, self._context) if isinstance(ended, ConfigError) else ended
         return ended
 
     def _take(self, upward: Upward) -> None:
@@ -227,10 +224,7 @@ class _RankActor(RemoteRank):
     """The actor: a `RemoteRank` that is spoken with during `run`."""
 
     def __init__(self, spec: RankSpec) -> None:
-        logging.setLogRecordFactory(logging.LogRecord)
-        if not ray.get_gpu_ids():
-            # An actor that requested no GPU sees all GPUs of its machine otherwise.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        begin_actor()
         super().__init__(spec)
 
     deliver = ray.method(concurrency_group="down")(RemoteRank.deliver)
