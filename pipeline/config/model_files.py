@@ -153,12 +153,9 @@ def end_token_ids(folder: Path) -> dict[str, list[int]]:
     """
     found = {}
     for name in ("generation_config.json", "config.json"):
-        try:
-            described = json.loads((folder / name).read_bytes())
-            parts = [described, described.get("text_config") or {}]
-            listed = [part.get("eos_token_id") for part in parts]
-        except (OSError, ValueError, AttributeError):
-            continue
+        described = json_object(folder / name)
+        parts = [described, described.get("text_config")]
+        listed = [part.get("eos_token_id") for part in parts if isinstance(part, dict)]
         ids = itertools.chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in listed)
         if tokens := list(dict.fromkeys(token for token in ids if type(token) is int and token >= 0)):
             found[name] = tokens
@@ -263,7 +260,7 @@ def problem_of_parts(folder: Path, parts: int) -> str:
         folder: The folder.
         parts: The number of GPUs.
     """
-    described = _described(folder)
+    described = json_object(folder / "config.json")
     if "vision_config" in described:
         return f"must be 1: {folder} is a vision-language model, which is not split over GPUs"
     text = described.get("text_config") or described
@@ -280,20 +277,28 @@ def problem_of_parts(folder: Path, parts: int) -> str:
 
 def has_images(folder: Path) -> bool:
     """Return whether config.json describes a vision-language model; False if it cannot be read."""
-    return "vision_config" in _described(folder)
+    return "vision_config" in json_object(folder / "config.json")
 
 
 def model_type(folder: Path) -> str:
     """Return the type of model that config.json names; an empty text if it names none or cannot be read."""
-    return str(_described(folder).get("model_type", ""))
+    return str(json_object(folder / "config.json").get("model_type", ""))
 
 
-def _described(folder: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if the file cannot be read, or holds anything else."""
     try:
-        described = json.loads((folder / "config.json").read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return described if isinstance(described, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def text_settings(folder: Path) -> dict[str, Any]:
+    """Return config.json with its text part over it, of a model with images; empty if it cannot be read."""
+    described = json_object(folder / "config.json")
+    text = described.get("text_config")
+    return {**described, **text} if isinstance(text, dict) else described
 
 
 def _first(described: dict[str, Any], *names: str) -> int:
@@ -363,11 +368,7 @@ def processors_of(folder: Path) -> list[str]:
     """
     found: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
-        try:
-            described = json.loads((folder / name).read_bytes())
-        except (OSError, ValueError):
-            continue
-        if isinstance(described, dict):
-            found |= {key: described[key] for key in _NEUTRAL if key in described}
+        described = json_object(folder / name)
+        found |= {key: described[key] for key in _NEUTRAL if key in described}
     changes = {key: value for key, value in found.items() if value not in (None, [], {}, False, _NEUTRAL[key])}
     return [f"{key} = {json.dumps(value)[:_MOST_TOLD]}" for key, value in sorted(changes.items())]

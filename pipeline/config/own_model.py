@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pipeline.config.model_files import text_settings
 from pipeline.config.positions import positions_of, row_limit
 from pipeline.config.types import BUILTIN_PREFIX
 
@@ -96,11 +96,10 @@ def missing(actor: str, given: Container[str]) -> dict[str, str]:
 
 def _positions(folder: Path) -> int | None:
     """Return the positions of a model; None if its config.json does not tell."""
+    text = text_settings(folder)
     try:
-        described = json.loads((folder / "config.json").read_bytes())
-        text = {**described, **(described.get("text_config") or {})}
         limit, given = row_limit(text), positions_of(text)
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError):
         return None
     found = [tokens for tokens in (limit and limit.tokens, given and given[1]) if tokens is not None and tokens >= 2]
     return min(found, default=None)

@@ -8,10 +8,11 @@ row crossed the limit are not those of a pass over the whole row. Below the limi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from pipeline.config.model_files import model_type, text_settings
 
 POSITION_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 """Names of a model's number of positions in config.json."""
@@ -95,12 +96,8 @@ def problem_of_positions(folder: Path, row: int, *, engine: str, packed: bool = 
         engine: `rollout.engine` if the model is the one that is sampled, else an empty text.
         packed: Whether the model is trained on packed rows.
     """
-    try:
-        described = json.loads((folder / "config.json").read_bytes())
-        text = {**described, **(described.get("text_config") or {})}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return ""
-    if packed and {described.get("model_type"), text.get("model_type")} & {*_LLAMA_4}:
+    text = text_settings(folder)
+    if packed and {model_type(folder), text.get("model_type")} & {*_LLAMA_4}:
         return (
             f"{folder} is a Llama 4, whose attention counts tokens from the start of a pass (chunks, temperature): its "
             "rows cannot be packed, take trainer.packing = false"

@@ -6,10 +6,10 @@ last rows are padding, which the actor can sample all the same.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
+
+from pipeline.config.model_files import json_object
 
 NO_IMAGES = 'must be "policy" with a model.actor that takes images: their tokens are no text'
 """The problem of a tokenizer of the reward model's own beside a vision-language model."""
@@ -47,17 +47,9 @@ def problem_of_vocabulary(folder: Path, actor: Path) -> str:
     )
 
 
-def _described(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _rows(folder: Path) -> int | None:
     """Return the rows of a model's table of embeddings; None if config.json does not tell."""
-    described = _described(folder / "config.json")
+    described = json_object(folder / "config.json")
     text = described.get("text_config")
     found = (text if isinstance(text, dict) and "vocab_size" in text else described).get("vocab_size")
     return found if isinstance(found, int) else None
@@ -65,7 +57,7 @@ def _rows(folder: Path) -> int | None:
 
 def _tokens(folder: Path) -> dict[int, str]:
     """Return the token of each id in tokenizer.json; empty without one, or if it cannot be read."""
-    described = _described(folder / "tokenizer.json")
+    described = json_object(folder / "tokenizer.json")
     try:
         vocabulary = described["model"]["vocab"]
         found = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from pipeline.models.critic import VALUE_HEAD_FILE, Critic
 from pipeline.models.layer_streaming import stream_layers
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.reward_model import SequenceReward
-from pipeline.models.tokenizer_file import as_in_file
+from pipeline.models.tokenizer_file import as_in_file, json_object
 from pipeline.models.vision_inputs import is_vision_directory, vision_backbone
 
 if TYPE_CHECKING:
@@ -213,10 +212,7 @@ def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTraine
 
 def _listed_end(tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:
     """Return the first token by which generation_config.json ends a response, and log it; None if it lists none."""
-    try:
-        listed = json.loads((path / "generation_config.json").read_bytes()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return None
+    listed = json_object(path / "generation_config.json").get("eos_token_id")
     first = listed[0] if isinstance(listed, list) and listed else listed
     if type(first) is not int or not 0 <= first < len(tokenizer):
         return None

@@ -129,11 +129,16 @@ def _class_of(path: Path) -> str:
 
 
 def _described(path: Path) -> dict[str, Any]:
+    return json_object(path / "tokenizer_config.json")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if the file cannot be read, or holds anything else."""
     try:
-        described = json.loads((path / "tokenizer_config.json").read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return described if isinstance(described, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _take_names(built: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:

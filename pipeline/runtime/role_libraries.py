@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
+
+from pipeline.config import model_files
 
 ROLES: Final = {
     "trainer": "pipeline.trainer.process",
@@ -46,11 +47,8 @@ def load(modules: Iterable[str], model: str) -> None:
 
 def model_type(model: str) -> str:
     """Return the type of a model by its folder's config.json; that of the embedded one if there is none."""
-    try:
-        return str(json.loads((Path(model) / "config.json").read_bytes())["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):
-        # Not made yet, or broken: the role that loads the model reports it.
-        return _EMBEDDED
+    # Not made yet, or broken: the role that loads the model reports it.
+    return model_files.model_type(Path(model)) or _EMBEDDED
 
 
 @contextlib.contextmanager

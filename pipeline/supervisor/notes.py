@@ -6,12 +6,12 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pipeline.config.evaluation import EvaluationConfig, held_out
 from pipeline.config.load import LoadedConfig
 from pipeline.config.losses import LossSection, lacks_ratio_for_staleness, log_probs_by
-from pipeline.config.model_files import processors_of
+from pipeline.config.model_files import processors_of, text_settings
 from pipeline.config.positions import positions_of
 from pipeline.config.rewards import reward_functions
 from pipeline.config.schema import Config
@@ -213,7 +213,7 @@ def _of_schedule(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_model(config: Config) -> Iterator[tuple[str, str]]:
-    described = _model_config(config)
+    described = text_settings(Path(config.model.actor))
     positions, row = positions_of(described), config.lengths.row
     if positions is not None and row > positions[1]:
         yield (
@@ -229,15 +229,6 @@ def _of_processors(config: Config) -> Iterator[tuple[str, str]]:
             "model.actor",
             f"its generation settings are off, so that log-probs are those of the samples: {', '.join(found)}",
         )
-
-
-def _model_config(config: Config) -> dict[str, Any]:
-    """Return config.json of the actor, its text part for a model with images; empty if it cannot be read."""
-    try:
-        found = json.loads((Path(config.model.actor) / "config.json").read_bytes())
-        return {**found, **found.get("text_config", {})}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
 
 
 def _of_prompts(loaded: LoadedConfig) -> Iterator[str]:
