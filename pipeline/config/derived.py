@@ -23,7 +23,7 @@ class Derived(NamedTuple):
 
     Attributes:
         value: The value in force; None: none, or one that a start finds.
-        reason: What it follows from.
+        reason: The origin, such as the key that it follows from.
     """
 
     value: Any

@@ -31,7 +31,7 @@ def k1_kl(log_ratios: Tensor, action_mask: Tensor | None = None) -> Tensor:
 
     Args:
         log_ratios: ``(B, A)`` or ``(N,)`` float32, k.
-        action_mask: Of the same shape, bool; None if all are actions.
+        action_mask: Bool of the same shape; None if all are actions.
 
     Returns:
         As many float32, of either sign. The gradient of its mean over samples is 0 on average.
@@ -44,7 +44,7 @@ def k2_kl(log_ratios: Tensor, action_mask: Tensor | None = None) -> Tensor:
 
     Args:
         log_ratios: ``(B, A)`` or ``(N,)`` float32, k.
-        action_mask: Of the same shape, bool; None if all are actions.
+        action_mask: Bool of the same shape; None if all are actions.
 
     Returns:
         As many float32, never negative. The gradient of its mean over samples is that of the KL.
@@ -57,7 +57,7 @@ def k3_kl(log_ratios: Tensor, action_mask: Tensor | None = None) -> Tensor:
 
     Args:
         log_ratios: ``(B, A)`` or ``(N,)`` float32, k.
-        action_mask: Of the same shape, bool; None if all are actions.
+        action_mask: Bool of the same shape; None if all are actions.
 
     Returns:
         As many float32, never negative, finite for every finite k.

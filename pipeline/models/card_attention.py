@@ -38,7 +38,7 @@ _TRIAL_LENGTHS: Final = (1, 70, 129)
 _TRIAL_HEADS: Final = (4, 2)
 _TRIAL_PARTS: Final = ("output", "gradient of query", "gradient of key", "gradient of value")
 _TRIAL_ERROR: Final = 0.02
-"""Of the largest value: 16-bit kernels differ from float32 by less than 0.01, a key too many by more than 0.1."""
+"""Share of the largest value: 16-bit kernels differ from float32 by less than 0.01, a key too many by more than 0.1."""
 
 
 class _Flash(NamedTuple):
@@ -89,7 +89,7 @@ def fault_of(name: str, device: torch.device, dtype: torch.dtype, head_size: int
     Args:
         name: A kernel of `candidates`.
         device: The card.
-        dtype: That of query, key and value.
+        dtype: The dtype of query, key and value.
         head_size: Size of the heads.
 
     Returns:

@@ -79,7 +79,7 @@ def compile_layers(models: Mapping[nn.Module, Uses], device: torch.device, *, ba
         models: Causal language models and critics with their uses, changed in place: in eval mode, with the weights,
             adapters, attention and checkpointing of their passes.
         device: Their device.
-        backend: That of torch.compile.
+        backend: The backend of torch.compile.
 
     Returns:
         The number of layers that are compiled.

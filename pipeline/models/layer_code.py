@@ -40,14 +40,14 @@ class LayerCode:
     Args:
         packed: Whether it computes packed passes; else padded ones.
         attend: The kernel of packed rows; None for the model's own attention.
-        backend: That of torch.compile.
+        backend: The backend of torch.compile.
 
     Attributes:
         compiles: Whether a pass may make a graph.
         problem: The reason for which layers cannot be compiled, in one line; empty as long as they can.
         is_used: Whether passes go through it.
         passes: Layers' passes that it was called for.
-        missed: Those of them without a graph, which the layer computed itself.
+        missed: Passes among them without a graph, which the layer computed itself.
     """
 
     def __init__(self, *, packed: bool, attend: Kernel | None = None, backend: Any = "inductor") -> None:

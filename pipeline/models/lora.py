@@ -101,7 +101,7 @@ def initial_adapters(actor: nn.Module, settings: LoraSettings, *, seed: int) -> 
     Args:
         actor: The model; its adapters' values are not used.
         settings: The settings of `adapt`.
-        seed: That of `adapt`.
+        seed: The seed of `adapt`.
 
     Raises:
         ConfigError: As `adapt`.

@@ -45,7 +45,7 @@ class WeightsVersion(NamedTuple):
         rollback: Whether it replaces a later version.
         history: Rollbacks up to this version.
         probe: The probe's result with these weights; None without a probe.
-        position: Of a rollback, the first prompt that may be missing from these weights; -1 if unknown.
+        position: First prompt that may be missing from the weights of a rollback; -1 if unknown.
     """
 
     version: int

@@ -105,7 +105,7 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Upward:
-    """What a rank has for its gateway.
+    """The messages, questions and metrics of a rank for its gateway.
 
     Attributes:
         messages: Messages to the buffer, in order.
@@ -129,7 +129,7 @@ class Upward:
 
 @dataclasses.dataclass(frozen=True)
 class Downward:
-    """What a gateway has for its rank.
+    """The messages, answers and changes of a gateway for its rank.
 
     Attributes:
         messages: Messages of the buffer, in order.

@@ -67,7 +67,7 @@ class StepStats:
         reward_mean: Mean of the raw scores of all rows.
         reward_stddev: Standard deviation of the raw scores of all rows.
         reward_running_mean: Running mean of raw scores; None unless scores are divided by their running deviation.
-        reward_running_stddev: That deviation, by which the next version's scores are divided.
+        reward_running_stddev: Running deviation of raw scores, by which the next version's scores are divided.
         padding_ratio: Share of padding in the tokens of the actor's passes; 0 without a pass.
         rows: Rows in the step.
         rows_trained: Rows that were not left out.

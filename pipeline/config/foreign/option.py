@@ -80,7 +80,7 @@ class Option:
         is_written: Whether a conversion writes the default where the file leaves the option out: the run would be
             another one with the default of here.
         aliases: Earlier names.
-        unless: Of one that is missing, whether a value changes nothing; None, false and "none" never do.
+        unless: Whether a value of a missing option changes nothing; None, false and "none" never do.
     """
 
     names: tuple[str, ...]

@@ -52,7 +52,7 @@ class _Answer:
     """The answer to one probe.
 
     Attributes:
-        version: That it was requested of.
+        version: Version that the probe asked about.
         token_ids: Tokens that the log-probs are of, n of them; empty if they are the same for all versions.
         engines: ``(n,)`` float64, the engine's log-probs; None if it returns none.
         expected: Float64, the log-probs by the worker's model, ``(n,)``, or the trainer's mean of them, ``(1,)``.
@@ -107,7 +107,7 @@ class EngineProbe(abc.ABC):
 
         Args:
             response: The engine's response.
-            version: That the engine should compute with.
+            version: Version that the engine should compute with.
 
         Raises:
             WeightsMismatchError: If the probe fails, and the action is the end of the worker.

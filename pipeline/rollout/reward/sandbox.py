@@ -42,7 +42,7 @@ _MNT_DETACH = 2
 # Flags of a mount that a namespace of users may not clear: ST_NOEXEC, ST_NOATIME, ST_NODIRATIME, ST_RELATIME, as MS_*.
 _KEPT_FLAGS = {8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 _NEW_ROOT = "/dev"
-"""It exists everywhere, and nothing of it is mounted into the new root."""
+"""A folder that exists everywhere, and of which nothing is mounted into the new root."""
 _LANDLOCK = 444, 445, 446
 _LANDLOCK_ACCESS = (0, 0x1FFF, 0x3FFF, 0x7FFF, 0x7FFF, 0xFFFF)
 """All rights on files that Landlock knows, by the version of its interface."""

@@ -35,7 +35,7 @@ def main(descriptor: int, settings_json: str) -> None:
     """Run the engine until the worker closes the link.
 
     Args:
-        descriptor: Of the link.
+        descriptor: File descriptor of the link.
         settings_json: Settings as they are before the worker has loaded its models, as JSON.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
