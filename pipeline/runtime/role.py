@@ -112,17 +112,24 @@ class RoleContext:
         To be called between two units of work. A call costs some microseconds; the first call always reads the file,
         because it may have changed while this process was starting.
         """
+        is_first = self.newest_config is None
+        if (text := self.changed_config()) is None:
+            return None
+        config = self.newest_config = Config.model_validate_json(text)
+        logging.getLogger().setLevel(config.daemon.log_level.upper())
+        if not is_first:
+            log.info("configuration taken up")
+        return config
+
+    def changed_config(self) -> bytes | str | None:
+        """Return the instance's configuration as JSON if it has changed since the last call, else None."""
         path = self.folder / "config.json"
         found = path.stat()
         seen = (found.st_ino, found.st_mtime_ns)
         if seen == self._config_seen:
             return None
-        is_first, self._config_seen = self._config_seen is None, seen
-        config = self.newest_config = Config.model_validate_json(path.read_bytes())
-        logging.getLogger().setLevel(config.daemon.log_level.upper())
-        if not is_first:
-            log.info("configuration taken up")
-        return config
+        self._config_seen = seen
+        return path.read_bytes()
 
     def stop_on_sigterm(self) -> None:
         """Let SIGTERM set `stopping`; SIGINT is ignored, the supervisor handles it."""

@@ -254,6 +254,21 @@ class Wire:
         return Upward(sent, asked, reports, records.take(), slot.writer(TRAINER, rank).state())
 
 
+@dataclasses.dataclass
+class _RankContext(RoleContext):
+    """A context without files: the gateway sends each configuration."""
+
+    sent_config: str = ""
+    _taken: str = ""
+
+    def changed_config(self) -> str | None:
+        sent = self.sent_config
+        if sent == self._taken:
+            return None
+        self._taken = sent
+        return sent
+
+
 class RemoteRank:
     """One rank on its machine; the gateway calls it."""
 
@@ -262,16 +277,23 @@ class RemoteRank:
         self._wire = Wire(self._count)
         self._records = CarriedRecords()
         logging.getLogger().addHandler(self._records)
-        self._folder = tempfile.TemporaryDirectory(prefix="rlhfd-rank-")
-        folder = Path(self._folder.name)
-        self._slab = MetricsSlab.create(folder / "metrics", spec.slots)
+        # Whoever ends this process kills it: no file of it has a name from here on.
+        with tempfile.TemporaryDirectory(prefix="rlhfd-rank-") as name:
+            folder = Path(name)
+            self._slab = MetricsSlab.create(folder / "metrics", spec.slots)
         self._slab.begin(TRAINER, spec.rank, activity=START)
         writer = self._slab.writer(TRAINER, spec.rank)
         writer.enter(START, time.monotonic_ns() - int(spec.started_s * 1e9), 0)
-        self._context = RoleContext(
-            TRAINER, spec.rank, folder, writer, self._wire.report, spec.generation, spec.prompts
+        self._context = _RankContext(
+            TRAINER,
+            spec.rank,
+            folder,
+            writer,
+            self._wire.report,
+            spec.generation,
+            spec.prompts,
+            sent_config=spec.config,
         )
-        self._set_config(spec.config)
 
     def run(self) -> ExitCode | RlhfdError:
         """Train to the end; return the rank's exit code, or the error that names this machine."""
@@ -290,7 +312,7 @@ class RemoteRank:
     def deliver(self, downward: Downward) -> None:
         """Take what the gateway sends."""
         if downward.config:
-            self._set_config(downward.config)
+            self._context.sent_config = downward.config
         if downward.stopping:
             self._context.stopping = True
         self._wire.deliver(downward)
@@ -319,9 +341,3 @@ class RemoteRank:
 
     def _count(self, data: str, nbytes: int) -> None:
         self._context.metrics.counter("rlhfd_remote_rank_bytes_total", data=data).inc(nbytes)
-
-    def _set_config(self, text: str) -> None:
-        path = self._context.folder / "config.json"
-        part = path.with_suffix(".new")
-        part.write_text(text)
-        part.rename(path)

@@ -1,10 +1,13 @@
 """The wire between a trainer rank on another machine and its gateway."""
 
+import logging
+import tempfile
 import threading
 
 import pytest
 import torch
 
+from pipeline.config.schema import Config
 from pipeline.errors import DecodeError, FieldError
 from pipeline.experience import codec
 from pipeline.runtime.messages import Ack, Drain, ExtentRows
@@ -13,8 +16,9 @@ from pipeline.storage.layout import LedgerLayout
 from pipeline.telemetry.carried_records import CarriedRecords
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
+from pipeline.trainer.meeting import Meeting
 from pipeline.trainer.prefetch import ArenaRows, Gathering, Prefetcher
-from pipeline.trainer.remote import Downward, FoundExtent, Wire, in_one_extent
+from pipeline.trainer.remote import Downward, FoundExtent, RankSpec, RemoteRank, Wire, in_one_extent
 from tests.support.daemon import wait_until
 from tests.support.experiences import made_up
 
@@ -149,3 +153,23 @@ def test_messages_arrive_in_order_both_ways_and_once(far):
     assert end.wire.receive(0.0) == []
     wait_until(lambda: len(end.messages) == 50, 5.0, "the gateway has them")
     assert [message.lease for message in end.messages] == [*range(50)]
+
+
+def test_a_rank_leaves_no_file_whoever_kills_it_and_takes_each_configuration_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, second = (Config.model_validate({"daemon": {"hang_timeout_s": time_s}}) for time_s in (7.0, 8.0))
+    handlers = logging.getLogger().handlers[:]
+    spec = RankSpec(
+        config=first.model_dump_json(), rank=1, generation=1, prompts=9, meeting=Meeting("127.0.0.1", 1, "cpu"),
+        slots=[SlotName("supervisor", 0), SlotName("trainer", 1)], started_s=0.0,
+    )  # fmt: skip
+    rank = RemoteRank(spec)
+    try:
+        assert not [*tmp_path.iterdir()]
+        context = rank._context
+        assert context.reloaded() == first and context.reloaded() is None
+        rank.deliver(Downward(config=second.model_dump_json()))
+        assert context.reloaded() == second and context.reloaded() is None
+        assert not [*tmp_path.iterdir()]
+    finally:
+        logging.getLogger().handlers[:] = handlers
