@@ -1,9 +1,12 @@
 """A daemon whose trainer ranks are on several machines of a real Ray cluster: the same numbers, the same books."""
 
+import importlib.metadata
 import os
 import re
 import shutil
 import signal
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +21,7 @@ from tests.support.daemon import (
     total,
     wait_until,
 )
-from tests.support.hosts import TwoHosts
+from tests.support.hosts import Hosts
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.integration
@@ -140,16 +143,16 @@ def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task, sh
     there = tmp_path / "there"
     there.mkdir()
     settings = (*SMALL, *telling_reward(there), *TWO, *steps, "trainer.nodes=2", "daemon.hang_timeout_s=20")
-    with TwoHosts() as hosts, Daemon(there, *settings, *hosts.settings, task=task) as daemon:
+    with Hosts() as hosts, Daemon(there, *settings, *hosts.settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(2)
 
-        hosts.cut()
+        hosts.cut(1)
 
         daemon.wait_logged("waits for room in the cluster: machines=1")
         step = daemon.status()["step"]
         assert balanced(daemon.metrics())
-        hosts.join()
+        hosts.join(1)
         daemon.wait_step(step + 1)
         assert daemon.wait() == 0, daemon.errors
         found = ENDED.search(daemon.errors)
@@ -173,7 +176,7 @@ def test_sharded_ranks_go_on_from_a_checkpoint_that_one_host_alone_has(tmp_path,
         assert daemon.wait() == 0, daemon.errors
         here = ENDED.search(daemon.errors)
     with (
-        TwoHosts(sees={there / "state": nothing}) as hosts,
+        Hosts(sees={there / "state": nothing}) as hosts,
         Daemon(
             there, *SMALL, *telling_reward(there), *settings, steps, *hosts.settings, "trainer.nodes=2", task=task
         ) as daemon,
@@ -199,10 +202,32 @@ def test_a_host_with_another_reference_ends_the_start_with_one_line(tmp_path, ta
     (other / "model.safetensors").write_bytes(content)
     settings = (*TWO, f"model.reference={reference}", "model.reference_device=trainer", "trainer.nodes=2")
     with (
-        TwoHosts(sees={reference: other}) as hosts,
+        Hosts(sees={reference: other}) as hosts,
         Daemon(tmp_path, *SMALL, *settings, *hosts.settings, task=task) as daemon,
     ):
         assert daemon.wait() == 78, daemon.errors
         told = f"model.reference: {reference} has other weights here than on the daemon's machine"
         (line,) = [line for line in daemon.errors.splitlines() if " ERROR " in line]
         assert told in line
+
+
+@pytest.mark.variant
+@pytest.mark.needs("ip")
+@pytest.mark.parametrize("wrong", ["no model", "another release"])
+def test_a_host_that_cannot_roll_out_ends_the_start_with_one_line(tmp_path, task, wrong):  # noqa: F811
+    there = tmp_path / "there"
+    if wrong == "no model":
+        there.mkdir()
+        place, told = task, f"model.actor: no such directory: {task / 'model'}"
+    else:
+        place = Path(str(importlib.metadata.distribution("rlhfd")._path))
+        release = importlib.metadata.version("rlhfd")
+        shutil.copytree(place, there)
+        (there / "METADATA").write_text(
+            (place / "METADATA").read_text().replace(f"Version: {release}", "Version: 0.0.7")
+        )
+        told = f"rlhfd 0.0.7 is installed, on the daemon's machine {release}"
+    with Hosts(sees={place: there}) as hosts, Daemon(tmp_path, *SMALL, *hosts.settings, task=task) as daemon:
+        assert daemon.wait() == 78, daemon.errors
+        (line,) = [line for line in daemon.errors.splitlines() if " ERROR " in line]
+        assert f"on {socket.gethostname()}: {told}" in line

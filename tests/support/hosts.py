@@ -1,10 +1,11 @@
-"""A Ray cluster of two hosts: this one, and one in a network namespace with an address and interfaces of its own.
+"""A Ray cluster of several hosts: this one, and others in network namespaces, each with an address of its own.
 
-    with TwoHosts() as hosts:
+    with Hosts((2, 2), delay_s=0.005, loss=0.005) as hosts:
         Daemon(tmp_path, *hosts.settings, ...)
-        hosts.cut()
+        hosts.cut(1)
 
-It needs root and `ip`. The head computes nothing, as docs/cluster.md says.
+The hosts are joined by a switch of ours (`tests.support.link`), which may delay and lose frames. A host of a namespace
+has a /dev/shm of its own. It needs root and `ip`. The head computes nothing, as docs/cluster.md says.
 """
 
 from __future__ import annotations
@@ -13,49 +14,90 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import NamedTuple
 
-from tests.support.daemon import descendants
+from tests.support.daemon import descendants, is_alive, wait_until
 
-_HERE, _THERE = "10.213.7.1", "10.213.7.2"
-_PORT = 6399
+_LINK = Path(__file__).with_name("link.py")
 _STORE = ("--object-store-memory=100000000", "--block")
+# Of a data centre, where frames have 9,000 bytes.
+_FRAME_BYTES = 9000
+_END_TIMEOUT_S = 120.0
 
 
-class TwoHosts:
-    """This host, with the head, and another one of `cpus` cores, which sees folders in the place of others.
+class Carried(NamedTuple):
+    """Bytes that a host has received and sent, with the headers of all layers."""
+
+    received: int
+    sent: int
+
+
+class Hosts:
+    """This host, with the head, and others, which are numbered from 1 on.
 
     Args:
-        cpus: Cores of the other host.
-        sees: A folder that the other host sees, by the folder in whose place it does.
+        cpus: Cores of each other host.
+        delay_s: Time that a frame takes from host to host.
+        loss: Share of frames that do not arrive.
+        seed: Of the frames that are lost.
+        sees: A folder that the other hosts see, by the folder in whose place they do.
+        ray: Whether Ray is started.
     """
 
-    def __init__(self, *, cpus: int = 2, sees: Mapping[Path, Path] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        cpus: Sequence[int] = (2,),
+        *,
+        delay_s: float = 0.0,
+        loss: float = 0.0,
+        seed: int = 0,
+        sees: Mapping[Path, Path] = MappingProxyType({}),
+        ray: bool = True,
+    ) -> None:
         self._cpus = cpus
+        self._link_arguments = (str(seed), str(delay_s), str(loss))
         self._sees = sees
-        self._name = f"rlhfd{os.getpid()}"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._has_ray = ray
+        # Test sessions beside this one have other networks.
+        self._network = f"10.213.{os.getpid() % 256}"
+        self._rays: dict[int, subprocess.Popen[bytes]] = {}
+        self._link: subprocess.Popen[str] | None = None
 
     @property
     def settings(self) -> tuple[str, ...]:
         """Settings by which a daemon of this host computes on the cluster."""
-        return "cluster.engine=ray", f"cluster.address={_HERE}:{_PORT}", "cluster.worker_gpus=0"
+        return "cluster.engine=ray", f"cluster.address={self.address(0)}:{self._port}", "cluster.worker_gpus=0"
 
-    def __enter__(self) -> TwoHosts:
-        """Make the network and start Ray on both hosts."""
+    @property
+    def numbers(self) -> range:
+        """The numbers of the other hosts."""
+        return range(1, len(self._cpus) + 1)
+
+    def address(self, host: int) -> str:
+        """Return the address of a host; that of this one is number 0."""
+        return f"{self._network}.{host + 1}"
+
+    def __enter__(self) -> Hosts:
+        """Make the network, and start Ray on all hosts."""
         # Short: sockets lie in it.
         self._folder = Path(tempfile.mkdtemp(prefix="ray-"))
-        self._folder.joinpath("ray").mkdir()
+        for name in ("ray", "tmp"):
+            self._folder.joinpath(name).mkdir()
         try:
             self._make_network()
-            head = ["--head", f"--port={_PORT}", "--num-cpus=0", "--num-gpus=0", "--include-dashboard=false"]
-            self._ray([], [*head, f"--node-ip-address={_HERE}", f"--temp-dir={self._folder / 'ray'}", *_STORE])
-            self._start_there()
+            if self._has_ray:
+                with socket.socket() as free:
+                    free.bind((self.address(0), 0))
+                    self._port = free.getsockname()[1]
+                for host in (0, *self.numbers):
+                    self._start_ray(host)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -64,73 +106,155 @@ class TwoHosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all processes of both hosts, and the network."""
-        for process in self._processes:
-            self._end(process)
-        for pid in self._ip("netns", "pids", self._name, check=False).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        self._ip("netns", "delete", self._name, check=False)
-        self._ip("link", "delete", self._link, check=False)
+        """End all processes of all hosts, and the network."""
+        for host in [*self._rays]:
+            self._end_ray(host)
+        for host in self.numbers:
+            for pid in self._pids(host):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        # The devices end with the switch, before the places in which they are.
+        if self._link is not None:
+            self._link.communicate(timeout=_END_TIMEOUT_S)
+        for host in self.numbers:
+            self._ip("netns", "delete", self._name(host), check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    @property
-    def _link(self) -> str:
-        return f"r{os.getpid()}"
+    # The network.
 
-    def cut(self) -> None:
-        """Cut the other host off: no packet passes any more."""
-        self._ip("link", "set", self._link, "down")
+    def cut(self, host: int) -> None:
+        """Cut another host off: no frame from it or to it passes any more."""
+        self._told(f"cut {host}")
 
-    def join(self) -> None:
-        """Let packets pass again, and start Ray on the other host anew: it ends on a host that was cut off."""
-        self._ip("link", "set", self._link, "up")
-        self._end(self._processes.pop())
-        self._start_there()
+    def join(self, host: int) -> None:
+        """Let frames pass again; Ray, which ends by itself on a host that was cut off, is started there anew."""
+        self._told(f"join {host}")
+        wait_until(lambda: not self._pids(host), _END_TIMEOUT_S, f"Ray and all of its actors end on host {host}")
+        self._end_ray(host)
+        self._start_ray(host)
 
-    def _start_there(self) -> None:
-        there = [f"--address={_HERE}:{_PORT}", f"--node-ip-address={_THERE}"]
-        cores = [f"--num-cpus={self._cpus}", "--num-gpus=0"]
-        # `ip netns exec` has a mount namespace of its own.
-        mounts = "".join(f"mount --bind '{seen}' '{place}' && " for place, seen in self._sees.items())
-        self._ray(
-            ["ip", "netns", "exec", self._name, "sh", "-c", f'{mounts}exec "$@"', "ray"], [*there, *cores, *_STORE]
-        )
-
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        for pid in [process.pid, *descendants(process.pid)]:
+    def lose(self, host: int) -> None:
+        """Kill all processes of another host, as when its power fails, and have it come back."""
+        for pid in self._pids(host):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        wait_until(lambda: not self._pids(host), _END_TIMEOUT_S, f"all processes of host {host} end")
+        self._end_ray(host)
+        self._start_ray(host)
+
+    def lost_frames(self) -> int:
+        """Return the number of frames that have been lost by chance."""
+        return int(self._told("lost"))
+
+    def carried(self, host: int) -> Carried:
+        """Return the bytes that another host has received and sent since its start."""
+        counts = f"cat /sys/class/net/{self._device(host)}/statistics/[rt]x_bytes"
+        received, sent = self.run(host, "sh", "-c", counts).split()
+        return Carried(int(received), int(sent))
+
+    def command(self, host: int, *words: str) -> list[str]:
+        """Return the command that runs a program on a host."""
+        return [*(() if host == 0 else ("ip", "netns", "exec", self._name(host))), *words]
+
+    def run(self, host: int, *words: str) -> str:
+        """Run a program on a host to its end; return its standard output."""
+        return subprocess.run(self.command(host, *words), check=True, capture_output=True, text=True).stdout
+
+    # What is there.
+
+    def processes(self, *titles: str) -> list[int]:
+        """Return the processes of the cluster whose titles have one of these texts, on all hosts."""
+        pids = [*descendants(self._rays[0].pid), *(pid for host in self.numbers for pid in self._pids(host))]
+        return [pid for pid in pids if any(title in _title(pid) for title in titles) and is_alive(pid)]
+
+    def places(self, title: str) -> list[int]:
+        """Return the numbers of the other hosts that have a process whose title has this text."""
+        return [host for host in self.numbers if any(title in _title(pid) for pid in self._pids(host))]
+
+    def left(self) -> list[str]:
+        """Return what a run has left: actors, the processes that these have started, files in memory and elsewhere."""
+        titles = ("ray::_RolloutActor", "ray::_RankActor", "ray::WeightsHolder", "ray::WeightsRelay", "rlhfd: ")
+        shared = [Path(f"/proc/{self._rays[host].pid}/root/dev/shm") for host in self.numbers]
+        return [
+            *(f"process {pid}: {_title(pid)}" for pid in self.processes(*titles)),
+            *(str(path) for folder in (*shared, self._folder / "tmp") for path in folder.glob("*rlhfd*")),
+        ]
+
+    def _name(self, host: int) -> str:
+        return f"rlhfd{os.getpid()}-{host}"
+
+    def _device(self, host: int) -> str:
+        return f"r{os.getpid()}-{host}"
+
+    def _pids(self, host: int) -> list[int]:
+        return [int(pid) for pid in self._ip("netns", "pids", self._name(host), check=False).split()]
 
     def _make_network(self) -> None:
-        inside = ["netns", "exec", self._name]
-        self._ip("netns", "add", self._name)
-        self._ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self._name)
-        self._ip("address", "add", f"{_HERE}/24", "dev", self._link)
-        self._ip("link", "set", self._link, "up")
-        self._ip(*inside, "ip", "link", "set", "lo", "up")
-        self._ip(*inside, "ip", "address", "add", f"{_THERE}/24", "dev", "eth0")
-        self._ip(*inside, "ip", "link", "set", "eth0", "up")
+        devices = [self._device(host) for host in (0, *self.numbers)]
+        self._link = subprocess.Popen(
+            [sys.executable, "-I", str(_LINK), *self._link_arguments, *devices],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answer()
+        for host, device in enumerate(devices):
+            inside: tuple[str, ...] = ()
+            if host:
+                inside = ("-n", self._name(host))
+                self._ip("netns", "add", self._name(host))
+                self._ip("link", "set", device, "netns", self._name(host))
+                self._ip(*inside, "link", "set", "lo", "up")
+            hardware = f"02:00:00:00:00:{host:02x}"
+            self._ip(*inside, "link", "set", device, "address", hardware, "mtu", str(_FRAME_BYTES))
+            self._ip(*inside, "address", "add", f"{self.address(host)}/24", "dev", device)
+            self._ip(*inside, "link", "set", device, "up")
 
-    def _ray(self, before: list[str], arguments: list[str]) -> None:
-        environment = {
-            **os.environ,
-            "RAY_TMPDIR": str(self._folder),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",
-        }
+    def _told(self, command: str) -> str:
+        """Tell the switch something; return its answer."""
+        assert self._link is not None and self._link.stdin is not None
+        self._link.stdin.write(f"{command}\n")
+        self._link.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> str:
+        assert self._link is not None and self._link.stdout is not None
+        answer = self._link.stdout.readline().strip()
+        assert answer, "the switch has ended"
+        return answer
+
+    def _ip(self, *arguments: str, check: bool = True) -> str:
+        return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True).stdout
+
+    # Ray.
+
+    def _start_ray(self, host: int) -> None:
+        address = f"--node-ip-address={self.address(host)}"
+        if host == 0:
+            arguments = ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"]
+            arguments.append(f"--temp-dir={self._folder / 'ray'}")
+            before = []
+        else:
+            arguments = [f"--address={self.address(0)}:{self._port}", f"--num-cpus={self._cpus[host - 1]}"]
+            # `ip netns exec` has a mount namespace of its own.
+            mounts = "mount -t tmpfs tmpfs /dev/shm && "
+            mounts += "".join(f"mount --bind '{seen}' '{place}' && " for place, seen in self._sees.items())
+            before = self.command(host, "sh", "-c", f'{mounts}exec "$@"', "ray")
         ray = Path(sys.executable).with_name("ray")
         process = subprocess.Popen(
-            [*before, str(ray), "start", *arguments],
+            [*before, str(ray), "start", *arguments, address, "--num-gpus=0", *_STORE],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={
+                **os.environ,
+                "RAY_TMPDIR": str(self._folder),
+                "TMPDIR": str(self._folder / "tmp"),
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_worker_niceness": "0",
+            },
             start_new_session=True,
         )
-        self._processes.append(process)
+        self._rays[host] = process
         assert process.stdout is not None
         said = b""
         while b"Ray runtime started" not in said:
@@ -140,5 +264,17 @@ class TwoHosts:
                 raise AssertionError(f"Ray has not started: {said.decode(errors='replace')[-3000:]}")
         # What it says from here on is read by nobody, and is little.
 
-    def _ip(self, *arguments: str, check: bool = True) -> str:
-        return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True).stdout
+    def _end_ray(self, host: int) -> None:
+        process = self._rays.pop(host)
+        for pid in [process.pid, *descendants(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _title(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""
