@@ -21,7 +21,6 @@ from pipeline.errors import LedgerError
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.daemon import END_TIMEOUT_S, Daemon, descendants, is_alive, wait_until
 
-RECOVERY_TIMEOUT_S = 120.0
 _STAGE_TIMEOUT_S = 4.0
 _LOOK_S = 0.0002
 _TRAINED = re.compile(r"experiences: sealed \d+ = trained (\d+) \+")
@@ -135,6 +134,9 @@ class Campaign:
         targets: The processes to kill.
     """
 
+    recovery_timeout_s = 120.0
+    """Longest time of a start, and until training goes on after a kill."""
+
     def __init__(
         self, folder: Path, *sets: str, task: Path | None, seed: int, targets: tuple[Target, ...] = TARGETS
     ) -> None:
@@ -169,8 +171,9 @@ class Campaign:
         before = self._trained()
         states = self._states()
         stage = self._strike(target)
-        if target.role == "environment":
-            # A row that its process is killed with twice is left out: the next kill waits until all are done.
+        if target.role in ("environment", "host"):
+            # A row that its environment is killed with twice is left out: the next kill waits until all are done. A
+            # host has come back meanwhile.
             before = self._trained()
         started_s = time.monotonic()
         if target.stage == "drain":
@@ -186,7 +189,7 @@ class Campaign:
 
     def settle(self) -> None:
         """Wait until every process is up and training has gone on once more."""
-        self.daemon.wait_ready(RECOVERY_TIMEOUT_S)
+        self.daemon.wait_ready(self.recovery_timeout_s)
         self._wait_trained(self._trained())
 
     def report(self) -> str:
@@ -226,7 +229,7 @@ class Campaign:
 
     def _end(self, target: Target) -> None:
         """Wait for the end of a shutdown, with exit code 0 unless the supervisor was killed; start again."""
-        code = self.daemon.wait(RECOVERY_TIMEOUT_S)
+        code = self.daemon.wait(self.recovery_timeout_s)
         if target.role != "supervisor":
             assert code == 0, f"{target} made it end with {code}\n{self.daemon.errors[-4000:]}"
         if not self.daemon.shm_dir.exists():
@@ -292,7 +295,7 @@ class Campaign:
             stage = self._wait_stage(slab, target._replace(role="rollout"), worker)
         below = wait_until(
             lambda: [pid for pid in descendants(slab.pid("rollout", worker)) if _is_named(pid, b"rlhfd: environment")],
-            RECOVERY_TIMEOUT_S,
+            self.recovery_timeout_s,
             f"an environment of rollout {worker} is up",
         )
         with contextlib.suppress(ProcessLookupError):
@@ -309,20 +312,20 @@ class Campaign:
 
     def _replaced(self, slab: MetricsSlab, role: str, worker: int) -> None:
         """Kill a process and wait until its successor has started."""
-        wait_until(lambda: _is_up(slab, role, worker), RECOVERY_TIMEOUT_S, f"{role} {worker} is up")
+        wait_until(lambda: _is_up(slab, role, worker), self.recovery_timeout_s, f"{role} {worker} is up")
         killed = slab.pid(role, worker)
         os.kill(killed, signal.SIGKILL)
         wait_until(
             lambda: slab.pid(role, worker) != killed and _is_up(slab, role, worker),
-            RECOVERY_TIMEOUT_S,
+            self.recovery_timeout_s,
             f"another {role} {worker} starts",
         )
 
     def _strike_drain(self, target: Target) -> str:
         """Send SIGTERM to the daemon and kill the target a moment later, unless it has exited by itself."""
-        self.daemon.wait_ready(RECOVERY_TIMEOUT_S)
+        self.daemon.wait_ready(self.recovery_timeout_s)
         # The process killed last may still be listed as ready, without a pid.
-        names, pids = wait_until(lambda: self._named(target), RECOVERY_TIMEOUT_S, f"{target.role} is up")
+        names, pids = wait_until(lambda: self._named(target), self.recovery_timeout_s, f"{target.role} is up")
         name = self._rng.choice(names)
         self.daemon.signal(signal.SIGTERM)
         time.sleep(self._rng.random() * _DRAIN_S)
@@ -337,7 +340,7 @@ class Campaign:
 
     def _wait_stage(self, slab: MetricsSlab, target: Target, worker: int) -> str:
         """Wait until the process is up and at the stage; at the deadline any stage will do."""
-        wait_until(lambda: _is_up(slab, target.role, worker), RECOVERY_TIMEOUT_S, f"{target.role} {worker} is up")
+        wait_until(lambda: _is_up(slab, target.role, worker), self.recovery_timeout_s, f"{target.role} {worker} is up")
         # A random moment within the stage.
         delay_s = self._rng.random() * 0.02
         wanted, after = target.stage.removeprefix("after "), target.stage.startswith("after ")
@@ -388,7 +391,9 @@ class Campaign:
         return ()
 
     def _wait_trained(self, before: int) -> None:
-        self.daemon.wait_until(lambda: self._trained() > before, f"more than {before} rows trained", RECOVERY_TIMEOUT_S)
+        self.daemon.wait_until(
+            lambda: self._trained() > before, f"more than {before} rows trained", self.recovery_timeout_s
+        )
 
 
 def _blow(target: Target) -> signal.Signals:
