@@ -87,14 +87,14 @@ def row_limit(described: Mapping[str, Any]) -> PositionLimit | None:
     return min(limits, default=None)
 
 
-def problem_of_positions(folder: Path, row: int, *, engine: str, packed: bool = False) -> str:
+def problem_of_positions(folder: Path, row: int, *, engine: str, packed: bool) -> str:
     """Return why rows of a length cannot be computed with a model, else an empty text.
 
     Args:
         folder: The model's folder; one without a readable config.json has no problem here.
         row: Most tokens of a row.
         engine: `rollout.engine` if the model is the one that is sampled, else an empty text.
-        packed: Whether the model is trained on packed rows.
+        packed: Whether `trainer.packing` has the model compute packed rows.
     """
     text = text_settings(folder)
     if packed and {model_type(folder), text.get("model_type")} & {*_LLAMA_4}:

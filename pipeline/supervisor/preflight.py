@@ -67,6 +67,7 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
                 Path(source),
                 loaded.config.lengths.row,
                 engine=loaded.config.rollout.engine if key == "model.actor" else "",
+                packed=bool(loaded.config.trainer.packing) and key != "model.reward",
             )
         ):
             errors.append(f"{loaded.where(key)}: {problem}")

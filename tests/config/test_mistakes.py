@@ -1180,6 +1180,17 @@ class TestFiles:
         transformers = config_load.load(folder / "c.toml", ["rollout.engine=transformers"], {})
         assert problems_of_files(transformers) == []
 
+    @pytest.mark.parametrize(("packing", "is_refused"), [("true", True), ("false", False)])
+    def test_packed_rows_of_llama_4_are_refused_before_the_start(
+        self, folder: Path, packing: str, *, is_refused: bool
+    ) -> None:
+        save_shell(folder / "m", model_type="llama4", text_config={"model_type": "llama4_text"})
+        config = f'[model]\nactor = "m"\n[trainer]\npacking = {packing}\n[[rewards]]\nname = "exact"'
+
+        told = [line for line in errors_of(config, files=True) if "take trainer.packing = false" in line]
+
+        assert len(told) == is_refused and all("model.actor" in line for line in told)
+
     @pytest.mark.parametrize("key", ["actor", "reference", "critic", "reward"])
     def test_a_model_without_positions_for_the_longest_row_is_refused(self, folder: Path, key: str) -> None:
         save_shell(folder / "m")

@@ -251,17 +251,17 @@ def test_rows_beyond_a_models_limit_are_refused_by_its_config_json(
     assert (None if limit is None else limit.tokens) == tokens
     if limit is not None:
         assert reason in limit.reason
-        assert problem_of_positions(tmp_path, limit.tokens, engine="transformers") == ""
-        problem = problem_of_positions(tmp_path, limit.tokens + 1, engine="transformers")
+        assert problem_of_positions(tmp_path, limit.tokens, engine="transformers", packed=False) == ""
+        problem = problem_of_positions(tmp_path, limit.tokens + 1, engine="transformers", packed=False)
         assert problem.endswith(f"rollout.max_length = {tokens} at most, or another model") and reason in problem
     else:
-        assert problem_of_positions(tmp_path, 10**6, engine="transformers") == ""
+        assert problem_of_positions(tmp_path, 10**6, engine="transformers", packed=False) == ""
 
 
 def test_packing_of_llama_4_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": {"floor_scale": 8192}}))
 
-    assert problem_of_positions(tmp_path, 64, engine="transformers") == ""
+    assert problem_of_positions(tmp_path, 64, engine="transformers", packed=False) == ""
     assert "trainer.packing = false" in problem_of_positions(tmp_path, 64, engine="transformers", packed=True)
 
 
@@ -269,5 +269,5 @@ def test_positions_that_vllm_computes_in_another_way_are_refused_for_it(tmp_path
     described = {"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     (tmp_path / "config.json").write_text(json.dumps(described))
 
-    assert problem_of_positions(tmp_path, 64, engine="transformers") == ""
-    assert 'take rollout.engine = "transformers"' in problem_of_positions(tmp_path, 64, engine="vllm")
+    assert problem_of_positions(tmp_path, 64, engine="transformers", packed=False) == ""
+    assert 'take rollout.engine = "transformers"' in problem_of_positions(tmp_path, 64, engine="vllm", packed=False)
