@@ -163,13 +163,13 @@ class Hosts:
     # What is there.
 
     def processes(self, *titles: str) -> list[int]:
-        """Return the processes of the cluster whose titles have one of these texts, on all hosts."""
+        """Return the processes of the cluster whose titles begin with one of these, on all hosts."""
         pids = [*descendants(self._rays[0].pid), *(pid for host in self.numbers for pid in self._pids(host))]
-        return [pid for pid in pids if any(title in _title(pid) for title in titles) and is_alive(pid)]
+        return [pid for pid in pids if _title(pid).startswith(titles) and is_alive(pid)]
 
     def places(self, title: str) -> list[int]:
-        """Return the numbers of the other hosts that have a process whose title has this text."""
-        return [host for host in self.numbers if any(title in _title(pid) for pid in self._pids(host))]
+        """Return the numbers of the other hosts that have a process whose title begins so."""
+        return [host for host in self.numbers if any(_title(pid).startswith(title) for pid in self._pids(host))]
 
     def left(self) -> list[str]:
         """Return what a run has left: actors, the processes that these have started, files in memory and elsewhere."""
