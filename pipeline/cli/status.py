@@ -92,7 +92,8 @@ def _ranks(status: Mapping[str, Any]) -> str:
     ranks = status.get("ranks")
     if not isinstance(ranks, int) or ranks < 2:
         return ""
-    return f", {ranks} trainer ranks with {'shards of it' if status.get('sharding') == 'full' else 'all of it each'}"
+    held = "shards of it" if status.get("sharding") in ("full", "hybrid") else "all of it each"
+    return f", {ranks} trainer ranks with {held}"
 
 
 def _name(process: Mapping[str, Any]) -> str:

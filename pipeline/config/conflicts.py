@@ -102,9 +102,13 @@ def conflicts(config: Config) -> list[Conflict]:
         found.append(
             Conflict(keys, f"{message}: gradients underflow in float16, and the trainer does not scale losses")
         )
-    if trainer.sharding == "full" and trainer.kind == "external":
+    if trainer.sharding in ("full", "hybrid") and trainer.kind == "external":
         keys = ("trainer.sharding", "trainer.kind")
-        found.append(Conflict(keys, 'must not be "full" with trainer.kind = "external", which shards its own models'))
+        message = f'must not be "{trainer.sharding}" with trainer.kind = "external", which shards its own models'
+        found.append(Conflict(keys, message))
+    if trainer.sharding == "hybrid" and trainer.nodes == 1:
+        keys = ("trainer.sharding", "trainer.nodes")
+        found.append(Conflict(keys, 'must be "full" with trainer.nodes = 1: hybrid copies shards between machines'))
     if trainer.keep_state_every > 1 and (trainer.kind == "external" or trainer.keep_state == "disk"):
         keys = ("trainer.keep_state_every", "trainer.keep_state", "trainer.kind")
         message = 'must be 1 unless the built-in trainer keeps its state in memory (trainer.keep_state = "memory")'
@@ -173,7 +177,9 @@ def _conflicts_of_optimizer(config: Config) -> list[Conflict]:
         message = 'must be left out with trainer.kind = "external", which has its own optimizer'
         return [Conflict((*keys, "trainer.kind"), message)]
     if config.shards_trainer:
-        message = f'must be "adamw" with trainer.sharding = "full": {trainer.optimizer} needs whole matrices'
+        message = (
+            f'must be "adamw" with trainer.sharding = "{trainer.sharding}": {trainer.optimizer} needs whole matrices'
+        )
         return [Conflict((*keys, "trainer.sharding", "trainer.world_size"), message)]
     if trainer.optimizer == "muon" and config.model.lora_rank:
         message = 'must be "adamw" or "adamw_8bit" with model.lora_rank: Muon trains whole matrices, not adapters'

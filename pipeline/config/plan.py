@@ -231,7 +231,7 @@ def _trained_and_frozen(config: Config, models: Models) -> tuple[int, int]:
 
 
 def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards: bool) -> Terms:
-    dtype, ranks, actor = config.model.dtype, config.trainer.world_size, models.actor
+    dtype, ranks, actor = config.model.dtype, config.shards, models.actor
     width = WEIGHT_BYTES[dtype]
     length, logits = config.lengths.row, actor.vocabulary
     wanted = config.trainer.activation_checkpointing

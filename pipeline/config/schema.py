@@ -274,10 +274,11 @@ class TrainerConfig(LossSection):
         description="Machines of the ranks, each with as many of them: this one, and others of the Ray cluster.",
     )
     devices: Devices = Field(default="auto", description="CUDA device numbers, one per rank of this machine, or auto.")
-    sharding: Literal["auto", "none", "full"] = Field(
+    sharding: Literal["auto", "none", "full", "hybrid"] = Field(
         default="auto",
-        description="Full: ranks split weights, gradients and moments; none: each holds all; auto: full where the plan "
-        "of `rlhfd plan` says that a whole model does not fit beside each rank.",
+        description="Full: ranks split weights, gradients and moments; hybrid: those of each machine split them, and "
+        "machines hold copies; none: each holds all; auto: full where the plan of `rlhfd plan` says that a whole model "
+        "does not fit beside each rank.",
     )
     max_steps: int = Field(default=0, ge=0, description="Optimizer steps after which the run ends; 0: no end.")
     max_epochs: int = Field(
@@ -496,7 +497,12 @@ class Config(Section):
     @property
     def shards_trainer(self) -> bool:
         """Whether the trainer's ranks hold shards of the models; one rank holds all."""
-        return self.trainer.sharding == "full" and self.trainer.world_size > 1
+        return self.trainer.sharding in ("full", "hybrid") and self.trainer.world_size > 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which a model of the trainer is split; 1 if each rank holds all of it."""
+        return {"full": self.trainer.world_size, "hybrid": self.ranks_here}.get(self.trainer.sharding, 1)
 
     @property
     def rows_per_version(self) -> int:

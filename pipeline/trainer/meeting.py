@@ -31,7 +31,7 @@ from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.device import process_device
 from pipeline.runtime.role import Report, RoleContext
 from pipeline.runtime.run_inputs import digest_of_model
-from pipeline.trainer.sharding.ranks import TIMEOUT
+from pipeline.trainer.sharding.replicas import TIMEOUT
 
 _POLL_S = 0.05
 # Ray takes some seconds until it reports a lost machine.

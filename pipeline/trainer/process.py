@@ -53,7 +53,7 @@ from pipeline.trainer.saving.background import CheckpointWriter
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.models import inside, whole_answer
-from pipeline.trainer.sharding.ranks import TIMEOUT
+from pipeline.trainer.sharding.replicas import TIMEOUT
 from pipeline.trainer.sharding.sharding import sharded_models, sharded_reference
 from pipeline.trainer.sleep import CardTurns
 from pipeline.trainer.spreading import newest_of_first, of_first, spread
@@ -256,6 +256,9 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     agree(True)
     if context.index == 0:
         resumption.settle(start)
+    # The ranks that save together follow the evaluations together. Those of one machine all have the files.
+    saves_with = rank_models.agree if rank_models.is_sharded and rank_models.publishes else None
+    reads = first_reads if config.shards > config.ranks_here else lambda call: call()
     trainer = Trainer(
         config,
         learner,
@@ -267,7 +270,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         save=checkpoint_writer(config, rank_models, learner, device) if rank_models.publishes else None,
         start=start,
         probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
-        hooks=new_hooks(config, context, start, metrics, agree if rank_models.is_sharded else None, first_reads),
+        hooks=new_hooks(config, context, start, metrics, saves_with, reads),
         last_step=ends_at,
     )
     if config.rollout.sleep:
@@ -309,7 +312,8 @@ def new_hooks(
         context: This rank's process.
         start: The point from which training starts.
         metrics: The rank's metrics.
-        agree: The collective of all ranks, if they are sharded: then they write checkpoints together.
+        agree: The collective of the ranks that write checkpoints together, on each of them; None on another rank, and
+            if the first one writes them alone.
         of_first: Returns the result of a call that reads files of the run, on several machines the first rank's.
     """
     leads = context.index == 0
@@ -421,7 +425,7 @@ def load_reference(config: Config, actor: torch.nn.Module, device: torch.device)
     if (path := config.reference_folder) is None:
         return actor
     if config.shards_trainer:
-        return sharded_reference(config, path, device)
+        return sharded_reference(config, path, actor, device)
     return load_actor(path, dtype=config.model.dtype, device=device, field="model.reference")
 
 

@@ -86,7 +86,8 @@ class _Gateway:
         mailbox, outbox = Mailbox(folder, trainer_name(context.index)), Outbox(folder, BUFFER)
         self._outbox = outbox
         self._rows = ArenaRows(arena, Gathering.of(self._config))
-        shards = ShardService(folder / "weights", context.index, weight_slots=self._config.trainer.weight_slots)
+        shard = context.index % self._config.shards
+        shards = ShardService(folder / "weights", shard, weight_slots=self._config.trainer.weight_slots)
         self._shards = shards
         carrier = threading.Thread(target=self._carry, args=(mailbox,), name="rlhfd-carry", daemon=True)
         try:

@@ -353,6 +353,14 @@ MISTAKES = [
         '3:12: trainer.sharding: must not be "full" with trainer.kind = "external", which shards its own models',
     ),
     (
+        '[trainer]\nsharding = "hybrid"\nworld_size = 2',
+        '2:12: trainer.sharding: must be "full" with trainer.nodes = 1: hybrid copies shards between machines',
+    ),
+    (
+        '[trainer]\noptimizer = "muon"\nsharding = "hybrid"\nworld_size = 2\nnodes = 2\n[cluster]\nengine = "ray"',
+        '2:13: trainer.optimizer: must be "adamw" with trainer.sharding = "hybrid": muon needs whole matrices',
+    ),
+    (
         '[trainer]\noptimizer = "adafactor"',
         '2:13: trainer.optimizer: must be "adamw", "adamw_8bit" or "muon", got "adafactor"',
     ),
@@ -369,7 +377,7 @@ MISTAKES = [
         '[trainer]\noptimizer = "muon"\nkind = "external"',
         '2:13: trainer.optimizer: must be left out with trainer.kind = "external", which has its own optimizer',
     ),
-    ('[trainer]\nsharding = "fsdp"', '2:12: trainer.sharding: must be "auto", "none" or "full", got "fsdp"'),
+    ('[trainer]\nsharding = "fsdp"', '2:12: trainer.sharding: must be "auto", "none", "full" or "hybrid", got "fsdp"'),
     ("[trainer]\nworld_size = 2\ndevices = [0]", "3:11: trainer.devices: names 1 for 2 ranks, each needs its own"),
     (
         "[buffer]\nmax_staleness = 0\n[rollout]\nnum_generations = 7",

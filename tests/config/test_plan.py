@@ -188,6 +188,16 @@ def test_shards_are_a_share_of_the_model_and_what_is_gathered(folder: Path) -> N
     assert found.shared == needs(whole, models, on_cards=True).shared
 
 
+def test_copies_of_shards_on_two_machines_are_a_share_of_the_ranks_of_one(folder: Path) -> None:
+    full = configured(folder, trainer={"world_size": 4, "sharding": "full"})
+    hybrid = configured(folder, trainer={"world_size": 8, "nodes": 2, "sharding": "hybrid"}, cluster={"engine": "ray"})
+    models = models_of(full)
+
+    found, expected = (needs(one, models, on_cards=True) for one in (hybrid, full))
+
+    assert found.rank == expected.rank and found.shared == expected.shared
+
+
 @pytest.mark.parametrize(("configured_rows", "rows"), [({}, 8), ({"inference_batch_size": 3}, 3),
                                                       ({"inference_batch_size": 99}, 8)])  # fmt: skip
 def test_the_rows_of_a_worker_are_at_most_those_of_a_ticket(

@@ -26,9 +26,10 @@ from tests.support.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.integration
 TWO = ("trainer.world_size=2", "buffer.sample_batch_size=16", "buffer.max_staleness=0", "daemon.restart_delay_s=0.05")
-PLACED = re.compile(r"trainer-1 pipeline\.trainer\.remote: trains in the cluster: machine=\S+ actor_pid=(\d+)")
+PLACED = r"trainer-{} pipeline\.trainer\.remote: trains in the cluster: machine=\S+ actor_pid=(\d+)"
 STEPS = 14
 SHARDED = 'trainer.sharding="full"'
+HYBRID = "trainer.world_size=4", "buffer.sample_batch_size=8", 'trainer.sharding="hybrid"'
 EACH = "buffer-0", "actor", "trainer-1", "trainer-0"
 WAYS = "sent", "received"
 
@@ -45,36 +46,41 @@ def cluster():
         yield cluster
 
 
-def actor_of(daemon):
-    """The pid of the process that computes rank 1 now."""
-    return int(PLACED.findall(daemon.errors)[-1])
+def actor_of(daemon, rank=1):
+    """The pid of the process that computes a rank of the other machine now."""
+    return int(re.findall(PLACED.format(rank), daemon.errors)[-1])
 
 
-def kill(daemon, name):
+def kill(daemon, name, rank=1):
     """Kill a process of the run, and wait until another one has its place and a step is taken."""
-    step, actor = daemon.status()["step"], actor_of(daemon)
+    step, actor = daemon.status()["step"], actor_of(daemon, rank)
     if name == "actor":
         os.kill(actor, signal.SIGKILL)
     else:
         daemon.signal(signal.SIGKILL, name)
     daemon.wait_until(lambda: not is_alive(actor), "the rank's process ends with the others")
-    daemon.wait_until(lambda: actor_of(daemon) != actor, "another one has its place")
+    daemon.wait_until(lambda: actor_of(daemon, rank) != actor, "another one has its place")
     daemon.wait_step(step + 1)
 
 
 def as_here(tmp_path, task, cluster, *settings, killed):  # noqa: F811
     """Check that two ranks on two machines train as two here, though processes are killed; return the last metrics."""
-    steps = f"trainer.max_steps={STEPS}"
-    here = run(tmp_path / "here", task, *TWO, *settings, steps)
-    there = tmp_path / "there"
+    here = run(tmp_path / "here", task, *TWO, *settings, f"trainer.max_steps={STEPS}")
+    found, metrics = across(tmp_path / "there", task, cluster, *TWO, *settings, killed=killed)
+    assert found == here
+    return metrics
+
+
+def across(there, task, cluster, *settings, killed, ranks=2):  # noqa: F811
+    """Train on two machines, though processes are killed; return the end of the training and the last metrics."""
     there.mkdir()
-    with Daemon(
-        there, *SMALL, *telling_reward(there), *TWO, *settings, steps, *cluster.settings, "trainer.nodes=2", task=task
-    ) as daemon:
+    settings = (*settings, f"trainer.max_steps={STEPS}", "trainer.nodes=2", *cluster.settings)
+    far = ranks // 2
+    with Daemon(there, *SMALL, *telling_reward(there), *settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(1)
         metrics = daemon.metrics()
-        for rank in ("0", "1"):
+        for rank in map(str, range(ranks)):
             assert total(metrics, "rlhfd_process_time_seconds_total", role="trainer", worker=rank, activity="train") > 0
 
         for name in killed:
@@ -83,17 +89,16 @@ def as_here(tmp_path, task, cluster, *settings, killed):  # noqa: F811
                 daemon.signal(signal.SIGKILL, name)
                 daemon.wait_step(step + 1)
             else:
-                kill(daemon, name)
+                kill(daemon, name, far)
         metrics = daemon.metrics()
         assert balanced(metrics), metrics
         assert total(metrics, "rlhfd_items_dropped_total") == 0
-        last = actor_of(daemon)
+        last = actor_of(daemon, far)
         assert daemon.wait() == 0, daemon.errors
         wait_until(lambda: not is_alive(last), 30.0, "the rank's process ends with the run")
         found = ENDED.search(daemon.errors)
     assert found is not None, daemon.errors
-    assert found.groups() == here
-    return metrics
+    return found.groups(), metrics
 
 
 @pytest.mark.variant
@@ -118,6 +123,27 @@ def test_sharded_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_kil
     # Each version has a state, and weights and state of a rank travel once: in a start those of one version.
     starts = len(killed) - killed.count("buffer-0")
     assert received > 0 and received % starts == 0 and sent % (received // starts) == 0
+
+
+@pytest.mark.variant
+@pytest.mark.timeout(900)
+def test_copies_of_shards_train_the_same_whoever_is_killed_and_one_machine_publishes(tmp_path, task):  # noqa: F811
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:9]))
+    settings = (*TWO, *HYBRID, "trainer.save_every=5", f'evaluation.files=["{held_out}"]', "evaluation.every=4")
+    killed = ("actor", "trainer-0")
+    with RayCluster((3,)) as cluster:
+        expected, _ = across(tmp_path / "undisturbed", task, cluster, *settings, killed=(), ranks=4)
+
+        found, metrics = across(tmp_path / "killed", task, cluster, *settings, killed=killed, ranks=4)
+
+    assert found == expected
+    sent, received = (total(metrics, "rlhfd_remote_rank_bytes_total", data=f"shards_{way}") for way in WAYS)
+    # In each start after a kill the two ranks get weights and state of one version.
+    assert sent == 0 < received and received % len(killed) == 0
+    (checkpoints,) = (tmp_path / "killed" / "state").glob("runs/*/checkpoints")
+    assert (checkpoints / "best" / "model.safetensors").is_file()
+    assert (checkpoints / f"step-{STEPS:06d}" / "model.safetensors").is_file()
 
 
 @pytest.mark.variant

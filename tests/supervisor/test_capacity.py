@@ -346,6 +346,7 @@ def test_shards_of_a_vision_language_model_are_not_proposed(folder: Path, tmp_pa
     ("status", "text"),
     [
         ({"ranks": 2, "sharding": "full"}, "m, grpo, 2 trainer ranks with shards of it"),
+        ({"ranks": 4, "sharding": "hybrid"}, "m, grpo, 4 trainer ranks with shards of it"),
         ({"ranks": 2, "sharding": "none"}, "m, grpo, 2 trainer ranks with all of it each"),
         ({"ranks": 1, "sharding": "none"}, "m, grpo"),
     ],

@@ -26,6 +26,7 @@ from pipeline.trainer.learner import Learner
 from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.models import load_actor_shards, shards_of
+from pipeline.trainer.sharding.replicas import Replica
 from pipeline.trainer.spreading import of_first, spread
 from pipeline.trainer.state import Progress, tensors_of
 from tests.support import forked_ranks, tiny
@@ -96,7 +97,7 @@ def holds(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 def shards_are_found(rank: int, folder: Path) -> None:
     """Publish, save a checkpoint, die, and find both again; the second rank's machine has neither."""
     config, path = config_of(rank, folder, "full"), folder / "0" / "weights"
-    actor = load_actor_shards(folder / "model", dtype="float32", device=CPU, world_size=2, lora=config.model)
+    actor = load_actor_shards(folder / "model", dtype="float32", device=CPU, replica=Replica.of(CPU), lora=config.model)
     learner = Learner(config.trainer, "grpo", actor, process_group=dist.group.WORLD)
     far = far_shards(path, rank) if rank else None
     versions = PolicyVersions(path) if far is None else far.versions()

@@ -2,7 +2,7 @@
 
     weights     two slots, or three, read by all (`pipeline.models.weights.store`)
     training    two slots of the same format: optimizer moments, of float32 copies the bits that the weights lack
-                (`pipeline.trainer.saving.lower_halves`), step, digest, random state; rank 1 of a sharded trainer has
+                (`pipeline.trainer.saving.lower_halves`), step, digest, random state; shard 1 of a sharded trainer has
                 its own in `training-1`, and so on
 
 A trainer publishes together with the ranks that hold shards of its models; one that holds whole models is a group of

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.schema import Config
@@ -30,8 +29,8 @@ from pipeline.trainer.checkpoints import STATE_FILE, load_whole
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.saving.lower_halves import JoinedState, LowerHalves
 from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, Write, load_shards, save_together, state_shards
-from pipeline.trainer.sharding.models import is_sharded, shards_of
-from pipeline.trainer.sharding.ranks import TIMEOUT, RankGroup
+from pipeline.trainer.sharding.models import is_sharded, replica_of, shards_of
+from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.sharding.tensor_files import HERE
 
 Waiting = Callable[[], contextlib.AbstractContextManager[None]]
@@ -39,10 +38,10 @@ Waiting = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class RankModels:
-    """The models of one rank. What all ranks do together is a collective if the models are sharded.
+    """The models of one rank. What the ranks of a replica do together is a collective if the models are sharded.
 
     Attributes:
-        is_sharded: Whether all ranks publish and save together; else the first one alone.
+        is_sharded: Whether the ranks of the first replica publish and save together; else the first rank alone.
         publishes: Whether this rank takes part in publishes and checkpoints.
         versions: The published versions.
     """
@@ -74,15 +73,17 @@ class RankModels:
         self._held: HeldCheckpoint | None = None
         self._files = connection.remote or HERE
         self.is_sharded = is_sharded(models["actor"])
-        self.publishes = self.is_sharded or connection.rank == 0
+        self._group: Alone | RankGroup = Alone()
+        self._all: Alone | RankGroup = self._group
         if not self.is_sharded:
-            self._group: Alone | RankGroup = Alone()
+            self.publishes = connection.rank == 0
             self.versions = connection.versions
             return
-        self._group = RankGroup(device, waiting)
+        replica = replica_of(models["actor"])
+        self.publishes = replica.is_published
+        self._group, self._all = RankGroup(device, waiting, replica.group), RankGroup(device, waiting)
         # A group of its own, on the CPU: a thread publishes beside the collectives of training.
-        own = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        publishing = RankGroup(torch.device("cpu"), _in_training(waiting), own)
+        publishing = RankGroup(torch.device("cpu"), _in_training(waiting), replica.gloo_group())
         if connection.remote is not None:
             self.versions = connection.remote.versions(publishing)
             return
@@ -120,7 +121,7 @@ class RankModels:
         weights = self._published()
         halves = LowerHalves(weights, state)
         into = halves.targets(state)
-        if not self._group.agree(self.versions.holds_training(version, into)):
+        if not self._all.agree(self.versions.holds_training(version, into)):
             return False
         self.versions.restore_training(version, into)
         rounded = halves.rounded(weights, state)
@@ -140,8 +141,12 @@ class RankModels:
             load_whole(folder, self._config, self._models, state)
 
     def meet(self) -> None:
-        """Wait for all ranks; a collective in which a rank may be for any time."""
-        self._group.agree(True)
+        """Wait for the ranks of the replica; a collective in which a rank may be for any time."""
+        self.agree(True)
+
+    def agree(self, ready: bool) -> bool:
+        """Return whether every rank of the replica passed True; a collective of them."""
+        return self._group.agree(ready)
 
     def due(self, is_due: bool) -> bool:
         """Return the first rank's answer on every rank: only that rank knows the checkpoints that it has written."""

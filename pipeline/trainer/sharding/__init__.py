@@ -6,6 +6,7 @@ optimizer     the optimizer of a rank's shards
 ranks         collectives of a publish and a checkpoint; passes of all ranks in step
 reduction     gathered gradients summed to shards on CPUs, without a copy of them
 remote        the shards of a rank on another machine, through its gateway
+replicas      copies of the models, each over ranks of its own
 sharding      the models of a run, loaded as shards
 tensor_files  safetensors files, read by slices and written a tensor at a time
 """

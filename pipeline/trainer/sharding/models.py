@@ -32,6 +32,7 @@ from pipeline.models.weights.probe import answer
 from pipeline.models.weights.shards import Shard
 from pipeline.storage.weights_header import Probe
 from pipeline.trainer.sharding.reduction import ReductionInPlace
+from pipeline.trainer.sharding.replicas import Replica
 from pipeline.trainer.sharding.tensor_files import HERE, Files, sources_of
 
 _Result = TypeVar("_Result", Tensor, tuple[Tensor, Tensor | None])
@@ -42,7 +43,7 @@ _OFF = 'trainer.sharding = "none" trains it whole'
 class _Sharded(NamedTuple):
     dtypes: dict[str, torch.dtype]
     class_name: str
-    world_size: int
+    replica: Replica
 
 
 _sharded: WeakKeyDictionary[nn.Module, _Sharded] = WeakKeyDictionary()
@@ -51,6 +52,11 @@ _sharded: WeakKeyDictionary[nn.Module, _Sharded] = WeakKeyDictionary()
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a model is from `load_actor_shards` or `load_critic_shards`."""
     return model in _sharded
+
+
+def replica_of(model: nn.Module) -> Replica:
+    """Return the replica that a sharded model is a shard of."""
+    return _sharded[model].replica
 
 
 def architecture_of(model: nn.Module) -> str:
@@ -122,8 +128,8 @@ def shards_of(model: nn.Module, *, published: bool = False) -> dict[str, Shard]:
             found[name] = Shard(tensor.detach(), shape, 0, tensor.dtype, split=False)
             continue
         local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-        rows = -(-shape[0] // kind.world_size)
-        first = min(tensor.device_mesh.get_local_rank() * rows, shape[0])
+        rows = -(-shape[0] // kind.replica.shards)
+        first = min(kind.replica.shard * rows, shape[0])
         assert local.shape[0] == min(rows, shape[0] - first), f"{name}: {tuple(local.shape)} of {shape}"
         found[name] = Shard(local, shape, first * (tensor.numel() // shape[0]), kind.dtypes[name])
     return found
@@ -134,7 +140,7 @@ def load_actor_shards(
     *,
     dtype: str,
     device: torch.device,
-    world_size: int,
+    replica: Replica,
     lora: LoraSettings | None,
     seed: int = 0,
     field: str = "model.actor",
@@ -145,7 +151,7 @@ def load_actor_shards(
         path: A directory written by ``save_pretrained`` with safetensors files.
         dtype: Dtype of passes and published weights, as "bfloat16".
         device: Device of the shards.
-        world_size: Number of ranks.
+        replica: The replica of this rank.
         lora: Settings of the adapters; None for a model that is not trained: its shards are of `dtype`.
         seed: Seed of the adapters' first values.
         field: The configuration field that names the directory, for the error message.
@@ -160,7 +166,7 @@ def load_actor_shards(
         model.requires_grad_(False)
     else:
         adapt(model, lora, seed=seed)
-    _shard(model, model, dtype, device, world_size, field)
+    _shard(model, model, dtype, device, replica, field)
     _copy_generation_config(model, Path(path))
     adapters = adapter_of(model)
     fill(model, Path(path), field, without=adapters)
@@ -177,7 +183,7 @@ def load_actor_shards(
 
 
 def load_critic_shards(
-    path: str | Path, *, dtype: str, device: torch.device, world_size: int, field: str = "model.critic"
+    path: str | Path, *, dtype: str, device: torch.device, replica: Replica, field: str = "model.critic"
 ) -> nn.Module:
     """Return a rank's shards of a critic; a collective.
 
@@ -185,7 +191,7 @@ def load_critic_shards(
         path: A directory of a critic, or of any model with a backbone: then the value head is zero.
         dtype: Dtype of passes and published weights of the backbone, as "bfloat16"; the value head is float32.
         device: Device of the shards.
-        world_size: Number of ranks.
+        replica: The replica of this rank.
         field: The configuration field that names the directory, for the error message.
 
     Raises:
@@ -193,7 +199,7 @@ def load_critic_shards(
     """
     critic: Any = Critic(shell(path, dtype, "backbone"))
     critic.requires_grad_(True)
-    _shard(critic, critic.backbone, dtype, device, world_size, field)
+    _shard(critic, critic.backbone, dtype, device, replica, field)
     fill_critic(critic, Path(path), field)
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
     with torch.no_grad():
@@ -244,9 +250,8 @@ def fill(model: Any, folder: Path, field: str, *, without: Any = (), inner: str 
         raise ConfigError(f"{field}: cannot load a model from {error}") from error
 
 
-def _shard(model: nn.Module, pretrained: Any, dtype: str, device: torch.device, world_size: int, field: str) -> None:
+def _shard(model: nn.Module, pretrained: Any, dtype: str, device: torch.device, replica: Replica, field: str) -> None:
     """Shard a model on the meta device, then give each shard memory on a device, without values."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     layers = _layers(pretrained, field)
@@ -258,7 +263,7 @@ def _shard(model: nn.Module, pretrained: Any, dtype: str, device: torch.device, 
             parameter.data = parameter.data.float()
     compute = getattr(torch, dtype)
     policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
-    mesh = init_device_mesh(device.type, (world_size,))
+    mesh = replica.mesh
     embedding, head = _ends(pretrained)
     for layer in (*layers, *embedding):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -285,7 +290,7 @@ def _shard(model: nn.Module, pretrained: Any, dtype: str, device: torch.device, 
     root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     # Each name has got memory of its own.
     pretrained.tie_weights()
-    _sharded[root] = _Sharded(dtypes, class_name, world_size)
+    _sharded[root] = _Sharded(dtypes, class_name, replica)
 
 
 def _computed(_: nn.Module, call: Callable[..., _Result], *inputs: Tensor) -> _Result:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, DeviceMemoryError
 from pipeline.trainer.optimizer import ModelOptimizer
-from pipeline.trainer.sharding.models import is_sharded, shards_of
+from pipeline.trainer.sharding.models import is_sharded, replica_of, shards_of
 
 
 def new_optimizer(model: nn.Module, **settings: Any) -> ModelOptimizer:
@@ -45,6 +45,7 @@ class ShardOptimizer(ModelOptimizer):
         """Take over the rank's shards; arguments: those of `ModelOptimizer`."""
         super().__init__(model, **settings)
         shards = shards_of(model)
+        self._counts = replica_of(model).is_published
         self._is_copied = [shards[name].dtype != torch.float32 for name in self._names]
 
     def _taken_over(self, trained: dict[str, nn.Parameter]) -> list[Tensor]:
@@ -55,13 +56,14 @@ class ShardOptimizer(ModelOptimizer):
         """Do nothing: FSDP adds up the gradients of the shards, in float32."""
 
     def reduce(self) -> float:
-        """Return the norm of the gradients before clipping, of all shards of all ranks."""
+        """Return the norm of the gradients before clipping, of all shards of a replica."""
         squares = torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             gradient: Any = parameter.grad
             master.grad = torch.zeros_like(master) if gradient is None else gradient.to_local()
         self._to_units()
-        for master in self._masters:
+        # Each shard counts once. All ranks get the same bits of the norm, so that replicas stay equal.
+        for master in self._masters if self._counts else ():
             assert master.grad is not None
             # Summed in float64, without a copy in float64.
             squares += torch.linalg.vector_norm(master.grad, dtype=torch.float64) ** 2 if master.grad.numel() else 0.0

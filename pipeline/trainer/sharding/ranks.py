@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -17,8 +16,6 @@ from pipeline.models.weights.shards import Shard
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.sharding.models import is_sharded
 
-TIMEOUT = datetime.timedelta(days=7)
-"""Timeout of a collective: a rank may wait for data without limit; the supervisor detects hangs."""
 _SIGN = 1 << 63
 
 
@@ -31,7 +28,7 @@ class RankGroup:
         process_group: The ranks' group; the default one if it is left out.
 
     Attributes:
-        rank: This rank.
+        rank: This rank's place in the group.
         world_size: Number of ranks.
     """
 
@@ -41,8 +38,8 @@ class RankGroup:
         waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
         self._device = device
         self._waiting = waiting
         self._process_group = process_group
@@ -51,7 +48,7 @@ class RankGroup:
         """Return rank 0's values, each in 63 bits; every rank passes as many."""
         sent = torch.tensor(values, dtype=torch.int64, device=self._device)
         with self._waiting():
-            dist.broadcast(sent, 0, group=self._process_group)
+            dist.broadcast(sent, group=self._process_group, group_src=0)
             return sent.tolist()
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
@@ -81,7 +78,7 @@ class RankGroup:
         sent[: own.numel()] = own.reshape(-1)
         received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.rank == 0 else None
         with self._waiting():
-            dist.gather(sent, received, dst=0, group=self._process_group)
+            dist.gather(sent, received, group=self._process_group, group_dst=0)
         return None if received is None else torch.cat(received)[: shape.numel()].view(shape)
 
 

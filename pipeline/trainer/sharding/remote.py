@@ -110,13 +110,13 @@ class ShardService:
 
     Args:
         weights_path: File of the weights.
-        rank: The rank.
+        shard: The rank's shard.
         weight_slots: See `PolicyVersions`.
     """
 
-    def __init__(self, weights_path: Path, rank: int, *, weight_slots: int) -> None:
+    def __init__(self, weights_path: Path, shard: int, *, weight_slots: int) -> None:
         self._path = weights_path
-        self._versions = PolicyVersions(weights_path, _OfRank(rank), weight_slots=weight_slots)
+        self._versions = PolicyVersions(weights_path, _OfShard(shard), weight_slots=weight_slots)
         self._reader: WeightsReader | None = None
         self._files: dict[int, TensorFiles] = {}
         self.newest = self._versions.newest
@@ -386,13 +386,13 @@ class RemoteShards(Files):
         return bool(self._ask("has_file", path))
 
 
-class _OfRank:
-    """A rank whose collectives are elsewhere: it names its training state."""
+class _OfShard:
+    """A rank whose collectives are elsewhere: its shard names its training state."""
 
     world_size = 1
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, shard: int) -> None:
+        self.rank = shard
 
     def broadcast(self, values: Sequence[int]) -> list[int]:
         raise AssertionError("the collectives of a remote rank are its own")

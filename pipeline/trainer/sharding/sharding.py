@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from pipeline.config.schema import Config
-from pipeline.trainer.sharding.models import load_actor_shards, load_critic_shards
+from pipeline.trainer.sharding.models import load_actor_shards, load_critic_shards, replica_of
+from pipeline.trainer.sharding.replicas import Replica
 
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 1 << 20
@@ -22,27 +23,32 @@ def sharded_models(config: Config, device: torch.device) -> dict[str, nn.Module]
     """
     if device.type == "cpu":
         _return_freed_memory()
-    model, world_size = config.model, config.trainer.world_size
+    model, replica = config.model, Replica.of(device, config.trainer.world_size // config.shards)
     models = {
         "actor": load_actor_shards(
-            model.actor, dtype=model.dtype, device=device, world_size=world_size, lora=model, seed=config.daemon.seed
+            model.actor, dtype=model.dtype, device=device, replica=replica, lora=model, seed=config.daemon.seed
         )
     }
     if config.rollout.algorithm == "ppo":
         path, field = (model.actor, "model.actor") if model.critic is None else (model.critic, "model.critic")
-        models["critic"] = load_critic_shards(
-            path, dtype=model.dtype, device=device, world_size=world_size, field=field
-        )
+        models["critic"] = load_critic_shards(path, dtype=model.dtype, device=device, replica=replica, field=field)
     return models
 
 
-def sharded_reference(config: Config, path: str, device: torch.device) -> nn.Module:
-    """Return a rank's shards of the reference in a folder; a collective. Errors: `sharded_models`."""
+def sharded_reference(config: Config, path: str, actor: nn.Module, device: torch.device) -> nn.Module:
+    """Return a rank's shards of the reference in a folder; a collective. Errors: `sharded_models`.
+
+    Args:
+        config: The run's configuration.
+        path: The folder.
+        actor: The rank's shards of the actor: the reference is sharded over the same ranks.
+        device: Device of the shards.
+    """
     return load_actor_shards(
         path,
         dtype=config.model.dtype,
         device=device,
-        world_size=config.trainer.world_size,
+        replica=replica_of(actor),
         lora=None,
         field="model.reference",
     )

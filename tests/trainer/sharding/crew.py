@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 import subprocess
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -33,6 +35,7 @@ from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.checkpoints import load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import fill, load_actor_shards, load_critic_shards, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
+from pipeline.trainer.sharding.replicas import Replica
 from pipeline.trainer.sharding.tensor_files import HERE
 from pipeline.trainer.state import Progress, tensors_of
 from tests.support import forked_ranks, tiny
@@ -70,8 +73,13 @@ MODELS = {
     "reference-bfloat16": ModelConfig(dtype="bfloat16"),
     "lora-reference": ModelConfig(lora_rank=2),
 }
-CASES = {2: list(MODELS), 4: ["grpo", "ppo", "lora", "tokens", "ppo-packed", "reference"]}
-"""The cases of each number of ranks."""
+CASES = {
+    "2": list(MODELS),
+    "4": ["grpo", "ppo", "lora", "tokens", "ppo-packed", "reference"],
+    "2x2": ["ppo", "lora-bfloat16"],
+    "2x1": ["ppo"],
+}
+"""The cases of each crew: a number of ranks, or of replicas and the ranks of each."""
 
 
 def write_model(folder: Path, name: str) -> None:
@@ -118,26 +126,24 @@ def whole_models(folder: Path, name: str) -> dict[str, Any]:
     return models
 
 
-def sharded_models(folder: Path, name: str, world_size: int) -> dict[str, Any]:
+def sharded_models(folder: Path, name: str, replica: Replica) -> dict[str, Any]:
     settings = settings_of(folder, name)
     models: dict[str, Any] = {
-        "actor": load_actor_shards(
-            folder, dtype=settings.dtype, device=CPU, world_size=world_size, lora=settings, seed=5
-        )
+        "actor": load_actor_shards(folder, dtype=settings.dtype, device=CPU, replica=replica, lora=settings, seed=5)
     }
     if name.startswith("ppo"):
-        models["critic"] = load_critic_shards(folder, dtype=settings.dtype, device=CPU, world_size=world_size)
+        models["critic"] = load_critic_shards(folder, dtype=settings.dtype, device=CPU, replica=replica)
     return models
 
 
-def reference_of(folder: Path, name: str, actor: nn.Module, world_size: int) -> nn.Module | None:
+def reference_of(folder: Path, name: str, actor: nn.Module) -> nn.Module | None:
     """Return a rank's reference as its process loads it."""
     settings = MODELS[name]
     if "reference" not in name:
         return None
     reference = folder if settings.lora_rank else folder / "reference"
     model = {**settings.model_dump(), "actor": str(folder), "reference": str(reference), "reference_device": "trainer"}
-    trainer = {"world_size": world_size, "sharding": "full"}
+    trainer = {"world_size": dist.get_world_size(), "sharding": "full"}
     return load_reference(Config.model_validate({"model": model, "trainer": trainer}), actor, CPU)
 
 
@@ -202,82 +208,110 @@ def whole_tensors(models: dict[str, nn.Module], group: RankGroup) -> dict[str, T
     return found
 
 
-def start(folder: Path, world_size: int) -> dict[str, Any]:
+def ranks_of(crew: str) -> tuple[int, int]:
+    """Return the replicas of a crew, and the ranks of each."""
+    replicas, _, ranks = crew.rpartition("x")
+    return int(replicas or 1), int(ranks)
+
+
+def start(folder: Path, crew: str) -> dict[str, Any]:
     """Run all cases on ranks of their own; return rank 0's results, by case."""
     command = forked_ranks.command(
-        world_size, f"{__name__}:rank_of_{world_size}", folder, "-W", "error::UserWarning:torch.distributed.fsdp"
+        math.prod(ranks_of(crew)),
+        f"{__name__}:rank_of_{crew}",
+        folder,
+        "-W",
+        "error::UserWarning:torch.distributed.fsdp",
     )
     # Ranks would wait for the dead ones of an earlier try that are written there.
-    (folder / f"ranks-{world_size}").unlink(missing_ok=True)
+    (folder / f"ranks-{crew}").unlink(missing_ok=True)
     subprocess.run(command, check=True, timeout=600)
-    results: dict[str, Any] = torch.load(folder / f"results-{world_size}.pt", weights_only=False)
+    results: dict[str, Any] = torch.load(folder / f"results-{crew}.pt", weights_only=False)
     return results
 
 
 def rank_of_2(rank: int, directory: str) -> None:
-    _rank_main(rank, 2, directory)
+    _rank_main(rank, "2", directory)
 
 
 def rank_of_4(rank: int, directory: str) -> None:
-    _rank_main(rank, 4, directory)
+    _rank_main(rank, "4", directory)
 
 
-def _rank_main(rank: int, world_size: int, directory: str) -> None:
+def rank_of_2x2(rank: int, directory: str) -> None:
+    _rank_main(rank, "2x2", directory)
+
+
+def rank_of_2x1(rank: int, directory: str) -> None:
+    _rank_main(rank, "2x1", directory)
+
+
+def _rank_main(rank: int, crew: str, directory: str) -> None:
     torch.set_num_threads(1)
     folder = Path(directory)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks-{world_size}", rank=rank, world_size=world_size)
+    replicas, ranks = ranks_of(crew)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks-{crew}", rank=rank, world_size=replicas * ranks)
     try:
-        group = RankGroup(CPU)
-        results = {name: _case(name, folder, group) for name in CASES[world_size]}
-        # Four ranks resume what two have written.
-        for name in CASES[world_size] if world_size == 4 and (folder / "results-2.pt").exists() else ():
-            results[name]["resumed"] = resumed(name, folder, group, saved_by=2)
+        replica = Replica.of(CPU, replicas)
+        results = {name: _case(name, folder, replica, crew) for name in CASES[crew]}
+        # Four ranks resume what two have written, and what two replicas have.
+        written_by = {"4": "2"}.get(crew, crew)
+        for name in CASES[crew] if crew != "2" and (crew != "4" or (folder / "results-2.pt").exists()) else ():
+            results[name]["resumed"] = resumed(name, folder, Replica.of(CPU), written_by)
         if rank == 0:
-            torch.save(results, folder / f"results-{world_size}.pt")
+            torch.save(results, folder / f"results-{crew}.pt")
     finally:
         dist.destroy_process_group()
     # As each role ends (`child_entry.leave`): threads of torch that still run at the interpreter's end abort it.
     os._exit(0)
 
 
-def _case(name: str, folder: Path, group: RankGroup) -> dict[str, Any]:
+def _case(name: str, folder: Path, replica: Replica, crew: str) -> dict[str, Any]:
     # Several chunks of a few positions, of which each would gather the head and reduce its gradient.
     chunked_log_probs.CHUNK_ELEMENTS = 3 * tiny.VOCABULARY_SIZE if name.endswith("tokens") else 2**26
-    models = sharded_models(folder / name, name, group.world_size)
-    reference = reference_of(folder / name, name, models["actor"], group.world_size)
+    group, every = RankGroup(CPU, process_group=replica.group), RankGroup(CPU)
+    models = sharded_models(folder / name, name, replica)
+    reference = reference_of(folder / name, name, models["actor"])
     learner = new_learner(models, name, dist.group.WORLD, reference)
     loaded = whole_tensors(models, group)
-    rows = ROWS[group.world_size][group.rank]
+    rows = ROWS[every.world_size][every.rank]
     found = steps(learner, folder, name, rows, with_reference=reference is None)
     found = {"loaded": loaded, "steps": found, "weights": whole_tensors(models, group)}
     if reference is not None:
         held = [shard.local for shard in shards_of(reference).values()]
         found["reference"] = sum(shard.numel() for shard in held), {shard.dtype for shard in held}
-    place = folder / f"{name}-{group.world_size}"
+    place = folder / f"{name}-{crew}"
     place.mkdir(exist_ok=True)
     state = tensors_of(learner, Progress(STEPS, 7, 11), CPU)
-    found |= _published(models, state, place, group) | _saved(models, state, place, name, group)
+    found["digests"] = every.gather([_digest(_copies(models, learner.tensors()))])
+    found |= _published(models, state, place, replica) | _saved(models, state, place, name, replica)
     return found | {"held": sum(shard.local.numel() for shard in shards_of(models["actor"]).values())}
 
 
-def _published(models: dict[str, Any], state: dict[str, Tensor], place: Path, group: RankGroup) -> dict[str, Any]:
+def _is_far(replica: Replica) -> bool:
+    """Return whether this rank is on another machine: of two ranks the second, and every replica but the first."""
+    return not replica.is_published or (dist.get_world_size() == 2 and replica.shard == 1)
+
+
+def _published(models: dict[str, Any], state: dict[str, Tensor], place: Path, replica: Replica) -> dict[str, Any]:
     """Publish the models, set all to 0, and restore all; return rank 0's findings."""
-    before = _copies(models, state)
-    # Of two ranks the second is on another machine.
-    far = far_shards(place / "weights", 1) if (group.rank, group.world_size) == (1, 2) else None
+    before, group = _copies(models, state), RankGroup(CPU)
+    far = far_shards(place / "weights", replica.shard) if _is_far(replica) else None
     connection: Any = SimpleNamespace(rank=group.rank, weights_path=place / "weights", remote=far)
     ranks, again = (RankModels(Config(), models, connection, CPU) for _ in range(2))
     shards = joined({model: shards_of(module, published=True) for model, module in models.items()})
-    first = ranks.writing(WeightsVersion(1, trained_through=5), state)()
+    first = ranks.writing(WeightsVersion(1, trained_through=5), state)() if ranks.publishes else None
+    found = group.broadcast([0, 0] if first is None else first.age)
+    first = first or WeightsVersion(found[0], history=found[1])
     # Rank 0 turns the page once it has gathered the digests; the others do not wait for that.
     group.agree(True)
     _clear(models, state, shards)
     is_restored = again.restore(first, state)
     different = _different(before, _copies(models, state), group)
     # The second publish is that of a successor.
-    second = again.writing(WeightsVersion(2, trained_through=6), state)()
+    second = again.writing(WeightsVersion(2, trained_through=6), state)() if again.publishes else None
     group.agree(True)
-    _, held = again.held(state)
+    _, held = again.held(state) if again.publishes else (False, None)
     if held is not None:
         note = CheckpointNote("", STEPS, STEPS, 11, False, "", "", {})
         again.save(functools.partial(save_checkpoint, place / "held", note, tokenizer=Tokenizer()), None, held)
@@ -289,26 +323,29 @@ def _published(models: dict[str, Any], state: dict[str, Tensor], place: Path, gr
 
 
 def _saved(
-    models: dict[str, Any], state: dict[str, Tensor], place: Path, name: str, group: RankGroup
+    models: dict[str, Any], state: dict[str, Tensor], place: Path, name: str, replica: Replica
 ) -> dict[str, Any]:
     """Save the models, set all to 0, and load all; then fail to save. Return rank 0's findings."""
-    before = _copies(models, state)
+    before, group, every = _copies(models, state), RankGroup(CPU, process_group=replica.group), RankGroup(CPU)
     note = CheckpointNote("", STEPS, STEPS, 11, False, "", "", {})
     write = functools.partial(save_checkpoint, place / "checkpoints", note, tokenizer=Tokenizer())
-    path = save_together(group, models, state, MODELS[name], write)
+    path = save_together(group, models, state, MODELS[name], write) if replica.is_published else None
+    every.agree(True)
     _clear(models, state, joined({model: shards_of(module) for model, module in models.items()}))
     if name.startswith("lora"):
         # The base model is the one of its own folder.
         fill(models["actor"], place.parent / name, "model.actor", without=adapter_of(models["actor"]))
-    files = far_shards(place / "weights", 1) if (group.rank, group.world_size) == (1, 2) else HERE
+    files = far_shards(place / "weights", replica.shard) if _is_far(replica) else HERE
     load_shards(place / "checkpoints" / "step-000003", "trainer_state.safetensors", models, state, files)
-    different = _different(before, _copies(models, state), group)
-    return {"different_again": different, "path": path, "failures": _failures(models, state, name, group)}
+    different = _different(before, _copies(models, state), every)
+    failures = _failures(models, state, name, group) if replica.is_published else []
+    return {"different_again": different, "path": path, "failures": failures}
 
 
-def resumed(name: str, folder: Path, group: RankGroup, saved_by: int) -> set[str]:
-    """Load the checkpoint that another number of ranks has written; return the names that differ from a whole one's."""
-    models = sharded_models(folder / name, name, group.world_size)
+def resumed(name: str, folder: Path, replica: Replica, saved_by: str) -> set[str]:
+    """Load the checkpoint that another crew has written; return the names that differ from a whole one's."""
+    group = RankGroup(CPU)
+    models = sharded_models(folder / name, name, replica)
     learner = new_learner(models, name, dist.group.WORLD)
     state = tensors_of(learner, Progress(), CPU)
     checkpoint = folder / f"{name}-{saved_by}" / "checkpoints" / "step-000003"
@@ -333,8 +370,15 @@ def _failures(models: dict[str, Any], state: dict[str, Tensor], name: str, group
     try:
         save_together(group, models, state, MODELS[name], write)
     except CheckpointError as error:
-        messages: list[Any] = [None] * group.world_size
-        dist.all_gather_object(messages, str(error))
+        # The ranks that save together are the first ones.
+        messages = [str(error)]
+        for rank in range(1, group.world_size):
+            if dist.get_rank() == rank:
+                dist.send_object_list(messages, dst=0)
+            elif dist.get_rank() == 0:
+                received = [None]
+                dist.recv_object_list(received, src=rank)
+                messages += received
         return messages
     return []
 
@@ -347,6 +391,11 @@ def _copies(models: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Tenso
 def _clear(models: dict[str, Any], state: dict[str, Tensor], shards: dict[str, Any]) -> None:
     for tensor in [*state.values(), *(shard.local for shard in shards.values())]:
         tensor.zero_()
+
+
+def _digest(tensors: dict[str, Tensor]) -> int:
+    content = b"".join(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes() for name in sorted(tensors))
+    return xxhash.xxh3_64_intdigest(content)
 
 
 def _different(first: dict[str, Tensor], second: dict[str, Tensor], group: RankGroup) -> list[set[str]]:

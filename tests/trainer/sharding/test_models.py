@@ -1,4 +1,4 @@
-"""Sharded models: loaded, stepped and computed as whole ones, on two ranks and four."""
+"""Sharded models: loaded, stepped and computed as whole ones, on two ranks, four, and two replicas of two each."""
 
 from __future__ import annotations
 
@@ -32,41 +32,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Four ranks take the same code as two, in twice the time.
-MARKS: dict[int, Any] = {2: (), 4: pytest.mark.variant}
-RANKS = [pytest.param(world_size, marks=marks) for world_size, marks in MARKS.items()]
-CASES = [
-    pytest.param(world_size, name, marks=marks)
-    for world_size, marks in MARKS.items()
-    for name in crew.CASES[world_size]
-]
+MARKS: dict[str, Any] = {"2": (), "4": pytest.mark.variant, "2x2": (), "2x1": pytest.mark.variant}
+RANKS = [pytest.param(ranks, marks=marks) for ranks, marks in MARKS.items()]
+CASES = [pytest.param(ranks, name, marks=marks) for ranks, marks in MARKS.items() for name in crew.CASES[ranks]]
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Callable[[int], Any]:
-    """Return a function that runs all cases on a number of ranks, once, also if they fail."""
-    started = set[int]()
+def runs(folder: Path) -> Callable[[str], Any]:
+    """Return a function that runs all cases of a crew, once, also if they fail."""
+    started = set[str]()
 
     @functools.cache
-    def run(world_size: int) -> Any:
-        if world_size == 4:
+    def run(ranks: str) -> Any:
+        if ranks == "4":
             # Which resume the checkpoints of two.
-            run(2)
-        assert world_size not in started, "the ranks have failed in an earlier test"
-        started.add(world_size)
-        return crew.start(folder, world_size)
+            run("2")
+        assert ranks not in started, "the ranks have failed in an earlier test"
+        started.add(ranks)
+        return crew.start(folder, ranks)
 
     return run
 
 
-@pytest.mark.parametrize(("world_size", "name"), CASES)
+@pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_a_sharded_model_is_loaded_and_trained_as_a_whole_one(
-    runs: Callable[[int], Any], folder: Path, world_size: int, name: str
+    runs: Callable[[str], Any], folder: Path, ranks: str, name: str
 ) -> None:
     whole = crew.whole_models(folder / name, name)
     loaded = {f"{model}.{key}": t.clone() for model in whole for key, t in whole[model].state_dict().items()}
     expected = crew.steps(crew.new_learner(whole, name), folder, name, slice(8))
 
-    found = runs(world_size)[name]
+    found = runs(ranks)[name]
 
     assert found["loaded"].keys() <= loaded.keys()
     assert all(torch.equal(tensor.to(loaded[key].dtype), loaded[key]) for key, tensor in found["loaded"].items())
@@ -81,27 +77,27 @@ def test_a_sharded_model_is_loaded_and_trained_as_a_whole_one(
 
 @pytest.mark.parametrize(("name", "dtype"), [("reference", torch.float32), ("reference-bfloat16", torch.bfloat16)])
 def test_a_reference_is_held_in_shards_of_its_own_dtype(
-    runs: Callable[[int], Any], folder: Path, name: str, dtype: torch.dtype
+    runs: Callable[[str], Any], folder: Path, name: str, dtype: torch.dtype
 ) -> None:
     whole = load_actor(folder / name / "reference", dtype="float32", device=crew.CPU).num_parameters()
 
-    elements, dtypes = runs(2)[name]["reference"]
+    elements, dtypes = runs("2")[name]["reference"]
 
     assert elements < 0.6 * whole and dtypes == {dtype}
 
 
-@pytest.mark.parametrize(("world_size", "name"), CASES)
+@pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_a_publish_by_shards_is_the_publish_of_one_rank_byte_for_byte(
-    runs: Callable[[int], Any], folder: Path, world_size: int, name: str
+    runs: Callable[[str], Any], folder: Path, ranks: str, name: str
 ) -> None:
-    found = runs(world_size)[name]
+    found = runs(ranks)[name]
     expected = published(crew.MODELS[name], found["weights"])
-    publisher = WeightsPublisher(folder / f"{name}-{world_size}" / "whole", expected)
+    publisher = WeightsPublisher(folder / f"{name}-{ranks}" / "whole", expected)
     whole = publisher.publish(1, expected)
     publisher.close()
 
     into = {key: torch.empty_like(tensor) for key, tensor in expected.items()}
-    reader = WeightsReader(folder / f"{name}-{world_size}" / "weights")
+    reader = WeightsReader(folder / f"{name}-{ranks}" / "weights")
     newest = reader.fetch(into)
     reader.close()
 
@@ -110,14 +106,18 @@ def test_a_publish_by_shards_is_the_publish_of_one_rank_byte_for_byte(
     assert (first.trained_through, second.trained_through) == (5, 6)
     assert first.fingerprint == second.fingerprint == whole.fingerprint
     assert all(torch.equal(tensor, expected[key]) for key, tensor in into.items())
-    assert found["restored"] and found["different"] == [set()] * world_size
+    assert found["restored"]
+    count = crew.ranks_of(ranks)[1]
+    # The ranks of another replica get the random state of the first one's.
+    assert found["different"][:count] == [set()] * count
+    assert all(names <= {"generator.cpu"} for names in found["different"])
 
 
-@pytest.mark.parametrize(("world_size", "name"), CASES)
+@pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_a_checkpoint_of_shards_is_one_of_a_whole_trainer(
-    runs: Callable[[int], Any], folder: Path, world_size: int, name: str
+    runs: Callable[[str], Any], folder: Path, ranks: str, name: str
 ) -> None:
-    found = runs(world_size)[name]
+    found = runs(ranks)[name]
     path, settings = found["path"], crew.MODELS[name]
     whole = crew.whole_models(folder / name, name)
     learner = crew.new_learner(whole, name)
@@ -150,12 +150,12 @@ def test_a_checkpoint_of_shards_is_one_of_a_whole_trainer(
     assert all(names <= {"generator.cpu"} for names in found["different_again"])
 
 
-@pytest.mark.parametrize(("world_size", "name"), CASES)
+@pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_a_checkpoint_from_shared_memory_is_that_of_all_ranks_byte_for_byte(
-    runs: Callable[[int], Any], folder: Path, world_size: int, name: str
+    runs: Callable[[str], Any], folder: Path, ranks: str, name: str
 ) -> None:
-    together = runs(world_size)[name]["path"]
-    held = folder / f"{name}-{world_size}" / "held" / together.name
+    together = runs(ranks)[name]["path"]
+    held = folder / f"{name}-{ranks}" / "held" / together.name
 
     if crew.MODELS[name].lora_rank:
         assert not held.exists(), "no rank holds the base model whole"
@@ -167,29 +167,42 @@ def test_a_checkpoint_from_shared_memory_is_that_of_all_ranks_byte_for_byte(
 
 
 @pytest.mark.variant
-@pytest.mark.parametrize("name", crew.CASES[4])
-def test_a_checkpoint_of_two_ranks_is_resumed_by_four(runs: Callable[[int], Any], name: str) -> None:
-    runs(2)
+@pytest.mark.parametrize("name", crew.CASES["4"])
+def test_a_checkpoint_of_two_ranks_is_resumed_by_four(runs: Callable[[str], Any], name: str) -> None:
+    runs("2")
 
-    assert runs(4)[name]["resumed"] == set()
+    assert runs("4")[name]["resumed"] == set()
 
 
-@pytest.mark.parametrize("world_size", RANKS)
-def test_a_checkpoint_that_rank_0_cannot_write_fails_on_every_rank_and_none_hangs(
-    runs: Callable[[int], Any], world_size: int
+@pytest.mark.parametrize("name", crew.CASES["2x2"])
+def test_replicas_hold_the_same_bits_and_the_first_one_alone_writes(
+    runs: Callable[[str], Any], folder: Path, name: str
 ) -> None:
-    assert runs(world_size)["ppo"]["failures"] == [
+    found = runs("2x2")[name]
+
+    first, second = found["digests"][:2], found["digests"][2:]
+    assert first == second and first[0] != first[1]
+    assert {path.name for path in (folder / f"{name}-2x2").glob("training*")} == {"training", "training-1"}
+    # Four ranks of one replica resume the checkpoint.
+    assert found["resumed"] == set()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_checkpoint_that_rank_0_cannot_write_fails_on_every_rank_and_none_hangs(
+    runs: Callable[[str], Any], ranks: str
+) -> None:
+    assert runs(ranks)["ppo"]["failures"] == [
         "the disk is full",
-        *["rank 0 could not write the checkpoint"] * (world_size - 1),
+        *["rank 0 could not write the checkpoint"] * (crew.ranks_of(ranks)[1] - 1),
     ]
 
 
-@pytest.mark.parametrize("world_size", RANKS)
-def test_a_rank_holds_its_share_of_a_model(runs: Callable[[int], Any], world_size: int) -> None:
-    found = runs(world_size)["ppo"]
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_rank_holds_its_share_of_a_model(runs: Callable[[str], Any], ranks: str) -> None:
+    found = runs(ranks)["ppo"]
 
     whole = sum(tensor.numel() for tensor in found["loaded"].values())
-    assert found["held"] < 1.1 * whole / world_size
+    assert found["held"] < 1.1 * whole / crew.ranks_of(ranks)[1]
 
 
 def published(settings: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

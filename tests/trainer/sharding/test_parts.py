@@ -18,6 +18,7 @@ from pipeline.models.log_probs import action_log_probs
 from pipeline.models.weights.shards import Shard
 from pipeline.trainer.sharding import reduction
 from pipeline.trainer.sharding.models import inside, load_actor_shards, shards_of
+from pipeline.trainer.sharding.replicas import Replica
 from tests.support import tiny
 from tests.support.adapted_reference import reference_log_probs
 
@@ -36,7 +37,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def loaded(folder: Path, *, tied: bool) -> torch.nn.Module:
     tiny.llama(tie_word_embeddings=tied).save_pretrained(folder)
-    return load_actor_shards(folder, dtype="float32", device=CPU, world_size=1, lora=ModelConfig())
+    return load_actor_shards(folder, dtype="float32", device=CPU, replica=Replica.of(CPU), lora=ModelConfig())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -96,7 +97,7 @@ def test_an_adapter_of_the_head_counts_in_log_probs_and_learns(
     base = tiny.llama(tie_word_embeddings=tied)
     base.save_pretrained(tmp_path)
     lora = ModelConfig(lora_rank=2, lora_alpha=4, lora_targets=["lm_head", "q_proj"])
-    model = load_actor_shards(tmp_path, dtype="float32", device=CPU, world_size=1, lora=lora)
+    model = load_actor_shards(tmp_path, dtype="float32", device=CPU, replica=Replica.of(CPU), lora=lora)
     draws = torch.Generator().manual_seed(3)
     adapters = {name: torch.randn(shard.shape, generator=draws) * 0.3 for name, shard in adapter_shards(model).items()}
     for name, shard in adapter_shards(model).items():

@@ -33,14 +33,14 @@ def test_a_rank_that_meets_the_others_is_known_to_wait_for_them(
 
     operations = SimpleNamespace(MIN="min")
     group = SimpleNamespace(
-        get_rank=lambda: 1,
-        get_world_size=lambda: 2,
+        get_rank=lambda group: 1,
+        get_world_size=lambda group: 2,
         all_reduce=all_reduce,
         ReduceOp=operations,
-        new_group=lambda **_: None,
     )
     monkeypatch.setattr(ranks, "dist", group)
-    monkeypatch.setattr("pipeline.trainer.saving.rank_models.dist", group)
+    replica = SimpleNamespace(is_published=True, group=None, gloo_group=lambda: None)
+    monkeypatch.setattr("pipeline.trainer.saving.rank_models.replica_of", lambda model: replica)
     monkeypatch.setattr("pipeline.trainer.saving.rank_models.is_sharded", lambda model: True)
     connection = cast(Any, SimpleNamespace(rank=1, weights_path=tmp_path / "weights", remote=None))
     models = RankModels(Config(), {"actor": torch.nn.Identity()}, connection, torch.device("cpu"), waiting)

@@ -18,11 +18,13 @@ from tests.trainer.test_learner import experience_for, new_learner
 from tests.trainer.test_out_of_memory import Device
 
 CPU = torch.device("cpu")
+NOWHERE: Any = None
+"""A model is refused before it is sharded."""
 
 
 def refused(folder: Path) -> str:
     with pytest.raises(ConfigError) as raised:
-        load_actor_shards(folder, dtype="float32", device=CPU, world_size=2, lora=ModelConfig(), seed=0)
+        load_actor_shards(folder, dtype="float32", device=CPU, replica=NOWHERE, lora=ModelConfig(), seed=0)
     message = str(raised.value)
     assert message.startswith("model.actor: ") and "\n" not in message
     return message
