@@ -6,18 +6,22 @@ the second trainer rank, and none has room for another one's: what a lost host d
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.trainer import setup
 from tests.chaos.campaign import Campaign, Kill, Target
 from tests.chaos.test_chaos import SETTINGS, ended_after, ranks_ended, undisturbed
 from tests.daemon.test_environment import ENVIRONMENT
 from tests.daemon.test_environment import settings as turns_settings
-from tests.support.daemon import task, telling_reward, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import Daemon, task, wait_until  # noqa: F401 - a fixture
 from tests.support.hosts import Hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.needs("ip")]
@@ -63,6 +67,13 @@ RANKS = (
     Target("trainer", "drain"),
 )
 TWO = ("trainer.world_size=2", "buffer.sample_batch_size=16", "buffer.max_staleness=0", "daemon.hang_timeout_s=20")
+
+LEARNING = (
+    "trainer.world_size=2", "rollout.workers=2", "trainer.max_steps=40", "trainer.learning_rate=1e-3",
+    "trainer.warmup_steps=5", "trainer.decay_steps=0", "buffer.sample_batch_size=64", "rollout.max_length=10",
+)  # fmt: skip
+"""From a low start the reward of short prompts rises within some twenty steps."""
+WARMUP_STEPS, DIGITS, SEEDS, ENDS, GAIN = 22, 3, 5, 8, 0.25
 
 
 class HostsCampaign(Campaign):
@@ -142,3 +153,40 @@ def test_after_kills_on_hosts_and_of_hosts_the_end_is_that_of_one_server_that_no
         say(f"frames lost: {hosts.lost_frames()}")
 
     assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed).errors, 2)
+
+
+def rewards_of(folder: Path, task: Path, *settings: str) -> tuple[float, float]:  # noqa: F811
+    """Train to the end; return the mean rewards of the first steps and of the last ones."""
+    folder.mkdir()
+    with Daemon(folder, *settings, task=task) as daemon:
+        assert daemon.wait(1800.0) == 0, daemon.errors[-4000:]
+    rewards = [json.loads(line)["reward_mean"] for line in (daemon.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return statistics.mean(rewards[:ENDS]), statistics.mean(rewards[-ENDS:])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_over_a_network_that_delays_and_loses_the_task_is_learned_as_on_one_server(tmp_path: Path, say):
+    """With rows that may be stale: with fresh ones alone the runs are the same bit for bit."""
+    task = tmp_path / "sort-digits"  # noqa: F811
+    setup.prepare(task, warmup_steps=WARMUP_STEPS)
+    lines = (task / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (task / "prompts.jsonl").write_text("".join(line for line in lines if len(json.loads(line)["answer"]) == DIGITS))
+    with Hosts((1, 1, 1), delay_s=DELAY_S, loss=LOSS) as hosts:
+        there = (*LEARNING, *hosts.settings, "trainer.nodes=2")
+        found = [
+            (
+                rewards_of(tmp_path / f"there-{seed}", task, *there, f"daemon.seed={seed}"),
+                rewards_of(tmp_path / f"here-{seed}", task, *LEARNING, f"daemon.seed={seed}"),
+            )
+            for seed in range(SEEDS)
+        ]
+    gains = [[last - first for first, last in runs] for runs in zip(*found, strict=True)]
+    means, spreads = [statistics.mean(each) for each in gains], [statistics.stdev(each) for each in gains]
+    say(
+        f"gain of the mean reward, {SEEDS} seeds: over hosts {means[0]:.3f} (deviation {spreads[0]:.3f}), on one "
+        f"server {means[1]:.3f} ({spreads[1]:.3f}); {gains}"
+    )
+    assert min(min(each) for each in gains) >= GAIN
+    # Three standard errors of the difference of two means.
+    assert abs(means[0] - means[1]) <= 3 * math.sqrt(sum(spread**2 for spread in spreads) / SEEDS)
