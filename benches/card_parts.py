@@ -242,14 +242,14 @@ def kills_vllm(place: Place) -> Iterator[Row]:
 
 
 def train(place: Place) -> Iterator[Row]:
-    """Take steps on ragged rows, padded and packed."""
+    """Take steps on ragged rows, padded and packed, and on a card packed with compiled layers."""
     import torch
 
     from benches.packing import ragged
     from benches.sharding import Shape
     from pipeline.config.schema import Config
     from pipeline.trainer.learner import Learner
-    from pipeline.trainer.process import whole_models
+    from pipeline.trainer.process import compile_passes, whole_models
 
     device = torch.device("cuda:0" if place.device else "cpu")
     vocabulary = place.size(_TINY, _QWEN_05B)["vocab_size"]
@@ -263,9 +263,14 @@ def train(place: Place) -> Iterator[Row]:
         "padded, no checkpoints": {"packing": False, "activation_checkpointing": False},
         "packed, no checkpoints": {"packing": True, "activation_checkpointing": False},
     }  # fmt: skip
+    if place.device:
+        # Packed rows are compiled with the kernel of a card alone.
+        ways |= {f"{name}, compiled": ways[name] for name in ("packed", "packed, no checkpoints")}
     for name, way in ways.items():
         config = Config.model_validate({
-            "model": {"actor": str(place.model), "dtype": place.size("float32", "bfloat16")},
+            "model": {
+                "actor": str(place.model), "dtype": place.size("float32", "bfloat16"), "compile": "compiled" in name,
+            },
             "trainer": {"warmup_steps": 0, "decay_steps": 0, "learning_rate": 1e-6, **way},
             "rollout": {"max_length": shape.tokens},
             "buffer": {"sample_batch_size": shape.rows},
@@ -274,6 +279,8 @@ def train(place: Place) -> Iterator[Row]:
             torch.cuda.reset_peak_memory_stats()
         actor = whole_models(config, device)["actor"]
         learner = Learner(config.trainer, "grpo", actor, kl_coef=0.01)
+        most_tokens = learner.largest_pass(config.lengths.row)
+        compile_passes(config, {"actor": actor}, None, device, packed=learner.packs_rows, tokens=most_tokens)
         stats = learner.update([batch])
 
         def step(learner: Learner = learner) -> float:
@@ -286,17 +293,30 @@ def train(place: Place) -> Iterator[Row]:
         found[name] = Sample.of(interleaved({name: step}, place.size(1, 3))[name])
         peak = f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if place.device else ""
         finite = all(value == value for value in (stats.loss, stats.gradient_norm))
+        failed = "" if finite else f"loss {stats.loss}, gradient norm {stats.gradient_norm}"
+        if config.model.compile:
+            failed = failed or _uncompiled(actor)
         yield Row(
             f"a step, {name}",
             f"{found[name]} tokens/s, padding {stats.padding_ratio:.0%}{peak}",
             f"{figure(found[name].median / found['padded'].median)} times padded",
-            failed="" if finite else f"loss {stats.loss}, gradient norm {stats.gradient_norm}",
+            failed=failed,
         )
         del actor, learner, step
         gc.collect()
         if place.device:
             torch.cuda.empty_cache()
     yield from _head(place, device, vocabulary)
+
+
+def _uncompiled(model: torch.nn.Module) -> str:
+    """Return whether passes of a model's layers were not compiled, in words; empty if all were."""
+    from pipeline.models.layer_streaming import decoder_layers
+
+    code = vars(decoder_layers(model)[0]).get("rlhfd_code")
+    if code is None:
+        return "its layers are not compiled"
+    return f"{code.missed} passes of its layers are not compiled" if code.missed else ""
 
 
 def _head(place: Place, device: torch.device, vocabulary: int) -> Iterator[Row]:
