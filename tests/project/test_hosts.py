@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.hosts import Hosts
 
-pytestmark = pytest.mark.needs("ip")
+# With its users, which are variants: it needs root and /dev/net/tun.
+pytestmark = [pytest.mark.variant, pytest.mark.needs("ip")]
 DELAY_S, LOSS, SENT = 0.02, 0.2, 400
 # Datagrams come back once they have been sent; their number is the argument.
 ECHO = """
