@@ -34,7 +34,7 @@ settings.load_profile("rlhfd")
 
 
 LONG = {
-    "chaos": "kill processes of real daemons 1,360 times, with vLLM 1,560 (tests/chaos)",
+    "chaos": "kill processes of real daemons 1,360 times, with vLLM 1,565 (tests/chaos)",
     "soak": "run a daemon for 20 minutes and watch what each process holds (tests/chaos)",
     "fuzz": "a million messages to the sockets, 100,000 configurations (tests/fuzz)",
 }

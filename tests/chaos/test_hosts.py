@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from pipeline.trainer import setup
-from tests.chaos.campaign import Campaign, Kill, Target
-from tests.chaos.test_chaos import SETTINGS, ended_after, ranks_ended, undisturbed
+from tests.chaos.campaign import Campaign, Kill, Target, trained_in
+from tests.chaos.test_chaos import ALONE, SETTINGS, end_in_order, ended_after, ranks_ended, strike, undisturbed
 from tests.daemon.test_environment import ENVIRONMENT
 from tests.daemon.test_environment import settings as turns_settings
-from tests.support.daemon import Daemon, task, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import Daemon, task, telling_reward, wait_until  # noqa: F401 - a fixture
 from tests.support.hosts import Hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.needs("ip")]
 
-KILLS, FULL_KILLS = 3, 60
+KILLS, FULL_KILLS, VLLM_KILLS = 3, 60, 5
 DELAY_S, LOSS = 0.005, 0.005
 _END_TIMEOUT_S = 60.0
 TITLES = {
@@ -35,6 +35,7 @@ TITLES = {
     "relay": "ray::WeightsRelay",
     "holder": "ray::WeightsHolder",
     "environment": "rlhfd: environment",
+    "engine": " vllm",
 }
 """Processes of hosts by the role of a target."""
 
@@ -153,6 +154,34 @@ def test_after_kills_on_hosts_and_of_hosts_the_end_is_that_of_one_server_that_no
         say(f"frames lost: {hosts.lost_frames()}")
 
     assert disturbed == ranks_ended(undisturbed(tmp_path, task, settings, disturbed).errors, 2)
+
+
+@pytest.mark.vllm
+@pytest.mark.full
+@pytest.mark.timeout(14400)
+def test_kills_on_hosts_and_of_hosts_with_vllm_lose_no_row_and_train_none_twice(
+    tmp_path: Path,
+    task: Path,  # noqa: F811
+    say,
+    request: pytest.FixtureRequest,
+):
+    settings = (
+        *SETTINGS, *telling_reward(tmp_path), *TWO, *ALONE, "rollout.engine=vllm", "rollout.cache_bytes=64MiB",
+        "daemon.hang_timeout_s=120", "trainer.nodes=2",
+    )  # fmt: skip
+    seed = 8 + request.config.getoption("--chaos-seed")
+    targets = (*SHORT, Target("engine"), Target("host", "cut"))
+    with Hosts((1, 1, 1), delay_s=DELAY_S, loss=LOSS, seed=seed) as hosts:
+        there = (*settings, *hosts.settings)
+        with HostsCampaign(hosts, tmp_path, *there, task=task, seed=seed, targets=targets) as campaign:
+            strike(campaign, VLLM_KILLS, say)
+            end_in_order(campaign)
+        nothing_left(hosts)
+    say(campaign.report())
+
+    steps = ranks_ended(campaign.daemon.errors, 2)[0].steps
+    trained = campaign.trained_before_stops + trained_in(campaign.daemon.errors)
+    assert trained == 32 * steps, "each step is 32 rows: none missing in it, none in two"
 
 
 def rewards_of(folder: Path, task: Path, *settings: str) -> tuple[float, float]:  # noqa: F811
