@@ -21,12 +21,12 @@ from tests.chaos.campaign import Campaign, Kill, Target, trained_in
 from tests.chaos.test_chaos import ALONE, SETTINGS, end_in_order, ended_after, ranks_ended, strike, undisturbed
 from tests.daemon.test_environment import ENVIRONMENT
 from tests.daemon.test_environment import settings as turns_settings
-from tests.support.daemon import Daemon, task, telling_reward, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import Daemon, task, wait_until  # noqa: F401 - a fixture
 from tests.support.hosts import Hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.needs("ip")]
 
-KILLS, FULL_KILLS, VLLM_KILLS = 3, 60, 5
+KILLS, FULL_KILLS, VLLM_KILLS = 3, 60, 60
 DELAY_S, LOSS = 0.005, 0.005
 _END_TIMEOUT_S = 60.0
 TITLES = {
@@ -166,11 +166,11 @@ def test_kills_on_hosts_and_of_hosts_with_vllm_lose_no_row_and_train_none_twice(
     request: pytest.FixtureRequest,
 ):
     settings = (
-        *SETTINGS, *telling_reward(tmp_path), *TWO, *ALONE, "rollout.engine=vllm", "rollout.cache_bytes=64MiB",
-        "daemon.hang_timeout_s=120", "trainer.nodes=2",
+        *SETTINGS, *turns_settings(tmp_path), "trainer.max_steps=0", *TWO, *ALONE, "rollout.engine=vllm",
+        "rollout.cache_bytes=64MiB", "daemon.hang_timeout_s=120", "trainer.nodes=2",
     )  # fmt: skip
     seed = 8 + request.config.getoption("--chaos-seed")
-    targets = (*SHORT, Target("engine"), Target("host", "cut"))
+    targets = (*SHORT, Target("engine"), Target("environment"), Target("host", "cut"))
     with Hosts((1, 1, 1), delay_s=DELAY_S, loss=LOSS, seed=seed) as hosts:
         there = (*settings, *hosts.settings)
         with HostsCampaign(hosts, tmp_path, *there, task=task, seed=seed, targets=targets) as campaign:
@@ -195,18 +195,28 @@ def rewards_of(folder: Path, task: Path, *settings: str) -> tuple[float, float]:
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-def test_over_a_network_that_delays_and_loses_the_task_is_learned_as_on_one_server(tmp_path: Path, say):
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param((), id="the embedded engine"),
+        pytest.param(("rollout.engine=vllm", "rollout.cache_bytes=64MiB"), id="vLLM", marks=pytest.mark.vllm),
+    ],
+)
+def test_over_a_network_that_delays_and_loses_the_task_is_learned_as_on_one_server(
+    tmp_path: Path, say, engine: tuple[str, ...]
+):
     """With rows that may be stale: with fresh ones alone the runs are the same bit for bit."""
     task = tmp_path / "sort-digits"  # noqa: F811
     setup.prepare(task, warmup_steps=WARMUP_STEPS)
     lines = (task / "prompts.jsonl").read_text().splitlines(keepends=True)
     (task / "prompts.jsonl").write_text("".join(line for line in lines if len(json.loads(line)["answer"]) == DIGITS))
     with Hosts((1, 1, 1), delay_s=DELAY_S, loss=LOSS) as hosts:
-        there = (*LEARNING, *hosts.settings, "trainer.nodes=2")
+        here = (*LEARNING, *engine)
+        there = (*here, *hosts.settings, "trainer.nodes=2")
         found = [
             (
                 rewards_of(tmp_path / f"there-{seed}", task, *there, f"daemon.seed={seed}"),
-                rewards_of(tmp_path / f"here-{seed}", task, *LEARNING, f"daemon.seed={seed}"),
+                rewards_of(tmp_path / f"here-{seed}", task, *here, f"daemon.seed={seed}"),
             )
             for seed in range(SEEDS)
         ]
