@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 
 from pipeline.errors import ConfigError
+
+_ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def process_device() -> torch.device:
@@ -30,6 +34,27 @@ def process_device() -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return the name of a device: that of the GPU in the driver's words, or its type, such as "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def grow_segments(device: torch.device, environ: Mapping[str, str]) -> bool:
+    """Have this process's allocator map memory of its card page by page, where its user has set nothing else.
+
+    Segments of fixed sizes are kept for later requests of the same sizes, and passes of ragged rows hardly make any: a
+    trainer held 8 to 44 % more than its plan. Call it before the first tensor is on the card. It is no variable of the
+    environment: vLLM's processes must not inherit it, since the memory that they free asleep is of fixed segments. Nor
+    is it for a process that captures graphs, whose pools are segments of their own.
+
+    Args:
+        device: The device of the process.
+        environ: The variables of the process.
+
+    Returns:
+        Whether it does.
+    """
+    if device.type != "cuda" or any(environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        return False
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return True
 
 
 def allocator_bytes() -> dict[str, int]:

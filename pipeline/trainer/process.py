@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.critic import Critic
-from pipeline.models.device import device_name, free_cached, process_device
+from pipeline.models.device import device_name, free_cached, grow_segments, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.loading import load_actor, load_critic, load_tokenizer
 from pipeline.models.lora import adapt
@@ -101,6 +102,7 @@ def run(
     """
     torch.set_num_threads(config.trainer.threads)
     device = process_device()
+    grow_segments(device, os.environ)
     connection = connect(config, context)
     try:
         join_ranks(config, context, meeting)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.models.device import allocator_bytes, device_name, process_device
+from pipeline.models.device import allocator_bytes, device_name, grow_segments, process_device
 
 # No machine has as many; CUDA then shows no device, as it does where the driver does not work.
 NO_SUCH_GPU = "97"
@@ -98,3 +98,20 @@ def test_an_empty_list_means_the_cpu_though_cuda_was_ready_before(monkeypatch):
     for visible, device in (("", "cpu"), ("1", "cuda:0")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert process_device() == torch.device(device)
+
+
+def test_segments_grow_on_a_card_where_the_environment_sets_nothing_else():
+    import torch
+
+    card = torch.device("cuda", 0)
+    before = torch._C._accelerator_getAllocatorSettings()
+
+    assert not grow_segments(torch.device("cpu"), {})
+    assert not grow_segments(card, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
+    assert not grow_segments(card, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
+    assert torch._C._accelerator_getAllocatorSettings() == before
+    try:
+        assert grow_segments(card, {"PYTORCH_ALLOC_CONF": ""})
+        assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import DeviceMemoryError
+from pipeline.config.schema import Config
+from pipeline.errors import DeviceMemoryError, RlhfdError
+from pipeline.trainer import process
 from tests.support.told import Told
 from tests.trainer.test_learner import (
     TRAINER,
@@ -108,3 +110,22 @@ def test_a_step_does_not_depend_on_the_tokens_of_its_micro_batches(most_tokens: 
         assert torch.allclose(mine, its, atol=1e-5, rtol=0)
     assert_same_stats(stats, expected)
     assert max(device.passes) <= max(most_tokens, 11)
+
+
+def test_a_rank_on_a_card_has_its_segments_grow_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoDaemonError(RlhfdError):
+        pass
+
+    def connect(config: Config, context: Any) -> Any:
+        raise NoDaemonError
+
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(process, "process_device", lambda: torch.device("cuda", 0))
+    context: Any = None
+    try:
+        with pytest.raises(NoDaemonError):
+            process.run(Config(), context, connect)
+        assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
