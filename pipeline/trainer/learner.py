@@ -49,7 +49,19 @@ from pipeline.trainer.passes import critic_values, log_probs_of_batch, policy_lo
 from pipeline.trainer.sharding.models import call_inside, inside
 from pipeline.trainer.sharding.optimizer import new_optimizer, refuse_retry
 from pipeline.trainer.sharding.ranks import in_step
-from pipeline.trainer.step_stats import Counts, Observed, StepStats, Stopwatch, Sums, Updates, count, stddev
+from pipeline.trainer.step_stats import (
+    CardClock,
+    Clock,
+    Counts,
+    HostClock,
+    Observed,
+    StepStats,
+    Stopwatch,
+    Sums,
+    Updates,
+    count,
+    stddev,
+)
 
 SCALE_EPS = 1e-4
 """Added to the standard deviation of a step's rewards, as to that of a group's."""
@@ -150,6 +162,7 @@ class Learner:
         self._mini_batches = MiniBatches(trainer.epochs, trainer.mini_batches, process_group, self._sum_over_ranks)
         self._telemetry = telemetry
         self._device = next(actor.parameters()).device
+        self._clock: Clock = HostClock() if self._device.type == "cpu" else CardClock(self._device)
         self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
         checkpointed = checkpoint_activations(self._models, self._device, trainer.activation_checkpointing)
         packed = dict.fromkeys(model for model in (*self._models, reference) if model is not None)
@@ -209,7 +222,7 @@ class Learner:
             ShapeError: If fields disagree in shape.
             DeviceMemoryError: If a micro-batch of one row does not fit into the device's memory.
         """
-        watch = Stopwatch(self._telemetry, self._synchronize)
+        watch = Stopwatch(self._telemetry, self._clock)
         rows = [ragged_rows(batch) for batch in batches]
         every = [self._scored(self._inputs_of(one), watch) for one in rows]
         observed = [Observed.of(one, batch) for one, batch in zip(rows, every, strict=True)]
@@ -231,6 +244,7 @@ class Learner:
             if moments is not None and state is not None:
                 moments.keep(state)
         self.step += 1
+        seconds = watch.seconds()
         policy, kl, value, entropy = (updates.mean(name) for name in ("policy", "kl", "value", "entropy"))
         return StepStats(
             step=self.step,
@@ -271,10 +285,10 @@ class Learner:
             row_kl_nats=tuple(kl for one in observed for kl in one.row_kls),
             row_gap_nats=tuple(gap for each in corrected for gap in each.row_gaps.tolist()),
             row_rewards=tuple(score for one in observed for score in one.row_scores),
-            forward_s=watch.seconds["forward"],
-            backward_s=watch.seconds["backward"],
-            reduce_s=watch.seconds["reduce"],
-            optimizer_s=watch.seconds["optimizer"],
+            forward_s=seconds["forward"],
+            backward_s=seconds["backward"],
+            reduce_s=seconds["reduce"],
+            optimizer_s=seconds["optimizer"],
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -298,11 +312,6 @@ class Learner:
     @property
     def _kl_coef(self) -> float:
         return self._kl_control.kl_coef
-
-    def _synchronize(self) -> None:
-        """Wait until this process's GPU has computed all that was issued to it; nothing on a CPU."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _learning_rate_ratios(self) -> list[float]:
         """Return, for each model, the ratio of the next step's learning rate to the largest; 0 if not trained yet."""
@@ -437,6 +446,9 @@ class Learner:
                     sums[6] += self._critic_pass(part, totals.actions, watch)
                 sums[7] += tokens
                 sums[8] += passed
+        # Once an update, in the last phase of the passes: a rank whose device hangs is found there, and not among those
+        # that wait for it in "reduce".
+        self._clock.wait()
         return sums, row_ratios
 
     def _note_size(self, part: TrainingBatch) -> tuple[int, int]:

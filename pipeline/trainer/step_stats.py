@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -77,8 +77,8 @@ class StepStats:
         row_kl_nats: Mean k3 KL to the reference of each row of this rank; empty without reference log-probs.
         row_gap_nats: Mean difference of both log-probs of each trained row of this rank; empty without the engine's.
         row_rewards: Raw score of each row of this rank.
-        forward_s: Seconds in forward passes; on a GPU, seconds to issue them.
-        backward_s: Seconds in backward passes; on a GPU, until the forward and backward pass are computed.
+        forward_s: Seconds in forward passes; on a GPU, those of the device, here and below.
+        backward_s: Seconds in backward passes.
         reduce_s: Seconds in the reduction of counts and gradients over the ranks.
         optimizer_s: Seconds in the optimizers; on a GPU, seconds to issue their work.
     """
@@ -268,27 +268,82 @@ class Observed:
         return cls(counts, scores.tolist(), row_kls)
 
 
+class Clock(Protocol):
+    """Marks points of the work of a device."""
+
+    def mark(self) -> Any:
+        """Return the point after all that was issued to the device before; nothing waits."""
+
+    def between(self, first: Any, last: Any) -> float:
+        """Return the seconds between two points; waits for the last one."""
+
+    def wait(self) -> None:
+        """Wait until all that was issued to the device before is computed."""
+
+
+class HostClock:
+    """A CPU has computed an operation when its call returns."""
+
+    def mark(self) -> float:
+        """Return the time now."""
+        return time.perf_counter()
+
+    def between(self, first: float, last: float) -> float:
+        """Return the seconds between two times."""
+        return last - first
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class CardClock:
+    """A GPU computes an operation after the call that issues it: points are events on its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """Return a new event after all that was issued to the stream before."""
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Return the seconds between two events; waits for the last one."""
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+    def wait(self) -> None:
+        """Wait for the stream alone: copies of a publish on a stream of their own go on."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+
 class Stopwatch:
     """Seconds by phase; telemetry is told of the start of each phase.
 
-    A GPU computes a pass after the call that issues it. So each backward pass ends with `synchronize`: otherwise its
-    seconds would count for the phase that next reads a value from the GPU.
+    Phases are marked on the device, and no mark is read before `seconds`: a wait after a pass would leave the device
+    idle until the next one is issued.
     """
 
-    def __init__(self, telemetry: Telemetry, synchronize: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, telemetry: Telemetry, clock: Clock) -> None:
         self._telemetry = telemetry
-        self._synchronize = synchronize
-        self.seconds = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "optimizer": 0.0}
+        self._clock = clock
+        self._phases: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count the block's seconds for a phase."""
+        """Count the block's work for a phase."""
         self._telemetry.phase(phase)
-        started_s = time.perf_counter()
+        began = self._clock.mark()
         yield
-        if phase == "backward":
-            self._synchronize()
-        self.seconds[phase] += time.perf_counter() - started_s
+        self._phases.append((phase, began, self._clock.mark()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase; waits until the device has computed the last one."""
+        found = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "optimizer": 0.0}
+        for phase, began, ended in self._phases:
+            found[phase] += self._clock.between(began, ended)
+        return found
 
 
 def count(batches: Sequence[TrainingBatch], observed: Sequence[Observed], corrected: Sequence[Corrected]) -> Tensor:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 import weakref
 from pathlib import Path
 
@@ -604,7 +605,7 @@ def test_compiled_layers_launch_a_part_of_the_kernels_and_give_the_same(packed):
 
 def test_the_seconds_of_a_step_count_for_the_phase_that_computes():
     actor = tiny.llama().cuda()
-    # Half a second or more of the device's time, which the call does not wait for.
+    # Half a second or more of the device's time, which no call of the pass waits for.
     actor.model.layers[0].register_forward_hook(lambda *_: torch.cuda._sleep(1_500_000_000))
     learner = Learner(TrainerConfig(), "grpo", actor)
     batch = made_up(4, ppo=False)
@@ -615,7 +616,34 @@ def test_the_seconds_of_a_step_count_for_the_phase_that_computes():
 
     stats = learner.update([batch])
 
-    assert stats.backward_s > 0.5 > stats.forward_s + stats.reduce_s
+    assert stats.forward_s > 0.5 > stats.backward_s + stats.reduce_s
+
+
+def waits(call):
+    """Return the number of times that the host waits for the card during a call, as torch counts them."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(one.message) for one in told)
+
+
+def test_a_micro_batch_more_is_no_wait_for_the_card_more():
+    counts = []
+    for rows in (8, 2):
+        settings = TrainerConfig(packing=True, micro_batch_size=rows)
+        learner = Learner(settings, "grpo", tiny.llama().cuda().bfloat16(), kl_coef=0.05)
+        batch = made_up(8, ppo=False)
+        batch.sequences %= learner._actor.config.vocab_size
+        batch.to_device(torch.device("cuda"))
+        # The first step loads kernels and tests the model's head.
+        learner.update([batch])
+        counts.append(waits(lambda learner=learner, batch=batch: learner.update([batch])))
+
+    assert counts[0] == counts[1] > 0
 
 
 def test_nccl_ranks_end_within_seconds_of_an_error_of_one(tmp_path, task):  # noqa: F811
