@@ -51,3 +51,24 @@ def test_a_micro_batch_is_collected_by_one_launch_a_weight_and_weights_are_copie
     for parameter, master, total in zip(parameters, masters, sums, strict=True):
         assert master.grad is not None and torch.equal(master.grad, total)
         assert torch.equal(parameter, master.bfloat16())
+
+
+def test_norm_clip_and_update_are_one_operation_each_for_all_weights() -> None:
+    optimizer = ModelOptimizer(
+        tiny.llama().bfloat16(), learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.0, clip_norm=1e-3
+    )
+    for parameter in optimizer._weights:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.collect()
+
+    reducing = profiled(optimizer.reduce)
+    stepping = profiled(lambda: optimizer.step(1.0))
+
+    found = outermost(reducing, "aten::_foreach_norm", "aten::linalg_vector_norm", "aten::_local_scalar_dense")
+    # The norms of the weights, that of these norms, and its value.
+    assert found == {"aten::_foreach_norm": 1, "aten::linalg_vector_norm": 1, "aten::_local_scalar_dense": 1}
+    assert outermost(stepping, "aten::_foreach_mul_", "aten::_fused_adamw_") == {
+        "aten::_foreach_mul_": 1, "aten::_fused_adamw_": 1,
+    }  # fmt: skip
+    by_weight = outermost(stepping, "aten::_foreach_mul_", "aten::_fused_adamw_", "aten::_foreach_copy_", "aten::mul_")
+    assert not by_weight["aten::mul_"]
