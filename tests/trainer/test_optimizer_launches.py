@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.trainer.optimizer import ModelOptimizer
+from pipeline.trainer.sharding.optimizer import sum_of_squares
 from tests.support import tiny
 
 
@@ -72,3 +73,26 @@ def test_norm_clip_and_update_are_one_operation_each_for_all_weights() -> None:
     }  # fmt: skip
     by_weight = outermost(stepping, "aten::_foreach_mul_", "aten::_fused_adamw_", "aten::_foreach_copy_", "aten::mul_")
     assert not by_weight["aten::mul_"]
+
+
+def test_the_squares_of_shards_are_added_by_as_many_operations_for_any_number_of_them() -> None:
+    """The sum has the bits of a loop over the shards."""
+    draws = torch.Generator().manual_seed(0)
+    launched = []
+    for count in (3, 300):
+        shards = [torch.randn(1 + 7 * (i % 90), generator=draws) * 10.0 ** (i % 9 - 4) for i in range(count)]
+        shards.insert(2, torch.empty(0, 5))
+        expected = torch.zeros((), dtype=torch.float64)
+        for shard in shards:
+            expected += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2 if shard.numel() else 0.0
+
+        found: list[torch.Tensor] = []
+        profiler = profiled(lambda shards=shards, found=found: found.append(sum_of_squares(shards, shards[0].device)))
+
+        assert torch.equal(found[0], expected)
+        own = [event.name for event in profiler.events() or () if event.cpu_parent is None]
+        launched.append([name for name in own if name.startswith("aten::")])
+
+    assert launched[0] == launched[1] and len(launched[0]) < 10, launched
+    nothing = sum_of_squares([torch.empty(0)], torch.device("cpu"))
+    assert (float(nothing), nothing.dtype) == (0.0, torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,16 +58,13 @@ class ShardOptimizer(ModelOptimizer):
 
     def reduce(self) -> float:
         """Return the norm of the gradients before clipping, of all shards of a replica."""
-        squares = torch.zeros((), dtype=torch.float64, device=self._masters[0].device)
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             gradient: Any = parameter.grad
             master.grad = torch.zeros_like(master) if gradient is None else gradient.to_local()
         self._to_units()
         # Each shard counts once. All ranks get the same bits of the norm, so that replicas stay equal.
-        for master in self._masters if self._counts else ():
-            assert master.grad is not None
-            # Summed in float64, without a copy in float64.
-            squares += torch.linalg.vector_norm(master.grad, dtype=torch.float64) ** 2 if master.grad.numel() else 0.0
+        gradients = [master.grad for master in self._masters if master.grad is not None] if self._counts else []
+        squares = sum_of_squares(gradients, self._masters[0].device)
         dist.all_reduce(squares, group=self._group)
         self._norm = squares.sqrt().float()
         return float(self._norm)
@@ -88,3 +86,20 @@ class ShardOptimizer(ModelOptimizer):
             if is_copied:
                 found[f"float32.{name}"] = master
         return found
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of all elements, ``()`` float64, by a few operations for all tensors.
+
+    Each tensor is summed in float64 without a copy in float64, then the tensors in their order, on a CPU to the same
+    bits each time.
+
+    Args:
+        tensors: Tensors of a device; some may have no elements.
+        device: The device.
+    """
+    if not (held := [tensor for tensor in tensors if tensor.numel()]):
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm(held, 2, torch.float64))
+    # A sum over all at once would have another order.
+    return norms.square().cumsum(0)[-1]
