@@ -162,7 +162,7 @@ class Learner:
         self._mini_batches = MiniBatches(trainer.epochs, trainer.mini_batches, process_group, self._sum_over_ranks)
         self._telemetry = telemetry
         self._device = next(actor.parameters()).device
-        self._clock: Clock = HostClock() if self._device.type == "cpu" else CardClock(self._device)
+        self._clock: Clock = CardClock(self._device) if self._device.type == "cuda" else HostClock()
         self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
         checkpointed = checkpoint_activations(self._models, self._device, trainer.activation_checkpointing)
         packed = dict.fromkeys(model for model in (*self._models, reference) if model is not None)
