@@ -1,6 +1,7 @@
 """The trainer: steps, publishes, checkpoints, resumes.
 
 batch             a loss's inputs: checked, filtered, cut to size
+card_memory       a rank's memory of its card against the plan
 checkpoints       Hugging Face folders with the training state, whole or absent
 connect           connections over ZeroMQ; `pipeline.connect`
 connection        the trainer's connection to the buffer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -16,7 +17,7 @@ from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.losses import log_probs_by
 from pipeline.config.rewards import may_have_numbers, part_labels
 from pipeline.config.schema import Config
-from pipeline.errors import ExitCode
+from pipeline.errors import ConfigError, ExitCode
 from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, free_cached, grow_segments, process_device
@@ -38,6 +39,7 @@ from pipeline.storage.recording import MOST_BYTES, TrainerStart
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
 from pipeline.telemetry.number_names import NumberNames
+from pipeline.trainer.card_memory import CardMemory, planned_bytes
 from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
@@ -325,6 +327,10 @@ def new_hooks(
         hooks.append(step_log)
     if config.evaluation.files and (leads or agree is not None):
         hooks.append(evaluation_follower(config, agree, of_first, rank=context.index))
+    if process_device().type == "cuda":
+        # Without a plan, which the start has told, nothing is compared.
+        with contextlib.suppress(ConfigError):
+            hooks.append(CardMemory(planned_bytes(config)))
     if config.rollout.sleep:
         hooks.append(CardTurns(RankTurn(context.folder, context.index, free_cached)))
     return hooks

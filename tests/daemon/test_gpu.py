@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -175,6 +176,7 @@ def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):  # no
             assert total(daemon.metrics(), "rlhfd_torch_memory_bytes", role=role, state="allocated") > 0
         assert daemon.wait() == 0
     assert "roles are started without it" not in daemon.errors, "the forkserver opens no GPU"
+    assert len(re.findall(r"planned_bytes=\d+", daemon.errors)) == 1, "a step has the memory that was planned"
     assert not daemon.shm_dir.exists()
 
 
