@@ -115,8 +115,8 @@ class ModelOptimizer:
             for bucket in _buckets(gradients):
                 flat = torch.cat([gradient.flatten() for gradient in bucket])
                 dist.all_reduce(flat, group=self._group)
-                for gradient, summed in zip(bucket, flat.split([len(g.flatten()) for g in bucket]), strict=True):
-                    gradient.copy_(summed.view_as(gradient))
+                parts = flat.split([gradient.numel() for gradient in bucket])
+                torch._foreach_copy_(bucket, [part.view_as(one) for part, one in zip(parts, bucket, strict=True)])
         self._to_units()
         self._norm = nn.utils.get_total_norm(gradients)
         return float(self._norm)

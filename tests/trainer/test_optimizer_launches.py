@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as distributed
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.trainer.optimizer import ModelOptimizer
@@ -73,6 +75,29 @@ def test_norm_clip_and_update_are_one_operation_each_for_all_weights() -> None:
     }  # fmt: skip
     by_weight = outermost(stepping, "aten::_foreach_mul_", "aten::_fused_adamw_", "aten::_foreach_copy_", "aten::mul_")
     assert not by_weight["aten::mul_"]
+
+
+def test_summed_gradients_are_copied_back_by_one_operation_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.trainer.optimizer._BUCKET_ELEMENTS", 2000)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = ModelOptimizer(
+            tiny.llama(), learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.0, clip_norm=1.0,
+            process_group=distributed.group.WORLD,
+        )  # fmt: skip
+        expected = [torch.randn_like(weight) for weight in optimizer._weights]
+        for weight, gradient in zip(optimizer._weights, expected, strict=True):
+            weight.grad = gradient.clone()
+
+        reducing = profiled(optimizer.reduce)
+    finally:
+        distributed.destroy_process_group()
+
+    found = outermost(reducing, "aten::cat", "aten::stack", "aten::_foreach_copy_", "aten::copy_")
+    assert 1 < found["aten::cat"] < len(expected)
+    assert found["aten::_foreach_copy_"] == found["aten::cat"] and not found["aten::copy_"]
+    for weight, gradient in zip(optimizer._weights, expected, strict=True):
+        assert weight.grad is not None and torch.equal(weight.grad, gradient)
 
 
 def test_the_squares_of_shards_are_added_by_as_many_operations_for_any_number_of_them() -> None:
