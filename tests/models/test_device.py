@@ -100,18 +100,21 @@ def test_an_empty_list_means_the_cpu_though_cuda_was_ready_before(monkeypatch):
         assert process_device() == torch.device(device)
 
 
-def test_segments_grow_on_a_card_where_the_environment_sets_nothing_else():
+def test_segments_grow_on_a_card_where_the_environment_sets_nothing_else(monkeypatch):
     import torch
 
-    card = torch.device("cuda", 0)
-    before = torch._C._accelerator_getAllocatorSettings()
+    card, calls = torch.device("cuda", 0), []
+    apply = torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(
+        torch._C, "_accelerator_setAllocatorSettings", lambda settings: (calls.append(settings), apply(settings))
+    )
 
     assert not grow_segments(torch.device("cpu"), {})
     assert not grow_segments(card, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
     assert not grow_segments(card, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
-    assert torch._C._accelerator_getAllocatorSettings() == before
+    assert calls == []
     try:
         assert grow_segments(card, {"PYTORCH_ALLOC_CONF": ""})
-        assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
     finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        apply("expandable_segments:False")
+    assert calls == ["expandable_segments:True"]

@@ -119,13 +119,14 @@ def test_a_rank_on_a_card_has_its_segments_grow_before_it_loads_a_model(monkeypa
     def connect(config: Config, context: Any) -> Any:
         raise NoDaemonError
 
+    calls: list[str] = []
+    card, context = torch.device("cuda", 0), None
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(process, "process_device", lambda: torch.device("cuda", 0))
-    context: Any = None
-    try:
-        with pytest.raises(NoDaemonError):
-            process.run(Config(), context, connect)
-        assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
-    finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setattr(process, "process_device", lambda: card)
+
+    with pytest.raises(NoDaemonError):
+        process.run(Config(), context, connect)
+
+    assert calls == ["expandable_segments:True"]
