@@ -120,6 +120,22 @@ class InstanceLock(FolderLock):
         if self._folder.stat().st_mode & 0o002:
             raise ConfigError(f"daemon.runtime_dir: {self._folder} can be written by everybody")
 
+    def retake(self) -> bool:
+        """Take the lock again, in a folder made anew if need be, where its file is gone, as after a cleaner of folders.
+
+        Returns:
+            Whether it was gone: the record beside it is gone, too.
+
+        Raises:
+            ConfigError: If another process holds the lock at the path, or the folder cannot be used.
+        """
+        lost = self._descriptor
+        if lost is None or _is_at(lost, self._folder / _LOCK):
+            return False
+        self.__enter__()
+        os.close(lost)
+        return True
+
 
 class StateLock(FolderLock):
     """The lock of a state directory: an instance of another runtime directory may not write there meanwhile.
@@ -392,7 +408,7 @@ def _lock_file(path: Path, key: str) -> int | None:
 def _is_at(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -99,7 +99,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     runtime_dir, shm_dir = Path(config.daemon.runtime_dir), shm_directory(config.daemon.runtime_dir)
     with (
         never_blocking(),
-        InstanceLock(runtime_dir),
+        InstanceLock(runtime_dir) as lock,
         StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config)),
         RunLog(config, "supervisor") as run_log,
         SharedMemoryLock(shm_dir) as shm_lock,
@@ -127,7 +127,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
             if http is not None:
                 http.close()
             raise
-        supervisor = Supervisor(config, loaded, workspace, http, run_log, notifier, reasons)
+        supervisor = Supervisor(config, loaded, workspace, lock, http, run_log, notifier, reasons)
         code = _serve(supervisor, config, workspace)
         if code is ExitCode.BAD_CONFIG:
             forget()
@@ -184,6 +184,7 @@ class Supervisor:
         config: Config,
         loaded: LoadedConfig,
         workspace: Workspace,
+        lock: InstanceLock,
         http: HttpServer | None,
         run_log: RunLog,
         notifier: Notifier,
@@ -193,6 +194,8 @@ class Supervisor:
         self._reasons = reasons
         self._loaded = loaded
         self._workspace = workspace
+        self._lock = lock
+        self._is_found = True
         self._http = http
         self._run_log = run_log
         self._notifier = notifier
@@ -362,6 +365,20 @@ class Supervisor:
         record.write(Path(self._config.daemon.runtime_dir))
         return record
 
+    def _stay_found(self) -> None:
+        """Have commands find this instance after somebody has removed its runtime directory."""
+        folder = self._config.daemon.runtime_dir
+        try:
+            if self._lock.retake():
+                self._record.write(Path(folder))
+                log.warning("the runtime directory had been removed, and is made again: path=%s", folder)
+            self._is_found = True
+        except (ConfigError, OSError) as error:
+            if self._is_found:
+                log.error("the runtime directory was removed, and commands do not find this instance: reason=%s",
+                          error)  # fmt: skip
+            self._is_found = False
+
     def _start_first(self) -> None:
         first = ["forkserver", "buffer", "setup"]
         first += [] if any(self._fleet.of("setup")) else ["trainer", "rollout"]
@@ -379,6 +396,7 @@ class Supervisor:
             self._trackers.tick()
         if cut := self._sizes.cut():
             self._shared_memory_cut(*cut)
+        self._stay_found()
         self._status.sample(now_s)
         if self._page is not None:
             self._page.sample(now_s)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -326,6 +327,17 @@ def test_a_runtime_directory_in_use_is_refused_and_its_instance_goes_on(daemon: 
     in_use = f"--set daemon.runtime_dir: {daemon.runtime_dir} is in use by pid {daemon.pid}"
     assert second.errors.splitlines() == [in_use]
 
+    daemon.wait_step(daemon.status()["step"] + 2)
+
+
+def test_a_removed_runtime_directory_is_made_again_and_commands_find_the_instance(daemon: Daemon) -> None:
+    before = daemon.status()
+    shutil.rmtree(daemon.runtime_dir)
+
+    daemon.wait_logged("the runtime directory had been removed, and is made again: path=")
+
+    after = status_of(rlhfd("status", "--json", "--runtime-dir", str(daemon.runtime_dir), folder=daemon.folder))
+    assert after["run_id"] == before["run_id"] and after["uptime_s"] >= before["uptime_s"]
     daemon.wait_step(daemon.status()["step"] + 2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -49,6 +50,30 @@ class TestLock:
     def test_second_instance_is_refused_and_told_who_holds_the_directory(self, tmp_path: Path) -> None:
         with process(tmp_path) as child, pytest.raises(ConfigError, match=f"is in use by pid {child.pid}$"):
             InstanceLock(tmp_path).__enter__()
+
+    def test_a_lock_whose_file_was_removed_is_taken_again_in_a_folder_made_anew(self, tmp_path: Path) -> None:
+        folder = tmp_path / "instance"
+        with InstanceLock(folder) as lock:
+            assert not lock.retake(), "its file is there"
+            shutil.rmtree(folder)
+            assert instance_lock.holder(folder) is None
+
+            assert lock.retake()
+            assert instance_lock.holder(folder) == os.getpid()
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            assert not lock.retake()
+
+            shutil.rmtree(folder)
+            with process(folder) as other, pytest.raises(ConfigError, match=f"is in use by pid {other.pid}$"):
+                lock.retake()
+
+            shutil.rmtree(folder)
+            folder.touch()
+            with pytest.raises(ConfigError, match=f"daemon.runtime_dir: cannot use {folder}: "):
+                lock.retake()
+            folder.unlink()
+            assert lock.retake()
+        assert not (folder / "lock").exists()
 
     def test_lock_of_a_killed_instance_is_taken_over(self, tmp_path: Path) -> None:
         with process(tmp_path) as child:
