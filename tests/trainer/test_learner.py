@@ -38,6 +38,9 @@ CPU = torch.device("cpu")
 PROMPT_COLUMNS, ACTION_COLUMNS, ROWS = 5, 6, 8
 # Padded passes: those that packed and shared ones are held against.
 TRAINER = TrainerConfig(warmup_steps=0, decay_steps=0, critic_warmup_steps=0, learning_rate=1e-2, packing=False)
+NORMALIZED = TRAINER.model_copy(update={"normalize_values": True})
+OF_RANKS = {"plain": TRAINER, "normalized": NORMALIZED}
+"""Each crew of ranks costs the imports of a process: one takes the steps of both."""
 REFERENCE_SHIFT = 0.1
 
 
@@ -254,33 +257,51 @@ def test_on_fresh_experience_ratios_are_1_and_nothing_is_clipped(algorithm: Algo
     assert stats.kl_nats == 0
 
 
-def test_two_ranks_with_some_of_the_rows_each_take_the_step_of_one_rank(tmp_path: Path) -> None:
-    one = new_learner("ppo")
-    experience = experience_for(one, "ppo")
-    expected = one.update([experience])
-    for rank, rows in enumerate((slice(5), slice(5, 8))):
-        torch.save(rows_of(experience, rows), tmp_path / f"experience-{rank}.pt")
+def test_two_ranks_with_some_of_the_rows_each_take_the_step_of_one_rank(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    ones, expected = [], []
+    for case, trainer in OF_RANKS.items():
+        ones.append(new_learner("ppo", trainer))
+        experience = experience_for(ones[-1], "ppo")
+        if trainer.normalize_values:
+            assert experience.advantages is not None and experience.action_mask is not None
+            experience.advantages = (300.0 * experience.advantages + 1000.0) * experience.action_mask
+        expected.append(ones[-1].update([experience]))
+        for rank, rows in enumerate((slice(5), slice(5, 8))):
+            torch.save(rows_of(experience, rows), tmp_path / f"experience-{case}-{rank}.pt")
     command = forked_ranks.command(2, "tests.trainer.test_learner:train_rank", tmp_path)
 
     subprocess.run(command, timeout=100, check=True)
 
-    results = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False) for rank in (0, 1)]
-    assert_same(results[0]["gradients"], applied_gradients(one))
-    assert all(torch.equal(a, b) for a, b in zip(results[0]["weights"], results[1]["weights"], strict=True))
-    assert_same_stats(results[0]["stats"], expected)
-    assert_same_stats(results[1]["stats"], expected)
-    assert results[0]["stats"].row_rewards + results[1]["stats"].row_rewards == expected.row_rewards
+    for case, one, stats in zip(OF_RANKS, ones, expected, strict=True):
+        with subtests.test(case):
+            results = [torch.load(tmp_path / f"result-{case}-{rank}.pt", weights_only=False) for rank in (0, 1)]
+            assert_same(results[0]["gradients"], applied_gradients(one))
+            assert all(torch.equal(a, b) for a, b in zip(results[0]["weights"], results[1]["weights"], strict=True))
+            assert_same_stats(results[0]["stats"], stats)
+            assert_same_stats(results[1]["stats"], stats)
+            assert results[0]["stats"].row_rewards + results[1]["stats"].row_rewards == stats.row_rewards
+            moments = one.tensors().get("return_moments")
+            assert (moments is None) == (case == "plain")
+            if moments is not None:
+                assert torch.equal(results[0]["moments"], results[1]["moments"])
+                torch.testing.assert_close(results[0]["moments"], moments, rtol=1e-12, atol=0)
 
 
 def train_rank(rank: int, directory: str) -> None:
-    """Take one step of a group of two, from the weights of rank 0: rank 1 starts with others."""
+    """Take one step of each case in a group of two, from the weights of rank 0: rank 1 starts with others."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/ranks", rank=rank, world_size=2)
     try:
-        learner = new_learner("ppo", seed=rank, process_group=dist.group.WORLD)
-        stats = learner.update([torch.load(f"{directory}/experience-{rank}.pt", weights_only=False)])
-        result = {"stats": stats, "weights": weights(learner), "gradients": applied_gradients(learner)}
-        torch.save(result, f"{directory}/result-{rank}.pt")
+        for case, trainer in OF_RANKS.items():
+            learner = new_learner("ppo", trainer, seed=rank, process_group=dist.group.WORLD)
+            stats = learner.update([torch.load(f"{directory}/experience-{case}-{rank}.pt", weights_only=False)])
+            result = {
+                "stats": stats, "weights": weights(learner), "gradients": applied_gradients(learner),
+                "moments": learner.tensors().get("return_moments"),
+            }  # fmt: skip
+            torch.save(result, f"{directory}/result-{case}-{rank}.pt")
     finally:
         dist.destroy_process_group()
 

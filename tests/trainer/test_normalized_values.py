@@ -1,28 +1,24 @@
-"""Normalized values: PopArt written out in float64, with a normalized head that is corrected; ranks; a critic as is."""
+"""Normalized values: PopArt written out in float64, with a normalized head that is corrected; a critic as is."""
 
 from __future__ import annotations
 
 import copy
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.experience.running_moments import RATE
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.trainer.learner import Learner
-from tests.support import forked_ranks, tiny
+from tests.support import tiny
 from tests.trainer import test_learner as plain
-from tests.trainer.test_learner import ACTION_COLUMNS, PROMPT_COLUMNS, ROWS, TRAINER
+from tests.trainer.test_learner import ACTION_COLUMNS, NORMALIZED, PROMPT_COLUMNS, ROWS, TRAINER
 
-NORMALIZED = TRAINER.model_copy(update={"normalize_values": True})
 CLIP, RATE_OF_CRITIC = TRAINER.value_clip_range, TRAINER.critic_learning_rate
 SCALES = ((300.0, 1000.0), (20.0, -50.0), (5000.0, 0.0))
 """Deviation and mean of the advantages of each step."""
@@ -189,39 +185,6 @@ def test_moments_change_only_once_they_may() -> None:
     learner.update([experience_of(learner, 0)], before_change=lambda: seen.append(live.clone()))
 
     assert not seen[0].any() and live.all()
-
-
-def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:
-    one = plain.new_learner("ppo", NORMALIZED)
-    rows = experience_of(one, 0)
-    expected = one.update([rows])
-    for rank, part in enumerate((slice(5), slice(5, 8))):
-        torch.save(plain.rows_of(rows, part), tmp_path / f"experience-{rank}.pt")
-    command = forked_ranks.command(2, "tests.trainer.test_normalized_values:train_rank", tmp_path)
-
-    subprocess.run(command, timeout=100, check=True)
-
-    results = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False) for rank in (0, 1)]
-    plain.assert_same(results[0]["gradients"], plain.applied_gradients(one))
-    assert all(torch.equal(a, b) for a, b in zip(results[0]["weights"], results[1]["weights"], strict=True))
-    assert torch.equal(results[0]["moments"], results[1]["moments"])
-    torch.testing.assert_close(results[0]["moments"], one.tensors()["return_moments"], rtol=1e-12, atol=0)
-    plain.assert_same_stats(results[0]["stats"], expected)
-
-
-def train_rank(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/ranks", rank=rank, world_size=2)
-    try:
-        learner = plain.new_learner("ppo", NORMALIZED, seed=rank, process_group=dist.group.WORLD)
-        stats = learner.update([torch.load(f"{directory}/experience-{rank}.pt", weights_only=False)])
-        result = {
-            "stats": stats, "weights": plain.weights(learner), "gradients": plain.applied_gradients(learner),
-            "moments": learner.tensors()["return_moments"],
-        }  # fmt: skip
-        torch.save(result, f"{directory}/result-{rank}.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_learner_without_normalization_has_no_moments() -> None:
