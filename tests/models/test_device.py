@@ -1,6 +1,5 @@
 """The device of a process: the GPU that it was given, the CPU, or a refusal; never the CPU in place of a GPU."""
 
-import os
 import subprocess
 import sys
 
@@ -11,25 +10,35 @@ from pipeline.models.device import allocator_bytes, device_name, grow_segments, 
 
 # No machine has as many; CUDA then shows no device, as it does where the driver does not work.
 NO_SUCH_GPU = "97"
+WITHOUT_A_GPU = ["", "-1", "-1,0"]
 
 
-def asked(visible: str | None) -> str:
-    """Return the device, or the refusal, of a new process: CUDA reads the variable once a process."""
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    if visible is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = visible
-    program = (
-        "from pipeline.errors import ConfigError\n"
-        "from pipeline.models.device import process_device\n"
-        "try: print(process_device())\n"
-        "except ConfigError as error: print(int(error.exit_code), error)\n"
-    )
-    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    return found.stdout.rstrip("\n")
+# CUDA reads the variable once a process, and this one's is that of each fork: torch is imported once for all of them.
+ASKED = """
+import os, sys
+from pipeline.errors import ConfigError
+from pipeline.models.device import process_device
+
+for visible in sys.argv[1:]:
+    if os.fork() == 0:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        try: print(process_device(), flush=True)
+        except ConfigError as error: print(int(error.exit_code), error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
-def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason():
-    answer = asked(NO_SUCH_GPU)
+@pytest.fixture(scope="module")
+def answers():
+    """The device, or the refusal, of a process for each list of GPUs that it may see."""
+    lists = [NO_SUCH_GPU, *WITHOUT_A_GPU]
+    done = subprocess.run([sys.executable, "-c", ASKED, *lists], capture_output=True, text=True, check=True)
+    return dict(zip(lists, done.stdout.splitlines(), strict=True))
+
+
+def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(answers):
+    answer = answers[NO_SUCH_GPU]
 
     assert answer.startswith(f"78 this process was given GPU {NO_SUCH_GPU} (CUDA_VISIBLE_DEVICES) and cannot use it: ")
     reason = answer.partition("cannot use it: ")[2].partition(";")[0]
@@ -37,9 +46,9 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason():
     assert answer.endswith('; CUDA_VISIBLE_DEVICES="" runs on the CPU')
 
 
-@pytest.mark.parametrize("visible", ["", "-1", "-1,0"])
-def test_without_a_gpu_in_the_list_a_process_computes_on_the_cpu(visible):
-    assert asked(visible) == "cpu"
+@pytest.mark.parametrize("visible", WITHOUT_A_GPU)
+def test_without_a_gpu_in_the_list_a_process_computes_on_the_cpu(answers, visible):
+    assert answers[visible] == "cpu"
 
 
 def test_a_forked_process_that_cannot_use_cuda_says_that_it_was_forked(monkeypatch):
