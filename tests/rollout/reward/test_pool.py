@@ -159,7 +159,11 @@ FORKING = """
 import json, os, sys, threading
 import torch
 from pipeline.errors import ConfigError
+from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.reward.pool import RewardPool
+
+# As a worker has done it before: each of the three forks would import transformers anew.
+load_tokenizer(sys.argv[1])
 
 def scored():
     with RewardPool(["judges:by_answer", "judges:by_answer"], sys.argv[1], timeout_s=30.0, may_fork=True) as rewards:
