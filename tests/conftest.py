@@ -88,9 +88,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if not any(item.get_closest_marker(name) for name in left_out)]
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    for path in {item.path for item in kept if item.get_closest_marker("integration")}:
-        if "integration" not in path.read_text():
-            raise pytest.UsageError(f"{path}: bin/test finds the files of this kind by the word integration in them")
+    for word, finder in (("integration", "bin/test"), ("vllm", ".ci/run")):
+        for path in {item.path for item in kept if item.get_closest_marker(word)}:
+            if word not in path.read_text():
+                raise pytest.UsageError(f"{path}: {finder} finds the files of this kind by the word {word} in them")
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items[:] = sorted(kept, key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
