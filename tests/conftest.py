@@ -41,11 +41,12 @@ LONG = {
 """Kinds of test that are short in a usual run; the option of the same name runs them, and only them, in full."""
 
 LONGEST = (
-    "test_kills", "test_hangs", "test_recipes", "test_ray", "test_resume", "test_limits", "test_environment",
-    "test_footprint", "test_replay", "test_bad_input", "test_examples", "test_stream", "test_bootstrap",
-    "test_operations", "test_coming_from", "test_recording", "test_metrics", "test_determinism", "test_systemd",
-    "test_evaluation", "test_vision", "test_models", "test_chaos", "test_sharding", "test_forkserver",
-    "test_rank_endings", "test_reference_device", "test_runs", "test_page_in_chromium",
+    "test_kills", "test_hangs", "test_recipes", "test_ray", "test_ray_ranks", "test_damaged_checkpoints", "test_resume",
+    "test_limits", "test_environment", "test_footprint", "test_replay", "test_bad_input", "test_examples",
+    "test_recording", "test_metrics", "test_stream", "test_bootstrap", "test_operations", "test_coming_from",
+    "test_epochs", "test_determinism", "test_systemd", "test_evaluation", "test_vision", "test_models", "test_chaos",
+    "test_sharding", "test_forkserver", "test_rank_endings", "test_reference_device", "test_wheel", "test_runs",
+    "test_detached", "test_page_in_chromium",
 )  # fmt: skip
 """Files that take the most time. They come first: of files in parallel, none of them is left alone at the end."""
 
