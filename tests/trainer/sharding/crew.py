@@ -80,6 +80,8 @@ CASES = {
     "2x1": ["ppo"],
 }
 """The cases of each crew: a number of ranks, or of replicas and the ranks of each."""
+VARIANTS = ("tokens", "packed", "lora-bfloat16")
+"""Cases of two ranks whose code is that of `ppo-tokens`, of `ppo-packed`, and of two replicas of `lora-bfloat16`."""
 
 
 def write_model(folder: Path, name: str) -> None:
@@ -214,8 +216,14 @@ def ranks_of(crew: str) -> tuple[int, int]:
     return int(replicas or 1), int(ranks)
 
 
+def cases_of(crew: str, folder: Path) -> list[str]:
+    """Return the cases that a crew runs, those of `VARIANTS` where the folder holds the file `variants`."""
+    left_out = VARIANTS if crew == "2" and not (folder / "variants").exists() else ()
+    return [name for name in CASES[crew] if name not in left_out]
+
+
 def start(folder: Path, crew: str) -> dict[str, Any]:
-    """Run all cases on ranks of their own; return rank 0's results, by case."""
+    """Run the cases on ranks of their own; return rank 0's results, by case."""
     command = forked_ranks.command(
         math.prod(ranks_of(crew)),
         f"{__name__}:rank_of_{crew}",
@@ -253,7 +261,7 @@ def _rank_main(rank: int, crew: str, directory: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks-{crew}", rank=rank, world_size=replicas * ranks)
     try:
         replica = Replica.of(CPU, replicas)
-        results = {name: _case(name, folder, replica, crew) for name in CASES[crew]}
+        results = {name: _case(name, folder, replica, crew) for name in cases_of(crew, folder)}
         # Four ranks resume what two have written, and what two replicas have.
         written_by = {"4": "2"}.get(crew, crew)
         for name in CASES[crew] if crew != "2" and (crew != "4" or (folder / "results-2.pt").exists()) else ():

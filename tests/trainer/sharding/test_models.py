@@ -23,8 +23,10 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("sharding")
+    if request.config.getoption("--variants"):
+        (folder / "variants").touch()
     for name in crew.MODELS:
         crew.write_model(folder / name, name)
         crew.write_experience(folder, name)
@@ -34,7 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Four ranks take the same code as two, in twice the time.
 MARKS: dict[str, Any] = {"2": (), "4": pytest.mark.variant, "2x2": (), "2x1": pytest.mark.variant}
 RANKS = [pytest.param(ranks, marks=marks) for ranks, marks in MARKS.items()]
-CASES = [pytest.param(ranks, name, marks=marks) for ranks, marks in MARKS.items() for name in crew.CASES[ranks]]
+CASES = [
+    pytest.param(ranks, name, marks=pytest.mark.variant if ranks == "2" and name in crew.VARIANTS else marks)
+    for ranks, marks in MARKS.items()
+    for name in crew.CASES[ranks]
+]
 
 
 @pytest.fixture(scope="module")
