@@ -39,10 +39,12 @@ class NodeWatch:
             self._thread.join(_EVERY_S)
 
     def look(self) -> None:
-        """Report each node that has joined or left since the last look; of the first look, the nodes that are there."""
+        """Report each node that has joined or left since the last look; all that the cluster knows at the first look.
+
+        A node that had left before may have done so between two watches.
+        """
         for node in self._nodes():
-            before = self._known.get(node.id)
-            if node != before and (node.alive or before is not None):
+            if node != self._known.get(node.id):
                 self._known[node.id] = node
                 self._report(Report(node=node))
 

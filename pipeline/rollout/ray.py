@@ -22,6 +22,7 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -60,12 +61,12 @@ log = logging.getLogger(__name__)
 
 def run(config: Config, context: RoleContext) -> ExitCode:
     """Run a worker whose models are an actor of the cluster, until a shutdown or the end of a drain."""
-    join(config, context)
-    _send_tensors_as_bytes()
     watch = NodeWatch(_nodes, context.report)
-    if context.index < WATCHERS:
-        watch.start()
     try:
+        join(config, context)
+        _send_tensors_as_bytes()
+        if context.index < WATCHERS:
+            watch.start()
         return rollout_process.run(config, context, load_remote)
     except NoRoomError:
         return ExitCode.OK
@@ -412,6 +413,13 @@ def _nodes() -> list[ClusterNode]:
         log.debug("the cluster does not list its nodes: %s", error)
         return []
     return [
-        ClusterNode(node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], node["Alive"])
+        ClusterNode(
+            node["NodeID"],
+            node["NodeManagerHostname"],
+            node["NodeManagerAddress"],
+            node["Alive"],
+            # The socket of a node lies in the session's folder; that of a node that has left may not be known.
+            next((part for part in Path(node["RayletSocketName"]).parts if part.startswith("session_")), ""),
+        )
         for node in found
     ]

@@ -15,6 +15,7 @@ from pipeline.runtime.role import Report, RoleContext
 
 _NAMESPACE: Final = "rlhfd"
 _CONNECT_S: Final = 5.0
+_REJOIN_S: Final = 1.0
 _MOST_CHARACTERS: Final = 2000
 _LOOK_S: Final = 0.1
 _PENDING_S: Final = 10.0
@@ -24,22 +25,45 @@ log = logging.getLogger(__name__)
 
 
 class NoRoomError(Exception):
-    """A shutdown before the cluster had room."""
+    """A shutdown before the cluster was there or had room."""
 
 
 def join(config: Config, context: RoleContext) -> None:
-    """Connect to the cluster as a driver.
+    """Connect to the cluster as a driver; after the first start it is waited for without a deadline.
+
+    The cluster existed before, and its head may be started anew: until then each death would count for nothing.
 
     Raises:
         ConfigError: If there is no such cluster, at the first start of this process.
-        RlhfdError: If there is none at a later start.
+        NoRoomError: If a shutdown comes before there is one.
     """
+    # No usage report leaves the machine.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    is_pending, due_s = False, 0.0
+    while (error := _connected(config.cluster.address)) is not None:
+        context.stop_on_sigterm()
+        if context.generation <= 1:
+            raise ConfigError(error)
+        if context.stopping:
+            raise NoRoomError
+        if time.monotonic() > due_s:
+            is_pending, due_s = True, time.monotonic() + _PENDING_REPEAT_S
+            log.warning("waits for the cluster: %s", error)
+            context.report(Report(state="pending"))
+        time.sleep(_REJOIN_S)
+    if is_pending:
+        context.report(Report(state="placed"))
+    # `ray.init` has installed a handler of its own.
+    context.stop_on_sigterm()
+    # Ray's has fields that no formatter here knows.
+    logging.setLogRecordFactory(logging.LogRecord)
+
+
+def _connected(address: str) -> str | None:
+    """Connect to the cluster at an address; return the reason if this cannot be done."""
     # Only the gateways of a cluster load it.
     import ray
 
-    # No usage report leaves the machine.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = config.cluster.address
     try:
         if address != "auto":
             # Ray itself would try for minutes, without a message.
@@ -47,13 +71,8 @@ def join(config: Config, context: RoleContext) -> None:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
         ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
-        message = f"cluster.address: no Ray cluster at {address} that this machine is part of (ray start): {error}"
-        # After the first start the cluster existed before and may come back: retry.
-        raise (ConfigError if context.generation <= 1 else RlhfdError)(message) from error
-    # `ray.init` has installed a handler of its own.
-    context.stop_on_sigterm()
-    # Ray's has fields that no formatter here knows.
-    logging.setLogRecordFactory(logging.LogRecord)
+        return f"cluster.address: no Ray cluster at {address} that this machine is part of (ray start): {error}"
+    return None
 
 
 def begin_actor() -> None:

@@ -28,12 +28,15 @@ class ClusterNode(msgspec.Struct, frozen=True, omit_defaults=True):
         name: Its host name.
         address: Its IP address.
         alive: Whether it belongs to the cluster; False once it has left.
+        session: The name of the head's session, which has the time of its start: a head that is started anew has
+            another one, and no node of the last one.
     """
 
     id: str
     name: str
     address: str
     alive: bool = True
+    session: str = ""
 
     def __str__(self) -> str:
         """Return name and address, such as ``gpu-7 (10.0.0.7)``."""

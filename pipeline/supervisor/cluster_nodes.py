@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+import msgspec
+
 from pipeline.runtime.role import ClusterNode
 
 _RECENT_S: Final = 600.0
@@ -15,13 +17,15 @@ log = logging.getLogger(__name__)
 class ClusterNodes:
     """Nodes that belong to the cluster, and those that have left it since the start of the instance.
 
-    Several workers report each node, in any order. A node that has left never comes back under its id.
+    Several workers report each node, in any order. A node that has left never comes back under its id. A head that is
+    started anew has none of the nodes that were there before.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[str, ClusterNode] = {}
         self._left_s: dict[str, float] = {}
         self._last_of: dict[str, str] = {}
+        self._session = ""
 
     def placed(self, worker: str, node: ClusterNode) -> None:
         """Keep the node on which a worker's newest actor was placed; a worker is named where its node leaves."""
@@ -30,12 +34,21 @@ class ClusterNodes:
     def heard(self, node: ClusterNode, now_s: float) -> None:
         """Take a report of a node; log a node that has joined or left."""
         before = self._nodes.get(node.id)
-        if before is not None and (before == node or not before.alive):
-            return
-        self._nodes[node.id] = node
-        if node.alive:
+        if before is None:
+            # It has left before this instance knew of it, or it is of a head that there is no more.
+            if not node.alive or node.session < self._session:
+                return
+            if node.session > self._session:
+                for old in self.alive:
+                    self._leave(old, now_s)
+            self._session = node.session
+            self._nodes[node.id] = node
             log.info("node joined the cluster: node=%s address=%s nodes=%d", node.name, node.address, len(self.alive))
-            return
+        elif before.alive and not node.alive:
+            self._leave(before, now_s)
+
+    def _leave(self, node: ClusterNode, now_s: float) -> None:
+        self._nodes[node.id] = msgspec.structs.replace(node, alive=False)
         self._left_s[node.id] = now_s
         workers = sorted(worker for worker, last in self._last_of.items() if last == node.id)
         log.warning(

@@ -59,6 +59,8 @@ from pipeline.tracking.launcher import Trackers
 _TICK_S = 0.25
 # While the run is paused: a tick reads all metrics. The watchdog may take a gap of a second for a stopped machine.
 _PAUSED_TICK_S = 0.75
+# Of an error that an administrator has to mend.
+_LOST_S = 300.0
 METRICS, ARENA = "metrics", "arena"
 
 log = logging.getLogger(__name__)
@@ -195,7 +197,7 @@ class Supervisor:
         self._loaded = loaded
         self._workspace = workspace
         self._lock = lock
-        self._is_found = True
+        self._looks_at_s = 0.0
         self._http = http
         self._run_log = run_log
         self._notifier = notifier
@@ -365,19 +367,18 @@ class Supervisor:
         record.write(Path(self._config.daemon.runtime_dir))
         return record
 
-    def _stay_found(self) -> None:
+    def _stay_found(self, now_s: float) -> None:
         """Have commands find this instance after somebody has removed its runtime directory."""
+        if now_s < self._looks_at_s:
+            return
         folder = self._config.daemon.runtime_dir
         try:
             if self._lock.retake():
                 self._record.write(Path(folder))
                 log.warning("the runtime directory had been removed, and is made again: path=%s", folder)
-            self._is_found = True
         except (ConfigError, OSError) as error:
-            if self._is_found:
-                log.error("the runtime directory was removed, and commands do not find this instance: reason=%s",
-                          error)  # fmt: skip
-            self._is_found = False
+            self._looks_at_s = now_s + _LOST_S
+            log.error("the runtime directory was removed, and commands do not find this instance: reason=%s", error)
 
     def _start_first(self) -> None:
         first = ["forkserver", "buffer", "setup"]
@@ -396,7 +397,7 @@ class Supervisor:
             self._trackers.tick()
         if cut := self._sizes.cut():
             self._shared_memory_cut(*cut)
-        self._stay_found()
+        self._stay_found(now_s)
         self._status.sample(now_s)
         if self._page is not None:
             self._page.sample(now_s)

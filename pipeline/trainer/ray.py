@@ -55,11 +55,11 @@ def run(config: Config, context: RoleContext) -> ExitCode:
 
     Raises:
         ConfigError: If there is no cluster, or the rank cannot compute where it is placed, at the first start.
-        RlhfdError: The same at a later start; and if the rank's actor or its machine is lost.
+        RlhfdError: If it cannot compute there at a later start, or its actor or its machine is lost.
     """
     started_s = time.monotonic()
-    join(config, context)
     try:
+        join(config, context)
         return _Gateway(config, context, started_s).run()
     except (NoRoomError, StoppedError):
         return ExitCode.OK

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,40 @@ def test_a_rank_without_room_waits_and_says_what_for(tmp_path, task, cluster):  
 @pytest.mark.variant
 @pytest.mark.timeout(900)
 @pytest.mark.needs("ip")
+def test_a_head_that_is_lost_for_longer_than_restarts_last_and_comes_back_changes_no_bit(tmp_path, task):  # noqa: F811
+    here = run(tmp_path / "here", task, *TWO, f"trainer.max_steps={STEPS}")
+    there = tmp_path / "there"
+    there.mkdir()
+    limits = "trainer.nodes=2", "daemon.restart_limit=3"
+    settings = (*SMALL, *telling_reward(there), *TWO, f"trainer.max_steps={STEPS}", *limits)
+    # Ray waits for a head for a minute before it ends a gateway.
+    soon = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+    with Hosts() as hosts, Daemon(there, *settings, *hosts.settings, task=task, environment=soon) as daemon:
+        daemon.wait_ready()
+        daemon.wait_step(2)
+
+        hosts.lose_the_head()
+
+        for name in ("rollout-0", "trainer-1"):
+            daemon.wait_logged(f"{name} pipeline.runtime.ray_cluster: waits for the cluster: cluster.address: ")
+        assert balanced(daemon.metrics())
+        assert daemon.status()["cluster"]["actors"]["pending"] == 1
+        time.sleep(15.0)
+        assert daemon.status()["state"] != "draining", "nobody has given up"
+        assert len(daemon.status()["cluster"]["nodes"]) == 2
+        hosts.begin_again()
+        daemon.wait_until(
+            lambda: (len(seen["nodes"]), len(seen["left"])) == (2, 2) if (seen := daemon.status()["cluster"]) else None,
+            "the nodes of the new head are there, and those of the last one have left",
+        )
+        assert daemon.wait() == 0, daemon.errors
+        found = ENDED.search(daemon.errors)
+    assert found is not None and found.groups() == here
+
+
+@pytest.mark.variant
+@pytest.mark.timeout(900)
+@pytest.mark.needs("ip")
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task, sharding):  # noqa: F811
     steps = f"trainer.max_steps={STEPS}", f'trainer.sharding="{sharding}"'
@@ -175,6 +210,8 @@ def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task, sh
 
         hosts.cut(1)
 
+        # Ray ends by itself on a host that it has given up, and on no other one.
+        daemon.wait_logged(f"node left the cluster: node={os.uname().nodename} address={hosts.address(1)} ")
         daemon.wait_logged("waits for room in the cluster: machines=1")
         step = daemon.status()["step"]
         assert balanced(daemon.metrics())

@@ -44,10 +44,10 @@ def test_each_node_that_joins_or_leaves_is_reported_once() -> None:
     assert cluster.told(watch) == []
 
 
-def test_nodes_that_left_before_the_watch_are_not_reported() -> None:
+def test_nodes_that_left_before_the_watch_are_reported_since_no_other_one_may_have_seen_them_leave() -> None:
     cluster = Cluster([HEAD, gone(FIRST)])
 
-    assert cluster.told(cluster.watch()) == [HEAD]
+    assert cluster.told(cluster.watch()) == [HEAD, gone(FIRST)]
 
 
 def test_a_cluster_that_does_not_answer_has_lost_no_node() -> None:

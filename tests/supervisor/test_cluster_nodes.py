@@ -32,9 +32,36 @@ def test_reports_of_several_workers_in_any_order_count_each_node_once(caplog: py
 def test_a_node_that_left_is_recent_for_ten_minutes_the_last_one_first() -> None:
     nodes = ClusterNodes()
     gone = msgspec.structs.replace(SECOND, alive=False)
+    for node in (FIRST, SECOND):
+        nodes.heard(node, 90.0)
     nodes.heard(FIRST_GONE, 100.0)
     nodes.heard(gone, 160.0)
 
     assert nodes.recently_left(200.0) == [(gone, 40.0), (FIRST_GONE, 100.0)]
     assert nodes.recently_left(701.0) == [(gone, 541.0)]
     assert nodes.left == [gone, FIRST_GONE]
+
+
+def test_a_node_that_had_left_before_it_was_known_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = ClusterNodes()
+    nodes.heard(FIRST_GONE, 100.0)
+
+    assert nodes.alive == nodes.left == [] and not caplog.records
+
+
+def test_with_a_head_that_is_started_anew_all_nodes_of_the_last_one_have_left() -> None:
+    nodes = ClusterNodes()
+    earlier = [msgspec.structs.replace(node, session="session_2026-11-28_07-36-49_1") for node in (FIRST, SECOND)]
+    later = [
+        msgspec.structs.replace(node, id=node.id[::-1] + "0", session="session_2026-11-28_07-52-00_2")
+        for node in earlier
+    ]
+    for node in earlier:
+        nodes.heard(node, 100.0)
+
+    # A worker that has not noticed tells of a node of the last one.
+    for node in (later[0], msgspec.structs.replace(earlier[0], id="9" * 56), later[1]):
+        nodes.heard(node, 160.0)
+
+    assert nodes.alive == later
+    assert {node.id for node in nodes.left} == {node.id for node in earlier}

@@ -135,12 +135,19 @@ class Hosts:
 
     def lose(self, host: int) -> None:
         """Kill all processes of another host, as when its power fails, and have it come back."""
-        for pid in self._pids(host):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not self._pids(host), _END_TIMEOUT_S, f"all processes of host {host} end")
-        self._end_ray(host)
+        self._end_all(host)
         self._start_ray(host)
+
+    def lose_the_head(self) -> None:
+        """Kill all processes of Ray on this host, and what the cluster knew with them; the daemon goes on."""
+        self._end_ray(0)
+
+    def begin_again(self) -> None:
+        """Start the head, and Ray on the other hosts anew: Ray ends by itself there a minute after the head."""
+        for host in self.numbers:
+            self._end_all(host)
+        for host in (0, *self.numbers):
+            self._start_ray(host)
 
     def lost_frames(self) -> int:
         """Return the number of frames that have been lost by chance."""
@@ -263,6 +270,13 @@ class Hosts:
             if not line:
                 raise AssertionError(f"Ray has not started: {said.decode(errors='replace')[-3000:]}")
         # What it says from here on is read by nobody, and is little.
+
+    def _end_all(self, host: int) -> None:
+        for pid in self._pids(host):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not self._pids(host), _END_TIMEOUT_S, f"all processes of host {host} end")
+        self._end_ray(host)
 
     def _end_ray(self, host: int) -> None:
         process = self._rays.pop(host)

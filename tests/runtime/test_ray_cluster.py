@@ -1,0 +1,52 @@
+"""A gateway without its cluster: an error at the first start, a wait at a later one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.runtime.ray_cluster import NoRoomError, join
+from pipeline.runtime.role import Report, RoleContext
+
+NOBODY = Config.model_validate({"cluster": {"engine": "ray", "address": "127.0.0.1:9"}})
+
+
+@pytest.fixture
+def gateway(tmp_path: Path):
+    """A gateway at a later start, and its reports."""
+    reports: list[Report] = []
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    def report(told: Report) -> None:
+        reports.append(told)
+        # Its handler is in place by now.
+        threading.Timer(0.1, signal.raise_signal, [signal.SIGTERM]).start()
+
+    yield RoleContext("rollout", 0, tmp_path, None, report, generation=2), reports  # type: ignore[arg-type]
+    for number, handler in handlers:
+        signal.signal(number, handler)
+
+
+def test_at_the_first_start_the_address_is_wrong(gateway) -> None:
+    context, reports = gateway
+    context.generation = 1
+    with pytest.raises(ConfigError, match=r"cluster.address: no Ray cluster at 127.0.0.1:9 "):
+        join(NOBODY, context)
+    assert reports == []
+
+
+def test_at_a_later_start_it_waits_without_a_deadline_and_says_so_until_a_shutdown(gateway, caplog) -> None:
+    context, reports = gateway
+    with pytest.raises(NoRoomError):
+        join(NOBODY, context)
+    assert context.stopping
+    assert reports == [Report(state="pending")]
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" that this")[0] for text in told] == [
+        "waits for the cluster: cluster.address: no Ray cluster at 127.0.0.1:9"
+    ]
