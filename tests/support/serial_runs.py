@@ -21,9 +21,6 @@ _SERVER = """
 import json, os, signal, sys
 import pipeline.serial
 from pipeline.cli.main import main
-from pipeline.runtime import role_libraries
-# Parts of transformers are loaded at their first use, which would be that of each run.
-role_libraries.load(role_libraries.ROLES.values(), "")
 for line in sys.stdin:
     job = json.loads(line)
     pid = os.fork()
