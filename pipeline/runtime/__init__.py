@@ -20,7 +20,7 @@ pause               whether tickets are issued
 peer                one side of a conversation with a process that may be restarted
 pool                processes that run code of the user, replaced when they end
 pool_process        the forkserver of a pool, and the start of a process
-ray_cluster         a gateway's connection to its Ray cluster, its wait for room, the begin of its actor
+ray_cluster         a gateway's connection to its Ray cluster, its waits for cluster and room, the begin of its actor
 role                a role's folder, metrics, reports and SIGTERM
 role_libraries      the import of the roles' libraries, without packages of no use to them
 run_folder          the folder of a run

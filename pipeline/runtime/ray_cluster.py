@@ -1,4 +1,4 @@
-"""A gateway's connection to its Ray cluster, its wait for room there, and the begin of its actor."""
+"""A gateway's connection to its Ray cluster, its waits for cluster and room, and the begin of its actor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NoRoomError(Exception):
 def join(config: Config, context: RoleContext) -> None:
     """Connect to the cluster as a driver; after the first start it is waited for without a deadline.
 
-    The cluster existed before, and its head may be started anew: until then each death would count for nothing.
+    The cluster existed before, and its head may be started anew. A death for each try would soon end the run.
 
     Raises:
         ConfigError: If there is no such cluster, at the first start of this process.
