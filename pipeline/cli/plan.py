@@ -13,6 +13,7 @@ import click
 from pipeline.cli.options import configured, load
 
 if TYPE_CHECKING:
+    from pipeline.config.load import LoadedConfig
     from pipeline.config.plan import Models
     from pipeline.supervisor.capacity.budgets import Budget
     from pipeline.supervisor.capacity.choices import Choices
@@ -76,18 +77,19 @@ def plan(
     from pipeline.supervisor.capacity.choices import choice
     from pipeline.supervisor.capacity.disk import disk_budget
 
-    config = load(path, sets, files=False, on_cards=None if gpus is None else gpus > 0).config
+    loaded = load(path, sets, files=False, on_cards=None if gpus is None else gpus > 0)
+    config = loaded.config
     made = {str(sort_digits.model_directory(sort_digits.directory_of(config.daemon.state_dir))): sort_digits.sizes()}
     config = sort_digits.with_paths(config)
     machine = machines.described(gpus, gpu_memory, ram, os.environ, shm_bytes=shm)
     models = models_of(config, made)
     chosen = choice(config, models, machine)
-    is_auto, config = config.trainer.sharding == "auto", chosen.config
+    config = chosen.config
     budgets = budgets_of(config, models, machine)
     is_memory_enough = not any(budget.lacks_bytes for budget in budgets)
     if disk is not None or ram is None:
         budgets.append(disk_budget(config, models, disk))
-    click.echo("\n".join(_lines(chosen, models, machine, budgets, is_auto=is_auto)))
+    click.echo("\n".join(_lines(loaded, chosen, models, machine, budgets)))
     if any(budget.lacks_bytes for budget in budgets):
         for line in [] if is_memory_enough else remedies(config, models, machine):
             click.echo(f"  {line}")
@@ -96,7 +98,9 @@ def plan(
         raise click.exceptions.Exit(1)
 
 
-def _lines(chosen: Choices, models: Models, machine: Machine, budgets: list[Budget], *, is_auto: bool) -> Iterator[str]:
+def _lines(
+    loaded: LoadedConfig, chosen: Choices, models: Models, machine: Machine, budgets: list[Budget]
+) -> Iterator[str]:
     from pipeline.config.plan import needs
     from pipeline.supervisor.capacity.budgets import size
 
@@ -106,8 +110,13 @@ def _lines(chosen: Choices, models: Models, machine: Machine, budgets: list[Budg
     cards = f"{machine.gpus} GPUs of {size(machine.gpu_bytes)}, " if machine.gpus else "no GPU, "
     yield f"machine      {cards}{size(machine.ram_bytes)} of memory, {size(machine.shm_bytes)} of it for /dev/shm"
     if config.trainer.world_size > 1:
+        is_auto = loaded.config.trainer.sharding == "auto"
         why = f" by auto: {chosen.reasons['trainer.sharding']}" if is_auto else ""
         yield f"sharding     {config.trainer.sharding}{why}"
+    if why := loaded.reasons.get("rollout.engine", ""):
+        yield f"engine       {config.rollout.engine} by {why}"
+    if why := chosen.reasons.get("rollout.cache_bytes", ""):
+        yield f"cache        {size(config.rollout.cache_bytes) if config.rollout.cache_bytes else 'what is free'}: {why}"
     if why := chosen.reasons.get("trainer.micro_batch_tokens", ""):
         tokens = config.trainer.micro_batch_tokens
         kept = "checkpointed" if config.trainer.activation_checkpointing is not False else "kept"

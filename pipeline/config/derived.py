@@ -91,7 +91,8 @@ def _of_rollouts(config: Config, *, on_cards: bool) -> dict[str, Derived]:
         "rollout.logits_forward_tokens": Derived(None, _tokens_of_a_pass(config, on_cards=on_cards)),
     }
     if rollout.engine == "vllm":
-        found["rollout.cache_bytes"] = Derived(None, "what the GPU has free" if on_cards else "1 GiB: no GPU")
+        on_a_card = "beside a trainer by the plan, else what the GPU has free"
+        found["rollout.cache_bytes"] = Derived(None, on_a_card if on_cards else "1 GiB: no GPU")
     if rollout.environment is not None:
         found["rollout.max_turn_tokens"] = Derived(None, "the room that the row has left")
     return found

@@ -171,42 +171,84 @@ def load(
     values = _from_file(path, errors) if path else {}
     values |= _from_environment(environ, errors)
     values |= _from_sets(sets, errors)
-    base = path.parent if path else Path()
-    plain = {key: value.value for key, value in values.items()}
-    by_preset: dict[str, own_model.Default] = {}
-    if (preset := presets.preset_of(plain)) is not None:
-        by_preset = presets.defaults(preset, plain)
-        values[presets.ALGORITHM] = replace(values[presets.ALGORITHM], value=presets.BASE, text=None)
-    reasons: dict[str, str] = {}
-    if plain.get(_ENGINE) == "auto":
-        engine, reasons[_ENGINE] = _engine(plain, on_cards=on_cards)
-        values[_ENGINE] = replace(values[_ENGINE], value=engine, text=None)
-    given = own_model.defaults(plain, base, on_cards=on_cards) | by_preset
-    own = {key: _Value(default.value, Origin("default")) for key, default in given.items()}
-    values |= own
-    config = _validate(values, base, errors)
-    origins = {key: value.origin for key, value in values.items() if value.origin.layer != "default"}
     ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
-    reasons |= {key: default.reason for key, default in given.items()}
-    if preset is not None:
-        reasons[presets.ALGORITHM] = f"preset {preset}"
-    loaded = LoadedConfig(config, origins, path, tuple(sets), ours, reasons, frozenset(by_preset), on_cards)
-    if check_files is not None:
-        errors += check_files(loaded)
-    if errors:
-        raise ConfigErrors(sorted(errors, key=_by_location(path)))
-    return loaded
+    read = _Read(values, tuple(errors), path, tuple(sets), ours, check_files, on_cards)
+    plain = {key: value.value for key, value in values.items()}
+    if (auto := _engine(plain, on_cards=on_cards)) is None:
+        return read.checked()
+    if auto.value != "vllm":
+        return read.checked(auto)
+    try:
+        return read.checked(auto)
+    except ConfigErrors as refused:
+        # Errors that are not of the engine come again.
+        return read.checked(own_model.Default("transformers", f"auto: vllm is installed, but {refused.errors[0]}"))
 
 
-def _engine(values: Mapping[str, Any], *, on_cards: bool) -> tuple[str, str]:
-    """Return the engine of `rollout.engine = "auto"`, and the reason."""
+class _Read(NamedTuple):
+    """The values of all sources, not yet checked; fields are those of `LoadedConfig` and the arguments of `load`."""
+
+    values: dict[str, _Value]
+    errors: tuple[str, ...]
+    path: Path | None
+    sets: tuple[str, ...]
+    environ: dict[str, str]
+    check_files: FileChecks | None
+    on_cards: bool
+
+    def checked(self, engine: own_model.Default | None = None) -> LoadedConfig:
+        """Return the configuration.
+
+        Args:
+            engine: `rollout.engine` with its reason, in place of "auto"; None: another one is set.
+
+        Raises:
+            ConfigErrors: As `load`.
+        """
+        errors, values = list(self.errors), dict(self.values)
+        base = self.path.parent if self.path else Path()
+        plain = {key: value.value for key, value in values.items()}
+        by_preset: dict[str, own_model.Default] = {}
+        if (preset := presets.preset_of(plain)) is not None:
+            by_preset = presets.defaults(preset, plain)
+            values[presets.ALGORITHM] = replace(values[presets.ALGORITHM], value=presets.BASE, text=None)
+        given = own_model.defaults(plain, base, on_cards=self.on_cards) | by_preset
+        reasons = {key: default.reason for key, default in given.items()}
+        values |= {key: _Value(default.value, Origin("default")) for key, default in given.items()}
+        if engine is not None:
+            auto = values.get(_ENGINE, _Value(engine.value, Origin("default")))
+            values[_ENGINE] = replace(auto, value=engine.value, text=None)
+            reasons[_ENGINE] = engine.reason
+        if preset is not None:
+            reasons[presets.ALGORITHM] = f"preset {preset}"
+        config = _validate(values, base, errors)
+        origins = {key: value.origin for key, value in values.items() if value.origin.layer != "default"}
+        loaded = LoadedConfig(
+            config, origins, self.path, self.sets, self.environ, reasons, frozenset(by_preset), self.on_cards
+        )
+        if self.check_files is not None:
+            errors += self.check_files(loaded)
+        if errors:
+            raise ConfigErrors(sorted(errors, key=_by_location(self.path)))
+        return loaded
+
+
+def _engine(values: Mapping[str, Any], *, on_cards: bool) -> own_model.Default | None:
+    """Return the engine of `rollout.engine = "auto"` with the reason; None if another one is in force.
+
+    It is the default of a model of its own: vLLM's start takes longer than the embedded task.
+    """
+    if values.get(_ENGINE, "auto" if own_model.is_own(values) else "transformers") != "auto":
+        return None
     if values.get("cluster.engine", "local") != "local":
-        return "transformers", "auto: whether the machines of a cluster have vllm is not known here"
-    if not on_cards:
-        return "transformers", "auto: no GPU"
-    if importlib.util.find_spec("vllm") is None:
-        return "transformers", "auto: vllm is not installed here"
-    return "vllm", "auto: vllm is installed here, and the run has GPUs"
+        reason = "auto: whether the machines of a cluster have vllm is not known here"
+    elif not on_cards:
+        reason = "auto: no GPU"
+    elif importlib.util.find_spec("vllm") is None:
+        reason = "auto: vllm is not installed here"
+    else:
+        return own_model.Default("vllm", "auto: vllm is installed here, and the run has GPUs")
+    return own_model.Default("transformers", reason)
 
 
 def load_again(loaded: LoadedConfig, check_files: FileChecks) -> LoadedConfig:

@@ -26,6 +26,7 @@ SHOWN: Final = {
     "model.dtype": '`"bfloat16"` on GPUs',
     "prompts.path": "none: this or `prompts.sources` must be set",
     "rewards": "none: this, `model.reward` or `rollout.environment` must be set",
+    "rollout.engine": '`"auto"`',
     "rollout.max_length": f"the model's positions, at most {MOST_TOKENS:,}",
     "trainer.learning_rate": "`1e-6`, adapters `1e-5`",
     "trainer.critic_learning_rate": "`1e-5`",
@@ -44,6 +45,12 @@ class Default(NamedTuple):
     reason: str
 
 
+def is_own(values: Mapping[str, Any]) -> bool:
+    """Return whether `model.actor` names a model of its own; values are as in `defaults`."""
+    actor = values.get("model.actor")
+    return isinstance(actor, str) and not actor.startswith(BUILTIN_PREFIX)
+
+
 def defaults(values: Mapping[str, Any], base: Path, *, on_cards: bool) -> dict[str, Default]:
     """Return the defaults of keys that are not set, by ``section.key``; none for the embedded model.
 
@@ -52,8 +59,7 @@ def defaults(values: Mapping[str, Any], base: Path, *, on_cards: bool) -> dict[s
         base: Folder of relative paths.
         on_cards: Whether the run has GPUs.
     """
-    actor = values.get("model.actor")
-    if not isinstance(actor, str) or actor.startswith(BUILTIN_PREFIX):
+    if not is_own(values):
         return {}
     trains_adapters = values.get("model.lora_rank", 0) != 0
     kind = "adapters" if trains_adapters else "a model of its own"
@@ -69,7 +75,7 @@ def defaults(values: Mapping[str, Any], base: Path, *, on_cards: bool) -> dict[s
         found["rewards"] = Default([], "the embedded task's reward is for that task alone")
     if on_cards:
         found["model.dtype"] = Default("bfloat16", "for a model of its own on a GPU")
-    positions = _positions(base / actor)
+    positions = _positions(base / values["model.actor"])
     if positions is not None and not any(key in values for key in LENGTH_KEYS):
         reason = f"the model has {positions:,} positions"
         found["rollout.max_length"] = Default(

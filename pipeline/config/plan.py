@@ -50,7 +50,7 @@ _PASS_STATES, _PASS_INNER = 4, 3
 """Vectors of a token that such a pass holds at a time, of the hidden width and of the MLP's: those of one layer."""
 _PASS_LOGITS, _SAMPLED_LOGITS = 2, 5
 """Copies in float32 of the logits of a chunk of log-probs, and of those of a token step that is sampled."""
-_VLLM_ROWS, _GRAPH_BYTES = 256, 500_000_000
+VLLM_ROWS, _GRAPH_BYTES = 256, 500_000_000
 """Rows of a step of vLLM where `rollout.inference_batch_size` is left out, and its graphs with their workspaces."""
 
 ENGINE_TERMS = ("weights of the engine", "KV cache")
@@ -294,11 +294,21 @@ def _largest(*models: ModelSizes | None) -> int:
     return max(model.parameters for model in models if model is not None)
 
 
+def cache_bytes(config: Config, models: Models, rows: int) -> int:
+    """Return the bytes of vLLM's key-value cache for rows of the greatest length, on each of a worker's cards."""
+    return math.ceil(rows * _cache_of_a_row(config, models) / config.rollout.tensor_parallel)
+
+
+def _cache_of_a_row(config: Config, models: Models) -> int:
+    sizes = models.actor
+    return WEIGHT_BYTES[config.model.dtype] * config.lengths.row * sizes.layers * sizes.cached
+
+
 def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     width, sizes = WEIGHT_BYTES[config.model.dtype], models.actor
     adapters = _adapters(config, models)
     terms = {"actor": width * (models.actor.parameters + adapters)} if worker_holds_actor(config) else {}
-    a_row = width * config.lengths.row * sizes.layers * sizes.cached
+    a_row = _cache_of_a_row(config, models)
     ticket = config.prompts_per_ticket * config.group_size
     rows = min(config.rollout.inference_batch_size or ticket, ticket)
     if config.rollout.engine == "vllm":
@@ -311,12 +321,12 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
         terms["weights of the engine"] = math.ceil(engine / parts)
         # On a card the cache is what is free there: a row is the least with which the engine starts.
         if on_cards:
-            terms["KV cache"] = config.rollout.cache_bytes or math.ceil(a_row / parts)
+            terms["KV cache"] = config.rollout.cache_bytes or cache_bytes(config, models, 1)
         else:
             terms["KV cache"] = (config.rollout.cache_bytes or VLLM_CPU_CACHE_BYTES) * config.rollout.tensor_parallel
         if on_cards:
             # Its first pass is as large as any: a step of prompts, and the sampler with all rows.
-            most = config.rollout.inference_batch_size or _VLLM_ROWS
+            most = config.rollout.inference_batch_size or VLLM_ROWS
             sampled = 4 * _SAMPLED_LOGITS * most * sizes.vocabulary
             terms["passes and graphs of the engine"] = _GRAPH_BYTES + sampled + _pass_bytes(sizes, width, _PASS_TOKENS)
     else:

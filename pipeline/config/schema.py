@@ -131,7 +131,8 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
     cache_bytes: Bytes | None = Field(
         default=None,
         gt=0,
-        description='Key-value cache of vllm, in bytes or as "4GiB"; left out: what the GPU has free, on a CPU 1 GiB.',
+        description='Key-value cache of vllm, in bytes or as "4GiB"; left out: on a GPU with a trainer rank room for '
+        "the rows that run at a time, as far as a step leaves it, on another one what is free, on a CPU 1 GiB.",
     )
     tensor_parallel: int = Field(
         default=1,

@@ -137,7 +137,11 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
 
 
 def _log_choices(config: Config, reasons: Mapping[str, str]) -> None:
-    """Log the values that the plan chose, of a start that goes on."""
+    """Log the values that the machine and the plan chose, of a start that goes on."""
+    if why := reasons.get("rollout.engine", ""):
+        log.info("engine of the rollouts: engine=%s reason=%s", config.rollout.engine, why)
+    if why := reasons.get("rollout.cache_bytes", ""):
+        log.info("cache of vllm by the plan: bytes=%s reason=%s", config.rollout.cache_bytes or "-", why)
     if why := reasons.get("trainer.micro_batch_tokens", ""):
         most, kept = config.trainer.micro_batch_tokens or "-", config.trainer.activation_checkpointing is False
         log.info("training passes by the plan: most_tokens=%s activations=%s reason=%s",
@@ -279,7 +283,7 @@ class Supervisor:
         self._slab.begin("supervisor")
         writer = self._slab.writer("supervisor")
         count_warnings(writer)
-        _log_choices(config, self._reasons)
+        _log_choices(config, {**self._loaded.reasons, **self._reasons})
         if older := remove_older_caches(Path(config.daemon.state_dir)):
             log.info("compiled code of other versions is removed: folders=%s", ",".join(older))
         self._fleet = Fleet(

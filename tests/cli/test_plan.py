@@ -67,6 +67,18 @@ def test_a_machine_without_gpus_holds_the_models_in_its_memory(folder: Path) -> 
     assert "trainer 0: weights" in host and "rollout 0: actor" in host and "/dev/shm: weights" in host
 
 
+def test_the_engine_and_its_cache_beside_a_step_have_a_line_with_the_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+
+    code, output = planned(folder, "--gpus", "1", "--gpu-memory", "80GB", "--ram", "64GiB")
+
+    assert code == 0
+    assert "\nengine       vllm by auto: vllm is installed here, and the run has GPUs\n" in output
+    assert re.search(r"^cache        .* [GM]B: 256 rows of .* tokens, beside a step on the same card$", output, re.M)
+
+
 def test_the_disk_of_the_state_directory_is_a_place_of_the_plan(folder: Path, tmp_path: Path) -> None:
     machine = ("--gpus", "1", "--gpu-memory", "80GB", "--ram", "64GiB", "--set", f"daemon.state_dir={tmp_path}")
 

@@ -133,3 +133,55 @@ def test_the_engine_follows_from_gpus_and_installation(
 
     assert line in config_load.render(found, effective=False, origin=False).splitlines()
     assert config_load.load_again(found, lambda loaded: []).config == found.config
+
+
+VLLM_HERE = "importlib.util.find_spec", lambda name: object()
+
+
+def test_the_engine_of_a_model_of_its_own_is_chosen_and_that_of_the_embedded_one_is_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "model", SHAPES["0.5b"])
+    own = f"model.actor={tmp_path}/model"
+    monkeypatch.setattr(*VLLM_HERE)
+
+    assert loaded(own, on_cards=True).config.rollout.engine == "vllm"
+    assert 'engine = "vllm"  # default; auto: vllm is installed here, and the run has GPUs' in shown(own, on_cards=True)
+    assert 'engine = "transformers"  # default; auto: no GPU' in shown(own)
+    assert loaded(own, "rollout.engine=transformers", on_cards=True).config.rollout.engine == "transformers"
+    assert 'engine = "transformers"  # default' in shown(on_cards=True)
+
+
+@pytest.mark.parametrize("sets", [(), ("rollout.engine=auto",)])
+def test_a_vllm_that_a_run_cannot_have_is_not_chosen_and_the_reason_is_its_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sets: tuple[str, ...]
+) -> None:
+    write_model(tmp_path / "model", SHAPES["0.5b"])
+    monkeypatch.setattr(*VLLM_HERE)
+
+    found = loaded(f"model.actor={tmp_path}/model", "model.lora_rank=600", *sets, on_cards=True)
+
+    assert found.config.rollout.engine == "transformers"
+    assert found.reasons["rollout.engine"] == (
+        'auto: vllm is installed, but --set model.lora_rank: must be at most 512 with rollout.engine = "vllm", got 600'
+    )
+
+
+def test_files_that_vllm_cannot_take_are_a_reason_too_and_other_problems_of_files_stay_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "model", SHAPES["0.5b"])
+    monkeypatch.setattr(*VLLM_HERE)
+
+    def load(problem: str, engine: str) -> config_load.LoadedConfig:
+        def check(loaded: config_load.LoadedConfig) -> list[str]:
+            return [problem] if loaded.config.rollout.engine in engine else []
+
+        sets = (f"model.actor={tmp_path}/model",)
+        return config_load.load(None, sets, {}, check_files=check, on_cards=True)
+
+    assert load("not these positions", "vllm").reasons["rollout.engine"] == (
+        "auto: vllm is installed, but not these positions"
+    )
+    with pytest.raises(config_load.ConfigErrors, match=r"^no such file$"):
+        load("no such file", "vllm transformers")

@@ -171,7 +171,7 @@ class TestDefaults:
         assert loaded.config.lengths.row == 12
         assert loaded.reasons.keys() == {
             "trainer.learning_rate", "trainer.critic_learning_rate", "trainer.warmup_steps", "trainer.save_every",
-            "trainer.betas",
+            "trainer.betas", "rollout.engine",
         }  # fmt: skip
 
     def test_a_reward_model_or_an_environment_is_not_joined_by_the_embedded_tasks_reward(self, tmp_path: Path) -> None:

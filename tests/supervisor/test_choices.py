@@ -106,22 +106,69 @@ def test_a_card_for_which_no_pass_is_small_enough_keeps_the_defaults_and_the_rea
     assert found.reasons[KEYS[1]] == "no pass leaves 10% of the card free"
 
 
+CACHE = "rollout.cache_bytes"
+A_ROW = 2 * 2048 * 24 * 2 * 128
+"""Bytes of a row of 2,048 tokens: keys and values of 24 layers, 2 heads of 64, in 16 bits."""
+
+
 @pytest.mark.parametrize(
-    ("gpus", "rollout", "is_chosen"),
+    ("gpu_gb", "rollout", "rows", "tokens"),
     [
-        (1, {"engine": "vllm"}, False),
-        (1, {"engine": "vllm", "cache_bytes": "8GiB"}, True),
-        (1, {}, True),
-        (2, {"engine": "vllm"}, True),
+        (141, {}, 256, 32_768),
+        (80, {}, 256, 16_384),
+        (80, {"inference_batch_size": 64}, 64, 16_384),
+        (30, {}, 128, 16_384),
+        # Without the reserve alone: a step of the least size beside one row.
+        (24, {}, 8, None),
     ],
 )
-def test_beside_a_cache_that_takes_what_is_free_a_pass_does_not_grow(
-    folder: Path, gpus: int, rollout: dict[str, Any], *, is_chosen: bool
+def test_beside_a_rank_the_cache_of_vllm_has_room_for_the_rows_that_run_and_leaves_a_step_its_own(
+    folder: Path, gpu_gb: float, rollout: dict[str, Any], rows: int, tokens: int | None
 ) -> None:
-    found, in_force = chosen(configured(folder, rollout), cards(141, gpus))
+    config = configured(folder, {"engine": "vllm", **rollout})
 
-    assert (in_force != (None, None)) == is_chosen
-    assert ("rollout.cache_bytes bounds it" in found.reasons[KEYS[1]]) != is_chosen
+    found, in_force = chosen(config, cards(gpu_gb, 1))
+
+    assert found.config.rollout.cache_bytes == rows * A_ROW
+    assert found.reasons[CACHE] == f"{rows} rows of 2,048 tokens, beside a step on the same card"
+    assert in_force[1] == tokens
+    (card,) = (one for one in budgets_of(found.config, models_of(config), cards(gpu_gb, 1)) if one.is_card)
+    assert card.total_bytes <= (0.9 if tokens else 1.0) * card.capacity_bytes
+    assert found.shown[CACHE].endswith(f" here: {found.reasons[CACHE]}")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings"),
+    [
+        (1, {"engine": "vllm", "cache_bytes": "8GiB"}),
+        (1, {}),
+        (2, {"engine": "vllm"}),
+        (0, {"engine": "vllm"}),
+    ],
+)
+def test_a_cache_that_is_set_or_has_its_card_alone_is_not_chosen(
+    folder: Path, gpus: int, settings: dict[str, Any]
+) -> None:
+    config = configured(folder, settings)
+
+    found, _ = chosen(config, cards(141, gpus))
+
+    assert found.config.rollout.cache_bytes == config.rollout.cache_bytes
+    assert CACHE not in found.reasons
+
+
+def test_beside_a_trainer_of_ones_own_nothing_bounds_the_cache(folder: Path) -> None:
+    found, _ = chosen(configured(folder, {"engine": "vllm"}, kind="external"), cards(141, 1))
+
+    assert found.config.rollout.cache_bytes is None
+
+
+def test_where_no_cache_leaves_a_step_its_room_the_reason_says_so(folder: Path) -> None:
+    found, in_force = chosen(configured(folder, {"engine": "vllm"}), cards(10, 1))
+
+    assert found.config.rollout.cache_bytes is None and in_force == (None, None)
+    assert found.reasons[CACHE] == "no cache leaves room for a step on the same card"
+    assert "rollout.cache_bytes bounds it" in found.reasons[KEYS[1]]
 
 
 def test_without_a_card_nothing_of_a_pass_is_chosen(folder: Path) -> None:

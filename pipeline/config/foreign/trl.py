@@ -311,7 +311,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("min_p", "rollout.min_p", "log-probs are those before it, as for top_p"),
     missing("repetition_penalty", "log-probs of a penalized distribution are not those that are trained", off=(1.0,)),
     missing("generation_kwargs", "a sampling option has a key, or is missing"),
-    carried("use_vllm", "rollout.engine", default=False, to=lambda value, given: {"rollout.engine": "vllm"} if value else {}),
+    carried("use_vllm", "rollout.engine", default=False, to=lambda value, given: {"rollout.engine": "vllm" if value else "transformers"}),
     needless("vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port", "each worker has an engine of its own, which the daemon starts"),
     needless("vllm_model_impl cache_implementation use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged", "the engine chooses", aliases="vllm_device vllm_dtype vllm_enable_prefix_caching vllm_max_model_len"),
     missing("vllm_enable_sleep_mode", "rollout.sleep needs the size of the cache, rollout.cache_bytes: set both", key="rollout.sleep"),

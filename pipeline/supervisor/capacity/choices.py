@@ -1,6 +1,7 @@
-"""The keys that follow from the plan of a run: sharding, training and log-prob passes, place of the training state.
+"""The keys that follow from the plan of a run: sharding, vLLM's cache, passes, place of the training state.
 
     trainer.sharding                  full where a whole model does not fit beside each rank, none elsewhere
+    rollout.cache_bytes               on a card with a rank, as much as vLLM's rows can use and a step leaves
     trainer.activation_checkpointing  on a card, where a step does not fit without it
     trainer.micro_batch_tokens        on a card, as many as fit
     rollout.logits_forward_tokens     on a card, as many as fit beside that
@@ -12,6 +13,7 @@ start on one machine, and each restart of a role, chooses alike. Checkpoints are
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 from pipeline import sort_digits
 from pipeline.config.conflicts import conflicts
 from pipeline.config.model_files import has_images
-from pipeline.config.plan import Models, models_of, needs
+from pipeline.config.plan import VLLM_ROWS, Models, cache_bytes, models_of, needs
 from pipeline.config.schema import Config
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
@@ -54,6 +56,8 @@ class Choices(NamedTuple):
             found["trainer.activation_checkpointing"] = str(trainer.activation_checkpointing).lower()
         if self.config.rollout.logits_forward_tokens is not None:
             found["rollout.logits_forward_tokens"] = f"{self.config.rollout.logits_forward_tokens:,}"
+        if self.config.rollout.cache_bytes is not None:
+            found["rollout.cache_bytes"] = size(self.config.rollout.cache_bytes)
         return {key: f"{value} here: {self.reasons[key]}" for key, value in found.items() if key in self.reasons}
 
 
@@ -83,6 +87,7 @@ def choice(config: Config, models: Models, machine: Machine) -> Choices:
     reasons: dict[str, str] = {}
     for keys, choose in (
         (("trainer.sharding",), _sharding),
+        (("rollout.cache_bytes",), _cache),
         (("trainer.activation_checkpointing", "trainer.micro_batch_tokens"), _passes),
         (("rollout.logits_forward_tokens",), _log_prob_passes),
         (("trainer.keep_state",), _state),
@@ -138,6 +143,29 @@ def _sharding(config: Config, models: Models, machine: Machine) -> tuple[Config,
     return (sharded, needed) if after < before else (whole, f"{needed}, and shards need no less")
 
 
+def _cache(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:
+    """Return the cache of a vLLM that shares its card with a rank.
+
+    It holds the rows that vLLM runs at a time, at their greatest length: more is of no use to a ticket. Where no step
+    fits beside that, it is halved until one does: fewer rows run at a time.
+    """
+    rollout = config.rollout
+    if config.trainer.kind == "external" or not _shares_with_growing_cache(
+        config, _cards_of_ranks(config, models, machine)
+    ):
+        return config, None
+    most = rollout.inference_batch_size or VLLM_ROWS
+    halves = [most >> halvings for halvings in range(most.bit_length())]
+    # A cache that takes what is free would leave a step nothing: rather the whole card, without a reserve.
+    for share, rows in itertools.product((_share(config), 1.0), halves):
+        changed = rollout.model_copy(update={"cache_bytes": cache_bytes(config, models, rows)})
+        sized = config.model_copy(update={"rollout": changed})
+        stepping, _ = _passes(sized, models, machine)
+        if _fit(_cards_of_ranks(stepping, models, machine), share):
+            return sized, f"{rows:,} rows of {config.lengths.row:,} tokens, beside a step on the same card"
+    return config, "no cache leaves room for a step on the same card"
+
+
 def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:
     """Return the tokens of a training pass and whether activations are checkpointed, on cards.
 
@@ -147,7 +175,7 @@ def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, s
     has_size = trainer.micro_batch_size is not None or trainer.micro_batch_tokens is not None
     if not machine.gpus or trainer.kind == "external" or (has_size and trainer.activation_checkpointing is not None):
         return config, None
-    share = 1.0 - (_SHARDED_RESERVE if config.shards_trainer else _RESERVE)
+    share = _share(config)
     if _shares_with_growing_cache(config, _cards_of_ranks(config, models, machine)):
         return config, "the cache of vllm takes what is free of the same card: rollout.cache_bytes bounds it"
     for keeps in (True, False):
@@ -159,7 +187,7 @@ def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, s
             sized = _with(config, activation_checkpointing=checkpointing)
             sized = sized if tokens is None else _with(sized, micro_batch_tokens=tokens)
             cards = _cards_of_ranks(sized, models, machine)
-            if all(card.total_bytes <= share * card.capacity_bytes for card in cards):
+            if _fit(cards, share):
                 fullest = max(cards, key=lambda card: card.total_bytes)
                 return sized, f"{fullest.name} takes {size(fullest.total_bytes)} of {size(fullest.capacity_bytes)}"
     return config, f"no pass leaves {1.0 - share:.0%} of the card free"
@@ -173,15 +201,24 @@ def _log_prob_passes(config: Config, models: Models, machine: Machine) -> tuple[
         return config, None
     if rollout.engine == "vllm" and rollout.cache_bytes is None:
         return config, "the cache of vllm takes what is free of the same card: rollout.cache_bytes bounds it"
-    share = 1.0 - (_SHARDED_RESERVE if config.shards_trainer else _RESERVE)
+    share = _share(config)
     for tokens in _LOG_PROB_TOKENS:
         changed = rollout.model_copy(update={"logits_forward_tokens": tokens})
         sized = config.model_copy(update={"rollout": changed})
         cards = _cards_of_passes(sized, models, machine)
-        if all(card.total_bytes <= share * card.capacity_bytes for card in cards):
+        if _fit(cards, share):
             fullest = max(cards, key=lambda card: card.total_bytes)
             return sized, f"{fullest.name} takes {size(fullest.total_bytes)} of {size(fullest.capacity_bytes)}"
     return config, f"no larger pass leaves {1.0 - share:.0%} of the card free"
+
+
+def _share(config: Config) -> float:
+    """Return the share of a card that a choice may fill."""
+    return 1.0 - (_SHARDED_RESERVE if config.shards_trainer else _RESERVE)
+
+
+def _fit(cards: list[Budget], share: float) -> bool:
+    return all(card.total_bytes <= share * card.capacity_bytes for card in cards)
 
 
 def _cards_of_passes(config: Config, models: Models, machine: Machine) -> list[Budget]:
