@@ -116,7 +116,8 @@ def _lines(
     if why := loaded.reasons.get("rollout.engine", ""):
         yield f"engine       {config.rollout.engine} by {why}"
     if why := chosen.reasons.get("rollout.cache_bytes", ""):
-        yield f"cache        {size(config.rollout.cache_bytes) if config.rollout.cache_bytes else 'what is free'}: {why}"
+        nbytes = config.rollout.cache_bytes
+        yield f"cache        {'what is free' if nbytes is None else size(nbytes)}: {why}"
     if why := chosen.reasons.get("trainer.micro_batch_tokens", ""):
         tokens = config.trainer.micro_batch_tokens
         kept = "checkpointed" if config.trainer.activation_checkpointing is not False else "kept"

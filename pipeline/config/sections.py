@@ -8,7 +8,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from pipeline.config.types import AnyPath, Bytes, LoraTargets, Source
+from pipeline.config.types import AnyPath, AutoOrBool, Bytes, LoraTargets, Source
 from pipeline.config.user_modules import install_command
 
 LIVE: Final[JsonDict] = {"x-reload": "live"}
@@ -73,10 +73,11 @@ class ModelConfig(Section):
         description="Whether the logits of models of 16 bits are computed in float32; left out: on a GPU, where the "
         "importance ratio of the unchanged policy spreads by more than 0.02 (kind = external: no).",
     )
-    compile: bool = Field(
-        default=False,
+    compile: AutoOrBool = Field(
+        default="auto",
         description="Whether decoder layers are compiled by torch.compile, in training and log-prob passes of trainer "
-        "and workers; a model that cannot be is computed as before, and the log says why.",
+        "and workers; auto: the trainer's on a GPU, if a trial at the start is faster with it; a model that cannot be "
+        "is computed as before, and the log says why.",
     )
     lora_rank: int = Field(
         default=0,

@@ -43,6 +43,12 @@ def _check_devices(value: object) -> object:
     return value
 
 
+def _check_auto(value: object) -> object:
+    if value != "auto" and not isinstance(value, bool):
+        raise PydanticCustomError("auto", 'must be true, false or "auto"')
+    return value
+
+
 def _check_targets(value: object) -> object:
     if value == "all-linear":
         return value
@@ -137,6 +143,8 @@ Devices = Annotated[
     Literal["auto"] | list[int],
     BeforeValidator(_check_devices, json_schema_input_type=Literal["auto"] | _DeviceList),
 ]
+
+AutoOrBool = Annotated[Literal["auto"] | bool, BeforeValidator(_check_auto)]
 
 LoraTargets = Annotated[
     Literal["all-linear"] | list[str],

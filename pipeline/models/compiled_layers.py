@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,6 +46,9 @@ Sizes that are equal while a graph is made are one symbol to torch. A prime is n
 would fix the tokens of a row.
 """
 
+_TIMED_TOKENS, _TIMES, _LEAST_GAIN = 10_000, 3, 1.02
+"""Most tokens of a pass whose time is compared, how often it is taken each way, and the gain that counts as one."""
+
 _GRADIENT_TOLERANCE: Final = {torch.float32: 1e-3}
 _GRADIENT_TOLERANCE_16_BITS: Final = 0.2
 """Largest difference of a layer's gradient, as a share of its norm, that rounding explains."""
@@ -70,7 +75,13 @@ class Uses:
     tokens: int = 0
 
 
-def compile_layers(models: Mapping[nn.Module, Uses], device: torch.device, *, backend: Any = "inductor") -> int:
+def compile_layers(
+    models: Mapping[nn.Module, Uses],
+    device: torch.device,
+    *,
+    only_if_faster: bool = False,
+    backend: Any = "inductor",
+) -> int:
     """Compile the decoder layers of models, each that can be, and log which, or why not.
 
     A model's log-probs or values and a layer's gradient must be those of the model as it is, up to rounding.
@@ -79,6 +90,7 @@ def compile_layers(models: Mapping[nn.Module, Uses], device: torch.device, *, ba
         models: Causal language models and critics with their uses, changed in place: in eval mode, with the weights,
             adapters, attention and checkpointing of their passes.
         device: Their device.
+        only_if_faster: Whether a model is left as it is unless its passes take less time compiled.
         backend: The backend of torch.compile.
 
     Returns:
@@ -97,14 +109,46 @@ def compile_layers(models: Mapping[nn.Module, Uses], device: torch.device, *, ba
         else:
             problem = _problem(model, code, uses, device)
         code.compiles = False
+        gain = ""
+        if problem is None and only_if_faster:
+            times_as_fast = _gain(model, code, uses, device)
+            gain = f" times_as_fast={times_as_fast:.2f}"
+            if times_as_fast < _LEAST_GAIN:
+                problem = f"its passes are {times_as_fast:.2f} times as fast"
         if problem is None:
             total += layers
-            log.info("layers are compiled: model=%s layers=%d graphs=%d seconds=%.1f",
-                     type(model).__name__, layers, _graphs() - before, time.monotonic() - began_s)  # fmt: skip
+            log.info("layers are compiled: model=%s layers=%d graphs=%d seconds=%.1f%s",
+                     type(model).__name__, layers, _graphs() - before, time.monotonic() - began_s, gain)  # fmt: skip
         else:
             detach(model)
-            log.warning("layers are not compiled: model=%s reason=%s", type(model).__name__, problem)
+            log.log(logging.INFO if only_if_faster else logging.WARNING,
+                    "layers are not compiled: model=%s reason=%s", type(model).__name__, problem)  # fmt: skip
     return total
+
+
+def _gain(model: nn.Module, code: LayerCode, uses: Uses, device: torch.device) -> float:
+    """Return how many times as fast as without it compiled code computes the first use of a model."""
+    sizes = _sizes(uses, device)
+    rows, columns = max(((rows, columns) for rows, columns in sizes if rows * columns <= _TIMED_TOKENS), key=math.prod)
+    run = _runs(model, code, uses, device, rows, columns)[0]
+    # In turns: other processes of the card slow both ways alike. Each way has computed this size before.
+    times: dict[bool, list[float]] = {True: [], False: []}
+    try:
+        for is_used in (True, False) * _TIMES:
+            code.is_used = is_used
+            _wait(device)
+            began_s = time.perf_counter()
+            run()
+            _wait(device)
+            times[is_used].append(time.perf_counter() - began_s)
+    finally:
+        code.is_used = True
+    return statistics.median(times[False]) / statistics.median(times[True])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _problem(model: nn.Module, code: LayerCode, uses: Uses, device: torch.device) -> str | None:

@@ -307,9 +307,10 @@ def share_prompts(config: Config, actor: Any, reference: Any, device: torch.devi
 def compile_passes(config: Config, actor: Any, reference: Any, critic: Any, device: torch.device) -> None:
     """Compile the layers of the models whose log-probs or values the worker computes, as configured.
 
-    A reference that is streamed is left as it is: its layers wait for their copies, not for launches.
+    A reference that is streamed is left as it is: its layers wait for their copies, not for launches. "auto" compiles
+    none of them: a worker that starts again shall soon have a row, of whose time these passes are a small part.
     """
-    if not config.model.compile or config.shards_trainer:
+    if config.model.compile is not True or config.shards_trainer:
         return
     uses: dict[Any, Uses] = {}
     tokens = config.rollout.logits_forward_tokens or default_tokens(actor, device, backward=False)

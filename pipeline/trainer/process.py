@@ -406,7 +406,8 @@ def compile_passes(
     tokens: int,
 ) -> None:
     """Compile the layers of a learner's models and of its reference, as configured; those of shards are not."""
-    if not config.model.compile:
+    is_auto = config.model.compile == "auto"
+    if not config.model.compile or (is_auto and (device.type == "cpu" or config.shards_trainer)):
         return
     if config.shards_trainer:
         log.warning("layers are not compiled: reason=the trainer's ranks hold shards")
@@ -419,7 +420,7 @@ def compile_passes(
         uses[models["critic"]] = Uses(packed, trained=True, scored=False, tokens=tokens)
     if reference is not None and reference is not actor:
         uses[reference] = Uses(packed, tokens=tokens)
-    compile_layers(uses, device)
+    compile_layers(uses, device, only_if_faster=is_auto)
 
 
 def load_reference(config: Config, actor: torch.nn.Module, device: torch.device) -> torch.nn.Module | None:

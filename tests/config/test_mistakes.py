@@ -333,6 +333,8 @@ MISTAKES = [
     # Values that are right each by itself, at the one to change that was set.
     ("[rollout]\nnum_generations = 1", "2:19: rollout.num_generations: must be at least 2 with GRPO, got 1"),
     ("[trainer]\npacking = 1", "2:11: trainer.packing: must be true or false, got 1"),
+    ('[model]\ncompile = "yes"', '2:11: model.compile: must be true, false or "auto", got "yes"'),
+    ("[model]\ncompile = 1", '2:11: model.compile: must be true, false or "auto", got 1'),
     (
         '[trainer]\nactivation_checkpointing = "auto"',
         '2:28: trainer.activation_checkpointing: must be true or false, got "auto"',

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,12 +47,16 @@ class Graphs(CompileCounterWithBackend):
     """A backend that counts graphs, and computes them as torch does, or times a factor.
 
     With `aot` it derives backward graphs and plain operators, as Inductor does, which takes most of its time. With a
-    bound it chooses by the tokens of a pass, as Inductor does: a graph serves those on one side of it.
+    bound it chooses by the tokens of a pass, as Inductor does: a graph serves those on one side of it. With a delay its
+    code takes so many seconds longer.
     """
 
-    def __init__(self, factor: float | None = None, *, aot: bool = False, bound: int | None = None) -> None:
+    def __init__(
+        self, factor: float | None = None, *, aot: bool = False, bound: int | None = None, delay_s: float = 0.0
+    ) -> None:
         super().__init__("aot_eager" if aot else "eager")
         self._factor = factor
+        self._delay_s = delay_s
         self._bound = bound
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -60,6 +66,8 @@ class Graphs(CompileCounterWithBackend):
                 if isinstance(size, torch.SymInt):
                     # A condition of the graph.
                     bool(size <= self._bound)
+        if self._delay_s:
+            return lambda *given: (time.sleep(self._delay_s), run(*given))[1]
         factor = self._factor
         return run if factor is None else lambda *given: [output * factor for output in run(*given)]
 
@@ -306,6 +314,46 @@ def test_a_model_that_does_not_compile_is_computed_as_it_is(lines: Callable[[], 
     assert compiled.startswith("layers are compiled: ")
     for mine, its in zip(gradients(model), gradients(plain), strict=True):
         assert torch.equal(mine, its)
+
+
+class Slow(nn.Module):
+    """A module that takes 20 ms longer while it is not compiled."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, states: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            time.sleep(0.02)
+        return self.module(states)
+
+
+def test_layers_stay_compiled_where_a_trial_is_faster_with_them(lines: Callable[[], list[str]]) -> None:
+    model = new_model()
+    for layer in decoder_layers(model):
+        layer.mlp = Slow(layer.mlp)
+
+    assert compile_layers({model: TRAINED}, CPU, only_if_faster=True, backend=Graphs()) == 2
+
+    found = re.fullmatch(r"layers are compiled: .* times_as_fast=([\d.]+)", lines()[-1])
+    assert found and float(found[1]) > 2
+    assert code_of(model).is_used
+
+
+def test_layers_that_a_trial_computes_no_faster_are_left_as_they_are(
+    lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = new_model(), new_model()
+
+    assert not compile_layers({model: TRAINED}, CPU, only_if_faster=True, backend=Graphs(delay_s=0.02))
+
+    assert re.fullmatch(
+        r"layers are not compiled: model=LlamaForCausalLM reason=its passes are 0\.\d\d times as fast", lines()[-1]
+    )
+    assert torch.equal(log_probs(model), log_probs(plain))
+    assert all("forward" not in vars(layer) for layer in decoder_layers(model))
+    assert all(record.levelno < logging.WARNING for record in caplog.records if record.name in LOGGERS)
 
 
 def test_code_that_computes_other_numbers_is_not_used(lines: Callable[[], list[str]]) -> None:
