@@ -605,6 +605,18 @@ def test_compiled_layers_launch_a_part_of_the_kernels_and_give_the_same(packed):
             assert (mine.float() - its.float()).norm() < 0.1 * its.float().norm() + 1e-6
 
 
+def test_the_trial_of_a_card_finds_compiled_layers_faster_and_keeps_them():
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    device = next(model.parameters()).device
+    assert prepare_packing([model], device)
+
+    assert compile_layers({model: Uses(packed=True, trained=True, tokens=8_000)}, device, only_if_faster=True) == 8
+
+
 def test_the_seconds_of_a_step_count_for_the_phase_that_computes():
     actor = tiny.llama().cuda()
     # Half a second or more of the device's time, which no call of the pass waits for.
