@@ -84,7 +84,7 @@ def _cluster(cluster: Mapping[str, Any]) -> str:
         return ""
     nodes, left, actors = cluster.get("nodes") or [], cluster.get("left") or [], cluster.get("actors") or {}
     gone = f", {len(left):,} left: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}" if left else ""
-    waiting = f", {actors['pending']:,} wait for room" if actors.get("pending") else ""
+    waiting = f", {actors['pending']:,} wait for a node" if actors.get("pending") else ""
     return f"{len(nodes):,} nodes{gone}; actors: {actors.get('placed') or 0:,} placed{waiting}"
 
 

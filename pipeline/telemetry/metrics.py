@@ -327,7 +327,7 @@ METRICS: Final[tuple[Metric, ...]] = (
           "Nodes of the Ray cluster that belong to it (alive), or left it since the start (left); absent without one.",
           state="alive left"),
     gauge("rlhfd_cluster_actors", SUPERVISOR,
-          "Actors of workers that run on a node (placed) or wait for room (pending); absent without a cluster.",
+          "Actors of workers that run on a node (placed) or wait for one (pending); absent without a cluster.",
           state="pending placed"),
     gauge("rlhfd_cluster_actor_info", INFO,
           "Always 1, for each worker whose actor runs on a node of the cluster; node is its host name.",
