@@ -437,9 +437,10 @@ class Learner:
         """Run every micro-batch forward and backward; return this rank's sums and the importance ratios of its rows."""
         sums = torch.zeros(len(Sums._fields), dtype=torch.float64, device=self._device)
         row_ratios: list[Tensor] = []
+        trained = [self._actor] if self._critic is None else [self._actor, self._critic]
         for batch in batches:
-            parts = batch.micro_batches(self._micro_batch, self._actor)
-            for part, ratios in in_step(parts, batch, row_ratios, self._actor):
+            parts, is_last = batch.micro_batches(self._micro_batch, self._actor), batch is batches[-1]
+            for part, ratios in in_step(parts, batch, row_ratios, self._actor, trained, is_last=is_last):
                 tokens, passed = self._note_size(part)
                 sums[:6] += self._actor_pass(part, totals, ratios, watch)
                 if self._critic is not None:

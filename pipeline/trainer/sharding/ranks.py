@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,18 +84,26 @@ class RankGroup:
 
 
 def in_step(
-    parts: Iterator[TrainingBatch], batch: TrainingBatch, row_ratios: list[Tensor], actor: nn.Module
+    parts: Iterator[TrainingBatch],
+    batch: TrainingBatch,
+    row_ratios: list[Tensor],
+    actor: nn.Module,
+    trained: Sequence[Any] = (),
+    *,
+    is_last: bool = True,
 ) -> Iterator[tuple[TrainingBatch, list[Tensor]]]:
     """Yield the micro-batches of a batch, on a sharded model as many on every rank.
 
     Each pass of a sharded model is a collective. A rank with fewer micro-batches takes passes of two tokens without an
-    action, whose losses and gradients are 0.
+    action, whose losses and gradients are 0. Replicas sum their gradients in the last pass of an update alone.
 
     Args:
         parts: The micro-batches of this rank.
         batch: Their batch.
         row_ratios: Takes the importance ratios of the rows.
-        actor: The model that is trained.
+        actor: The model of the passes.
+        trained: The sharded models that get gradients.
+        is_last: Whether the batch is the last one of the update.
 
     Yields:
         A micro-batch, and the list that takes its importance ratios.
@@ -105,9 +114,11 @@ def in_step(
     own = list(parts)
     most = torch.tensor(len(own), device=next(actor.parameters()).device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    yield from ((part, row_ratios) for part in own)
-    for _ in range(int(most) - len(own)):
-        yield _without_actions(batch), []
+    passes = int(most)
+    for index in range(passes):
+        for model in trained:
+            model.set_requires_all_reduce(is_last and index == passes - 1)
+        yield (own[index], row_ratios) if index < len(own) else (_without_actions(batch), [])
 
 
 def _without_actions(batch: TrainingBatch) -> TrainingBatch:

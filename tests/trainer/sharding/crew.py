@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +212,25 @@ def whole_tensors(models: dict[str, nn.Module], group: RankGroup) -> dict[str, T
     return found
 
 
+@contextlib.contextmanager
+def replica_sums(replica: Replica) -> Iterator[list[int]]:
+    """Count the elements of each gradient that is summed over replicas."""
+    found: list[int] = []
+    real = dist.all_reduce
+    across = replica.mesh.get_group("replicate") if replica.group is not None else None
+
+    def all_reduce(tensor: Tensor, *arguments: Any, **settings: Any) -> Any:
+        if across is not None and settings.get("group") is across:
+            found.append(tensor.numel())
+        return real(tensor, *arguments, **settings)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield found
+    finally:
+        dist.all_reduce = real
+
+
 def ranks_of(crew: str) -> tuple[int, int]:
     """Return the replicas of a crew, and the ranks of each."""
     replicas, _, ranks = crew.rpartition("x")
@@ -283,8 +304,9 @@ def _case(name: str, folder: Path, replica: Replica, crew: str) -> dict[str, Any
     learner = new_learner(models, name, dist.group.WORLD, reference)
     loaded = whole_tensors(models, group)
     rows = ROWS[every.world_size][every.rank]
-    found = steps(learner, folder, name, rows, with_reference=reference is None)
-    found = {"loaded": loaded, "steps": found, "weights": whole_tensors(models, group)}
+    with replica_sums(replica) as sums:
+        found = steps(learner, folder, name, rows, with_reference=reference is None)
+    found = {"loaded": loaded, "steps": found, "weights": whole_tensors(models, group), "sums": sums}
     if reference is not None:
         held = [shard.local for shard in shards_of(reference).values()]
         found["reference"] = sum(shard.numel() for shard in held), {shard.dtype for shard in held}

@@ -193,6 +193,18 @@ def test_replicas_hold_the_same_bits_and_the_first_one_alone_writes(
     assert found["resumed"] == set()
 
 
+@pytest.mark.parametrize("name", crew.CASES["2x2"])
+def test_replicas_sum_each_gradient_once_a_step_however_many_passes_it_has(
+    runs: Callable[[str], Any], name: str
+) -> None:
+    found = runs("2x2")[name]
+
+    # One of each layer, and of a model's embedding, head and norm where these are trained; rank 0 takes two passes.
+    layers = sum(".input_layernorm." in key for key in found["loaded"])
+    a_step = layers if name.startswith("lora") else layers + 6
+    assert len(found["sums"]) == a_step * crew.STEPS, found["sums"]
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_checkpoint_that_rank_0_cannot_write_fails_on_every_rank_and_none_hangs(
     runs: Callable[[str], Any], ranks: str
