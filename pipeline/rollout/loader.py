@@ -23,6 +23,7 @@ from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.critic import Critic
 from pipeline.models.device import free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
+from pipeline.models.fused_norms import fuse_norms
 from pipeline.models.loading import (
     load_actor,
     load_critic,
@@ -148,6 +149,10 @@ def _load(
     refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
     # After the critic, which is made of the unadapted backbone.
     adapt(actor, config.model, seed=config.daemon.seed)
+    if config.trainer.kind == "builtin":
+        # As in the trainer; one's own has the model's own norms.
+        here = (actor if holds_actor else None, None if reference is actor else reference, critic)
+        fuse_norms([model for model in here if model is not None], device)
     # After the adapters, as in the trainer: that of the head is float32 too. Without the actor the reference alone
     # computes logits here.
     if (measured := actor if holds_actor else reference) is not None:

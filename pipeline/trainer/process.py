@@ -22,6 +22,7 @@ from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, free_cached, grow_segments, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
+from pipeline.models.fused_norms import fuse_norms
 from pipeline.models.loading import load_actor, load_critic, load_tokenizer
 from pipeline.models.lora import adapt
 from pipeline.models.tokenizer_file import TokenizerFiles
@@ -365,6 +366,7 @@ def new_learner(
     """
     actor = models["actor"]
     reference = load_reference(config, actor, device)
+    fuse_norms([*models.values(), *([] if reference in (None, actor) else [reference])], device)
     in_float32 = use_float32_logits(
         actor,
         tokens,

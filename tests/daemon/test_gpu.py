@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pipeline.config.schema import TrainerConfig
 from pipeline.experience import codec
 from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.float32_logits import compute_in_float32, log_prob_spread
+from pipeline.models.fused_norms import fuse_norms
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.packing import log_probs_of_rows, prepare_packing
 from pipeline.models.pass_size import release_memory
@@ -603,6 +605,30 @@ def test_compiled_layers_launch_a_part_of_the_kernels_and_give_the_same(packed):
     for mine, its in zip(compiled, gradients, strict=True):
         if its is not None:
             assert (mine.float() - its.float()).norm() < 0.1 * its.float().norm() + 1e-6
+
+
+def test_a_norm_is_one_kernel_of_a_pass_and_computes_as_before():
+    norm = LlamaRMSNorm(1024).to("cuda", torch.bfloat16)
+    norm.weight.data.normal_(1.0, 0.3)
+    rows = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        result = norm(rows)
+        return result, *torch.autograd.grad(result.float().square().mean(), [rows, norm.weight])
+
+    step()
+    before, expected = kernels(step)
+
+    assert fuse_norms([torch.nn.ModuleList([norm])], rows.device) == 1
+
+    step()
+    after, found = kernels(step)
+    assert after <= before - 14, (before, after)
+    with torch.no_grad():
+        norm(rows)
+        assert kernels(lambda: norm(rows))[0] == 1
+    for mine, its in zip(found, expected, strict=True):
+        assert (mine.float() - its.float()).norm() < 0.02 * its.float().norm()
 
 
 def test_the_trial_of_a_card_finds_compiled_layers_faster_and_keeps_them():
