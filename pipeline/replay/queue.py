@@ -6,7 +6,7 @@ import bisect
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from pipeline.errors import ArenaFullError
@@ -341,7 +341,7 @@ class ReplayQueue:
             chosen = self.ledger.redeliver(lease)
         elif self.ledger.ready >= self._batch_rows:
             # Recorded before the lease: the next server knows the holder of every lease.
-            self._remember(want.client, self.ledger.totals.leases)
+            self._remember(want.client, self.ledger.next_lease())
             chosen = self.ledger.index.oldest_rows(self._batch_rows)
             lease = self.ledger.lease(chosen)
         else:
@@ -382,20 +382,25 @@ class ReplayQueue:
         if self._holders.get(damaged.lease) == damaged.trainer:
             log.error("damaged rows dropped: lease=%d reason=%s", damaged.lease, damaged.reason)
             del self._holders[damaged.lease]
-            self.ledger.requeue(damaged.lease)
+            self._requeue([damaged.lease])
             for ticket in set(damaged.tickets) & set(self.ledger.extents):
                 self._drop(self.ledger.extents[ticket], "quarantined")
         self._end_lease(damaged.trainer, damaged.lease)
 
     def _clear(self) -> int:
-        for lease in self._vacant:
-            self.ledger.requeue(lease)
+        self._requeue(self._vacant)
         self._vacant.clear()
         rows = self.ledger.ready
         # One extent a transaction: all extents at once might not fit into the redo log.
         for record in list(self.ledger.sealed_extents()):
             self._drop(record, "cleared")
         return rows
+
+    def _requeue(self, leases: Sequence[int]) -> None:
+        """Make the rows of leases ready again; no number is used twice, so younger leases have higher numbers."""
+        self.ledger.rebase(self.ledger.totals.leases)
+        for lease in leases:
+            self.ledger.requeue(lease)
 
     def _drop(self, record: ExtentRecord, reason: str) -> None:
         if rows := ready_rows(record):

@@ -27,6 +27,7 @@ from pipeline.runtime.messages import (
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
+from pipeline.storage.tables import MOST_LEASES
 
 LAYOUT = LedgerLayout(extents=64, rows_per_extent=8)
 
@@ -34,8 +35,9 @@ LAYOUT = LedgerLayout(extents=64, rows_per_extent=8)
 class Bench:
     """A queue, the memory that outlives it, and the messages that it sent."""
 
-    def __init__(self, *, sample_batch_size=4, limit=0, capacity_bytes=1 << 16):
-        self.memory = memoryview(bytearray(LAYOUT.nbytes))
+    def __init__(self, *, sample_batch_size=4, limit=0, capacity_bytes=1 << 16, layout=LAYOUT):
+        self.layout = layout
+        self.memory = memoryview(bytearray(layout.nbytes))
         self.options = {"sample_batch_size": sample_batch_size, "limit": limit}
         self.capacity_bytes = capacity_bytes
         self.remembered = {}
@@ -46,7 +48,7 @@ class Bench:
 
     def start(self):
         self.servers += 1
-        self.ledger = Ledger(self.memory, LAYOUT)
+        self.ledger = Ledger(self.memory, self.layout)
         self.queue = ReplayQueue(
             self.ledger,
             ExtentAllocator(self.capacity_bytes),
@@ -329,6 +331,19 @@ def test_clear_drops_all_that_waits_and_nothing_else():
     assert bench.balanced
 
 
+def test_clear_drops_more_flushed_batches_than_the_ledger_has_vacant_leases():
+    bench = Bench(sample_batch_size=1, layout=LedgerLayout(extents=64, rows_per_extent=128))
+    producer = Client(bench)
+    for _ in range(-(-MOST_LEASES // 128) + 1):
+        producer.append(128)
+    rows = producer.ask("flush").rows
+
+    books = producer.ask("clear")
+
+    assert rows > MOST_LEASES and (books.rows, books.dropped, books.ready) == (rows, rows, 0)
+    assert bench.balanced
+
+
 def test_the_end_wakes_all_who_wait_and_refuses_whoever_comes():
     bench = Bench(sample_batch_size=2, limit=1)
     writing, producer, consumer, late = (Client(bench, index) for index in range(4))
@@ -431,6 +446,58 @@ def test_the_next_server_knows_who_holds_what():
     holder.ack(held)
     assert rows_of(lost.want_batch()) == rows[1:2]
     assert bench.ledger.totals.trained == 1 and bench.balanced
+
+
+@pytest.mark.parametrize("before", ["cleared", "damaged"])
+def test_the_next_server_knows_the_holder_of_a_batch_after_rows_were_dropped(before):
+    bench = Bench(sample_batch_size=1)
+    writer, holder, other = (Client(bench, index) for index in range(3))
+    writer.append()
+    if before == "cleared":
+        writer.ask("flush"), writer.ask("clear")
+    else:
+        damaged = holder.want_batch()
+        bench.send(Damaged(holder.name, damaged.lease, [damaged.parts[0].ticket], "checksum"))
+        assert holder.one(Delivered) is not None
+    rows = writer.append()
+    held = holder.want_batch()
+
+    bench.start()
+    other.join()
+
+    assert other.want_batch() is None
+    holder.join(lease=held.lease)
+    holder.ack(held)
+    assert rows_of(held) == rows and bench.ledger.totals.trained == 1 and bench.balanced
+
+
+def test_a_dead_consumers_batch_comes_before_rows_that_were_appended_after_a_clear():
+    bench = Bench(sample_batch_size=1)
+    writer, first, second, next_one = (Client(bench, index) for index in range(4))
+    rows = writer.append() + writer.append()
+    first.want_batch(), second.want_batch()
+    bench.send(PeerDied(first.name))
+    writer.ask("clear")
+    writer.append(), writer.ask("flush")
+
+    bench.send(PeerDied(second.name))
+
+    assert rows_of(next_one.want_batch()) == rows[1:]
+
+
+def test_the_books_of_a_server_do_not_grow_with_the_rows_that_have_gone():
+    bench = Bench(sample_batch_size=1)
+    producer, waiting, consumer = (Client(bench, index) for index in range(3))
+    # An append that takes long is the oldest record all the time.
+    assert waiting.want_room() is not None
+
+    for _ in range(2000):
+        producer.append()
+        consumer.ack(consumer.want_batch())
+
+    index = bench.ledger.index
+    assert len(index._positions) < 200 and len(index._seals) < 200
+    assert index.lowest_position() == 0 and index.oldest_seal_s() is None
 
 
 def test_flushed_batches_survive_the_server():
