@@ -1,7 +1,7 @@
 """Sums over the ledger's records, updated with each change: no query walks over all records.
 
 A record is open while it is reserved or holds a ready row. Two heaps may name records that are no longer open; these
-are discarded when they reach the top.
+are discarded when they reach the top, and all of them once they are most of a heap.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pipeline.storage.records import Chosen, ExtentRecord, ExtentState, ready_rows
+
+_LEAST_ENTRIES = 64
 
 
 class LedgerIndex:
@@ -46,6 +48,7 @@ class LedgerIndex:
         self.reserved[record.ticket] = record
         self.count(record, 1)
         heapq.heappush(self._positions, (record.position, record.ticket))
+        self._trim()
 
     def count(self, record: ExtentRecord, sign: Literal[1, -1]) -> None:
         """Add or subtract a reserved record; a change of owner, version or rows is between a -1 and a 1."""
@@ -79,6 +82,7 @@ class LedgerIndex:
             heapq.heappush(self._positions, (record.position, record.ticket))
             heapq.heappush(self._seals, (record.sealed_s, record.ticket))
             self.ready_bytes += record.nbytes
+            self._trim()
         elif before and not ready:
             del self._ready[bisect.bisect_left(self._ready, key)]
             self.ready_bytes -= record.nbytes
@@ -113,6 +117,18 @@ class LedgerIndex:
         while heap and ((record := self._extents.get(heap[0][1])) is None or not record.ready):
             heapq.heappop(heap)
         return heap[0][0] if heap else None
+
+    def _trim(self) -> None:
+        """Make the heaps anew once most of their entries are of records that are no longer open.
+
+        The server of a replay buffer never asks for their tops; and a record may stay at the top for long.
+        """
+        if max(len(self._positions), len(self._seals)) > 4 * len(self._extents) + _LEAST_ENTRIES:
+            records = [record for record in self._extents.values() if self._is_open(record)]
+            self._positions = [(record.position, record.ticket) for record in records]
+            self._seals = [(record.sealed_s, record.ticket) for record in records if record.ready]
+            heapq.heapify(self._positions)
+            heapq.heapify(self._seals)
 
     def _is_open(self, record: ExtentRecord | None) -> bool:
         return record is not None and (record.state is ExtentState.RESERVED or record.ready > 0)
