@@ -23,10 +23,14 @@ _JEMALLOC = "JE_ARROW_MALLOC_CONF"
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """A request to fork; the pipes for reports and lines, and a socket for the handshake, come with the message."""
+    """A request to fork, in a file in memory: a packet takes some 200 kB, and variables may be more.
+
+    Its descriptor comes in a packet with those of the pipes for reports and lines, and of a socket for the handshake.
+    """
 
     spec: LaunchSpec
-    environment: dict[str, str]
+    # Variables may hold bytes that are no text.
+    environment: dict[bytes, bytes]
 
 
 def forkserver_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -71,8 +75,9 @@ class Forkserver:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours:
                 ours.settimeout(_FORK_TIMEOUT_S)
+                variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
                 with theirs:
-                    self._request(ForkRequest(spec, dict(environment)), reports, lines, theirs.fileno())
+                    self._request(ForkRequest(spec, variables), reports, lines, theirs.fileno())
                 if not (answer := ours.recv(64)):
                     raise ConnectionResetError("the forkserver has exited")
                 # The forked process waits for this: after our timeout it finds the socket closed, and exits.
@@ -84,7 +89,10 @@ class Forkserver:
     def _request(self, request: ForkRequest, *descriptors: int) -> None:
         if self._link is None:
             raise ConnectionResetError("there is no forkserver")
-        socket.send_fds(self._link, [msgspec.msgpack.encode(request)], descriptors)
+        with open(os.memfd_create("fork"), "wb") as body:
+            body.write(msgspec.msgpack.encode(request))
+            body.flush()
+            socket.send_fds(self._link, [b"fork"], [body.fileno(), *descriptors])
 
     def close(self) -> None:
         """Close the connection; the forkserver then exits."""

@@ -17,14 +17,12 @@ from pipeline.runtime.forking import threads_lost, unfit_to_fork
 from pipeline.runtime.import_watch import ImportWatch
 from pipeline.runtime.lifeline import die_with_parent
 
-_REQUEST_BYTES = 1 << 20
-
 
 class Fork(NamedTuple):
     """A decoded `ForkRequest` with its descriptors: the pipes for reports and lines, the socket of the handshake."""
 
     spec: bytes
-    environment: dict[str, str]
+    environment: dict[bytes, bytes]
     reports: int
     lines: int
     handshake: socket.socket
@@ -94,11 +92,14 @@ def _next_fork(link: socket.socket) -> Fork | None:
 
     from pipeline.runtime.forkserver import ForkRequest
 
-    data, descriptors, _, _ = socket.recv_fds(link, _REQUEST_BYTES, 3)
+    data, descriptors, _, _ = socket.recv_fds(link, len(b"fork"), 4)
     if not data:
         return None
-    request = msgspec.msgpack.decode(data, type=ForkRequest)
-    reports, lines, handshake = descriptors
+    body, reports, lines, handshake = descriptors
+    with open(body, "rb") as file:
+        # Its place is that of the supervisor's writes.
+        file.seek(0)
+        request = msgspec.msgpack.decode(file.read(), type=ForkRequest)
     return Fork(msgspec.json.encode(request.spec), request.environment, reports, lines, socket.socket(fileno=handshake))
 
 
@@ -119,8 +120,8 @@ def _run_role(fork: Fork) -> int:
     """Set up the process like an executed one, do the handshake with the supervisor, and run the role."""
     from pipeline.runtime import child_entry
 
-    os.environ.clear()
-    os.environ.update(fork.environment)
+    os.environb.clear()
+    os.environb.update(fork.environment)
     die_with_parent()
     os.setsid()
     for number in (1, 2):

@@ -1,10 +1,17 @@
-"""Conditions under which a process must not be forked into roles, asked in a fresh process: pytest has threads."""
+"""The forkserver: its requests, and conditions under which it must not be forked, asked in a fresh process."""
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
+
+from pipeline.runtime.child_process import LaunchSpec
+from pipeline.runtime.forkserver import Forkserver
+from pipeline.runtime.forkserver_process import _next_fork
 
 PROGRAM = """
 import os, sys, warnings
@@ -28,6 +35,34 @@ def test_a_process_whose_forks_cannot_use_cuda_is_found_by_a_fork(has_asked_cuda
     )  # fmt: skip
 
     assert found.stdout.split() == [str(has_asked_cuda), "1"], found.stderr
+
+
+@pytest.mark.parametrize(
+    "variables", [{"LATIN_1": os.fsdecode(b"caf\xe9")}, {f"SERVICE_{number}": "x" * 1000 for number in range(1500)}],
+    ids=["no_text", "many"],
+)  # fmt: skip
+def test_a_fork_gets_every_variable_whatever_its_bytes_and_their_number(variables):
+    forkserver, spec = Forkserver(), LaunchSpec("trainer", 1, "folder")
+    forkserver._link, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.settimeout(10.0)
+
+    def serve():
+        fork = _next_fork(server)
+        with fork.handshake as handshake:
+            handshake.send(b"4711")
+            handshake.recv(8)
+        for pipe in (fork.reports, fork.lines):
+            os.close(pipe)
+        return fork
+
+    with open(os.devnull) as pipe, server, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        child = forkserver.forked(spec, variables)(pipe.fileno(), pipe.fileno())
+        fork = served.result(30)
+    forkserver.close()
+
+    assert child.pid == 4711 and msgspec.json.decode(fork.spec, type=LaunchSpec) == spec
+    assert fork.environment == {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
 
 
 LEAVES = """
