@@ -437,10 +437,9 @@ class Supervisor:
     def _child_ended(self, slot: Slot, code: int) -> None:
         self._child_changed(slot)
         self._shutdown.note_unwritten(slot, code)
-        if self._shutdown.under_way:
-            self._shutdown.child_ended(slot, code)
-        else:
-            self._exits.handle(slot, code)
+        handle = self._shutdown.child_ended if self._shutdown.under_way else self._exits.handle
+        # The event loop, which calls this, would only log the error of a start that follows from the exit.
+        self._guarded(lambda: handle(slot, code))
 
     def _apply(self, config: Config) -> None:
         """Apply a reloaded configuration; nothing here fails."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.errors import ExitCode, GaveUpError
 from pipeline.supervisor import supervisor as module
 from pipeline.supervisor.supervisor import Supervisor
 
@@ -56,6 +57,28 @@ def test_a_drain_is_news(made):
     supervisor._drain("asked to stop")
 
     assert supervisor._news.is_set()
+
+
+def test_a_start_that_fails_after_a_childs_end_ends_the_run(made):
+    failures = []
+
+    def start(slot, code):
+        raise GaveUpError("trainer-0 cannot be started: no process is free")
+
+    supervisor = made()
+    supervisor._status = SimpleNamespace(changed=lambda slot: None)
+    supervisor._exits = SimpleNamespace(handle=start)
+    supervisor._fleet = SimpleNamespace(of=lambda *roles: [])
+    supervisor._shutdown = SimpleNamespace(
+        under_way=False,
+        note_unwritten=lambda slot, code: None,
+        fail=lambda code, reason: failures.append((code, reason)),
+        begin_failed=lambda: failures.append("begun"),
+    )
+
+    supervisor._child_ended(SimpleNamespace(role="setup", state="ended"), 0)
+
+    assert failures == [(ExitCode.GAVE_UP, "trainer-0 cannot be started: no process is free"), "begun"]
 
 
 @pytest.mark.parametrize("word", ["pause", "resume"])
