@@ -314,4 +314,8 @@ def _json(text: bytes) -> Response:
 
 def wants_openmetrics(accept: str) -> bool:
     """Return whether an Accept header accepts OpenMetrics 1.0.0 or later."""
-    return choose_encoder(accept)[1].startswith("application/openmetrics-text")
+    try:
+        return choose_encoder(accept)[1].startswith("application/openmetrics-text")
+    except (TypeError, ValueError):
+        # A version that is none, which prometheus_client compares with its own.
+        return False

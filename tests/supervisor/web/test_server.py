@@ -106,6 +106,7 @@ def test_metrics_come_in_the_format_asked_for() -> None:
         ("text/plain;version=0.0.4", False),
         ("application/openmetrics-text", True),
         ("application/openmetrics-text; version=0.0.1", False),
+        ("application/openmetrics-text; version=latest", False),
         (
             "application/openmetrics-text;version=1.0.0;q=0.8,application/openmetrics-text;version=0.0.1;q=0.75,*/*",
             True,
