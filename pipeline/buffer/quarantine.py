@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -46,8 +47,12 @@ class Quarantine:
     def keep(self, chosen: Chosen, reason: str, detail: str) -> None:
         """Write extents into one file; if the disk is full, the copy alone is lost."""
         needed_bytes = sum(record.nbytes for record, _ in chosen)
-        name = f"{time.strftime('%Y%m%dT%H%M%S')}-{reason}-ticket-{chosen[0][0].ticket}{extent_file.SUFFIX}"
+        name = f"{time.strftime('%Y%m%dT%H%M%S')}-{reason}-ticket-{chosen[0][0].ticket}"
         try:
+            # A ticket may be refused twice in a second.
+            names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+            paths = (self._folder / f"{each}{extent_file.SUFFIX}" for each in names)
+            path = next(path for path in paths if not path.exists())
             used_bytes = sum(path.stat().st_size for path in self._folder.glob(f"*{extent_file.SUFFIX}"))
             if used_bytes + needed_bytes > self._most_bytes:
                 log.warning("not kept in quarantine: %d B beside %d B, at most %d B",
@@ -55,10 +60,10 @@ class Quarantine:
                 self._count("full")
                 return
             metadata = {"reason": reason, "detail": detail, "unix_s": f"{time.time():.3f}"}
-            nbytes = extent_file.save(self._folder / name, self._arena, chosen, metadata)
+            nbytes = extent_file.save(path, self._arena, chosen, metadata)
         except OSError as error:
             log.error("not kept in quarantine: %s", error)
             self._count("error")
             return
-        log.warning("kept in quarantine: path=%s bytes=%d", self._folder / name, nbytes)
+        log.warning("kept in quarantine: path=%s bytes=%d", path, nbytes)
         self._count("kept")

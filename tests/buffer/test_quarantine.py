@@ -99,6 +99,20 @@ def test_beyond_its_bytes_it_keeps_the_oldest_and_counts_the_rest(place):
     assert len(list(place.folder.iterdir())) == 1
 
 
+def test_copies_of_one_second_do_not_replace_each_other(place, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: "20261128T110500")
+    record, _ = place.records
+
+    for row in range(3):
+        place.quarantine.keep([(record, [row])], "checksum", f"attempt {row}")
+
+    cases = [read_quarantine(path) for path in place.folder.iterdir()]
+    assert sorted((case.detail, case.extents[0].chosen) for case in cases) == [
+        ("attempt 0", [0]), ("attempt 1", [1]), ("attempt 2", [2]),
+    ]  # fmt: skip
+    assert place.counted == ["kept"] * 3
+
+
 def test_a_file_in_the_way_of_the_folder_is_counted_and_no_crash(place):
     place.folder.parent.mkdir()
     place.folder.write_text("")
