@@ -312,8 +312,24 @@ def refuse_closed(folder: Path, owner_pid: int) -> None:
 def _lock_client(folder: Path) -> tuple[str, int]:
     for index in range(_MOST_CLIENTS):
         with contextlib.suppress(BlockingIOError):
-            return client_name(index), _lock(folder / f"{client_name(index)}.lock")
+            descriptor = _lock(folder / f"{client_name(index)}.lock")
+            if not os.fstat(descriptor).st_size:
+                _reserve_lease(descriptor)
+            return client_name(index), descriptor
     raise ConfigError(f"{_MOST_CLIENTS:,} clients are connected to {folder}, and that is the most")
+
+
+def _reserve_lease(descriptor: int) -> None:
+    """Write the number for no lease, so that the server's later writes need no room: others may fill shared memory.
+
+    Raises:
+        ConfigError: If there is no room now.
+    """
+    try:
+        os.pwrite(descriptor, _LEASE.pack(-1), 0)
+    except OSError as error:
+        unlock(descriptor)
+        raise ConfigError(f"no room in {SHARED_MEMORY} to connect to a replay buffer: {error.strerror}") from error
 
 
 class LinkPool:

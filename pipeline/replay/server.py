@@ -96,7 +96,12 @@ class ReplayServer:
 
     def _give_up(self, reason: str) -> None:
         log.error("replay buffer given up: folder=%s reason=%s", self.folder, reason)
-        write_private(self.folder / "closed", reason.encode())
+        try:
+            write_private(self.folder / "closed", reason.encode())
+        except OSError as error:
+            log.error("its clients do not get the reason: %s", error)
+            # Without its folder it is closed for all of them.
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def main(folder: str, owner_pid: str) -> None:

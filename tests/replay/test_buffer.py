@@ -1,6 +1,7 @@
 """The replay buffer between real processes: each row once, after any kill; nothing is left behind."""
 
 import dataclasses
+import errno
 import os
 import pickle
 import signal
@@ -675,6 +676,36 @@ def test_a_server_that_dies_again_and_again_is_given_up_with_its_reason():
             BufferClosedError, match=r"its server, pid \d+, ended with -9, for the 5th time in a minute"
         ):
             buffer.sample()
+
+
+def test_a_server_that_is_given_up_ends_all_waits_also_where_shared_memory_is_full(monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with buffer_of(2) as buffer:
+        monkeypatch.setattr("pipeline.replay.server.write_private", full)
+
+        buffer._server._give_up("its server ended")
+
+        with pytest.raises(BufferClosedError, match=f"closed by its owner, pid {os.getpid()}, or ended with it"):
+            buffer.sample()
+
+
+def test_the_record_of_a_clients_lease_has_its_room_before_shared_memory_can_be_full():
+    with buffer_of(2) as buffer:
+        buffer.append(numbered(range(2)))
+
+        assert [path.stat().st_size for path in buffer.path.glob("client-*.lock")] == [8]
+
+
+def test_a_client_for_which_shared_memory_has_no_room_is_told_so(monkeypatch):
+    with buffer_of(2) as buffer:
+        monkeypatch.setattr("os.pwrite", lambda *arguments: os.write(full, b"x"))
+        with open("/dev/full", "wb", buffering=0) as opened:
+            full = opened.fileno()
+
+            with pytest.raises(ConfigError, match="no room in /dev/shm to connect to a replay buffer: No space left"):
+                buffer.append(numbered(range(2)))
 
 
 def test_a_server_loads_no_torch():
