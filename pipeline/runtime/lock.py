@@ -82,8 +82,13 @@ class FolderLock:
             if time.monotonic() > deadline:
                 raise ConfigError(f"{self._key}: {self._folder} is in use by {self._holder()}")
             time.sleep(_POLL_S)
+        try:
+            self._write(descriptor)
+        except OSError as error:
+            (self._folder / _LOCK).unlink(missing_ok=True)
+            os.close(descriptor)
+            raise ConfigError(f"{self._key}: cannot use {self._folder}: {error.strerror}") from error
         self._descriptor = descriptor
-        self._write(descriptor)
         return self
 
     def _write(self, descriptor: int) -> None:

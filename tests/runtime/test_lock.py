@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -165,6 +166,27 @@ class TestLock:
 
         with pytest.raises(ConfigError, match="cannot use"):
             InstanceLock(tmp_path / "run").__enter__()
+
+    def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_no_lock(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(ConfigError, match=f"^daemon.runtime_dir: cannot use {tmp_path}: No space left on"):
+                InstanceLock(tmp_path).__enter__()
+
+        assert not any(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == before
+        with InstanceLock(tmp_path) as lock:
+            (tmp_path / "lock").unlink()
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwrite", full)
+                with pytest.raises(ConfigError, match="No space left"):
+                    lock.retake()
+            assert lock.retake(), "it is tried again"
 
 
 class TestFind:
