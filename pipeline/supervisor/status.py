@@ -378,16 +378,16 @@ class InstanceStatus:
         return None if engine is None else engine.shown()
 
     def _sample_processes(self) -> None:
+        before_s, self._cpu_s = self._cpu_s, {}
         for slot in self._fleet.slots:
             if not slot.works or slot.child is None:
                 continue
             labels = {"role": slot.role, "worker": str(slot.index)}
             self._writer.gauge("rlhfd_process_resident_memory_bytes", **labels).set(resident_bytes(slot.child.pid))
-            cpu_s = cpu_seconds(slot.child.pid)
-            before_s = self._cpu_s.get(slot.child.pid, 0.0)
-            if cpu_s > before_s:
-                self._cpu_s[slot.child.pid] = cpu_s
-                self._writer.counter("rlhfd_process_cpu_seconds_total", role=slot.role).inc(cpu_s - before_s)
+            pid = slot.child.pid
+            cpu_s = self._cpu_s[pid] = max(cpu_seconds(pid), known_s := before_s.get(pid, 0.0))
+            if cpu_s > known_s:
+                self._writer.counter("rlhfd_process_cpu_seconds_total", role=slot.role).inc(cpu_s - known_s)
 
     def _actors(self) -> dict[str, int]:
         """Return the number of actors by state: waiting for room in the cluster, or on a node of it."""
