@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
     from pipeline.config.schema import Config
-    from pipeline.runtime.run_folder import CheckpointHead
+    from pipeline.runtime.checkpoint_note import CheckpointNote
     from pipeline.telemetry.evaluations import Evaluation, PromptResult
 
 
@@ -60,7 +60,7 @@ def evaluate(
     """
     from pipeline import sort_digits
     from pipeline.config import user_modules
-    from pipeline.runtime.run_folder import head_of
+    from pipeline.runtime.checkpoint_note import head_of
 
     head = None if model is None else head_of(model)
     if model is not None:
@@ -126,7 +126,7 @@ def _write_pass_rates(config: Config, results: list[PromptResult], path: Path) -
                + (f", {left_out:,} without a result are left out" if left_out else ""), err=True)  # fmt: skip
 
 
-def _has_default_reward(head: CheckpointHead) -> bool:
+def _has_default_reward(head: CheckpointNote) -> bool:
     """Return whether the run of a checkpoint was scored by the default reward alone, that of the embedded task."""
     from pipeline.config.own_model import NEEDED
     from pipeline.config.schema import Config
@@ -137,7 +137,7 @@ def _has_default_reward(head: CheckpointHead) -> bool:
     return others and head.config.get(key) == defaults[key]
 
 
-def _as_its_run(loaded: LoadedConfig, head: CheckpointHead) -> Config:
+def _as_its_run(loaded: LoadedConfig, head: CheckpointNote) -> Config:
     """Return the configuration with the defaults that the run of a checkpoint had; those of another model are its own.
 
     They follow from the model that a run began with, and from the GPUs of its machine.

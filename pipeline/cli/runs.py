@@ -45,8 +45,9 @@ def runs(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
 
 def entries_of(state_dir: Path) -> list[dict[str, Any]]:
     """Return the runs of a state directory as JSON objects, the one that was started last at the end."""
+    from pipeline.runtime.checkpoint_note import heads_in
     from pipeline.runtime.lock import user_of
-    from pipeline.runtime.run_folder import heads_in, runs_of
+    from pipeline.runtime.run_folder import runs_of
 
     user, entries = user_of(state_dir), []
     for run in runs_of(state_dir):

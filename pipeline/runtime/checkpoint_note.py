@@ -114,11 +114,21 @@ def earlier_of_run(root: Path, latest: Latest) -> Iterator[Path]:
 
 def of_run(root: Path, run: str) -> list[tuple[int, Path]]:
     """Return step and folder of each checkpoint of a run, the oldest first."""
-    found = []
-    for folder in root.glob("step-*"):
-        # A checkpoint without a readable description belongs to no run: it is neither used nor removed.
-        with contextlib.suppress(CheckpointError):
-            note = read_note(folder)
-            if note.run == run:
-                found.append((note.step, folder))
-    return sorted(found)
+    return sorted((note.step, folder) for folder, note in heads_in(root) if note.run == run)
+
+
+def heads_in(root: Path) -> Iterator[tuple[Path, CheckpointNote]]:
+    """Yield folder and description of each checkpoint in a folder, by name.
+
+    One without a readable description belongs to no run: it is left out, and neither used nor removed.
+    """
+    for folder in sorted(root.glob("step-*")):
+        if (head := head_of(folder)) is not None:
+            yield folder, head
+
+
+def head_of(folder: Path) -> CheckpointNote | None:
+    """Return the description of a checkpoint; None if a folder has none that can be read."""
+    with contextlib.suppress(CheckpointError):
+        return read_note(folder)
+    return None

@@ -17,7 +17,7 @@ from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.storage import sealed_json
-from pipeline.storage.files import UNREADABLE, flush_folder, replacing
+from pipeline.storage.files import UNREADABLE, flush_folder, write_whole
 
 _BEST = "best"
 REPLACED = ".replaced."
@@ -71,11 +71,7 @@ def read_latest(root: Path) -> Latest | None:
 def write_latest(root: Path, latest: Latest) -> None:
     """Write the note of the latest checkpoint; it is flushed to disk at the return."""
     # A constant name: the unfinished file of a killed process is replaced.
-    with (
-        replacing(root / "latest.json", temporary=root / ".latest.new", mode=0o666, flush=True) as descriptor,
-        open(descriptor, "wb", closefd=False) as file,
-    ):
-        file.write(sealed_json.encode(latest))
+    write_whole(root / "latest.json", sealed_json.encode(latest), root / ".latest.new", mode=0o666)
 
 
 def forget_latest(root: Path) -> None:

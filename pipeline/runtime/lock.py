@@ -26,7 +26,7 @@ import msgspec
 
 from pipeline.errors import ConfigError, NotRunningError, UnreachableError
 from pipeline.runtime.signals import refuse_stopped
-from pipeline.storage.files import UNREADABLE, replacing
+from pipeline.storage.files import UNREADABLE, write_whole
 
 _SHM = Path("/dev/shm")
 _LOCK = "lock"
@@ -269,11 +269,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     def write(self, runtime_dir: Path) -> None:
         """Write the record into the runtime directory in one rename; the caller holds its lock."""
         # A constant name: the unfinished file of a killed process is replaced by the next record.
-        with (
-            replacing(runtime_dir / _RECORD, temporary=runtime_dir / _UNFINISHED_RECORD) as descriptor,
-            open(descriptor, "wb", closefd=False) as file,
-        ):
-            file.write(msgspec.json.encode(self) + b"\n")
+        data = msgspec.json.encode(self) + b"\n"
+        write_whole(runtime_dir / _RECORD, data, runtime_dir / _UNFINISHED_RECORD, flush=False)
 
     @classmethod
     def read(cls, runtime_dir: Path) -> InstanceRecord:

@@ -25,7 +25,6 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,11 +35,11 @@ from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.progress import Telemetry
 from pipeline.runtime.checkpoint_note import NOTE as CHECKPOINT_NOTE
-from pipeline.runtime.checkpoint_note import earlier_of_run, verify
+from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, heads_in, verify
 from pipeline.runtime.checkpoint_note import read_note as read_checkpoint
 from pipeline.runtime.latest_checkpoint import Latest, put_back_replaced, read_latest, why_anew, write_latest
 from pipeline.storage import sealed_json
-from pipeline.storage.files import UNREADABLE, flush_folder, replacing
+from pipeline.storage.files import UNREADABLE, flush_folder, write_whole
 
 _NOTE = "run.json"
 _OF_A_START = ("run.json", "inputs.json", "history.msgpack")
@@ -72,27 +71,6 @@ class RunNote(msgspec.Struct, frozen=True):
     algorithm: str
     model: str
     settings: dict[str, Any]
-
-
-class CheckpointHead(msgspec.Struct, frozen=True):
-    """The fields of a checkpoint's own description that decide about folders (`pipeline.trainer.checkpoints`)."""
-
-    identity: str
-    step: int
-    version: int
-    position: int
-    complete: bool
-    run: str = ""
-    fingerprint: str = ""
-    digest: str = ""
-    config: dict[str, Any] = {}
-
-    def latest(self, folder: Path) -> Latest:
-        """Return the record for `latest.json` that names this checkpoint."""
-        return Latest(
-            self.identity, self.step, self.version, self.position, self.complete, folder.name, self.run,
-            self.fingerprint,
-        )  # fmt: skip
 
 
 class Listed(NamedTuple):
@@ -407,11 +385,7 @@ def note_of(config: Config, made_unix_s: float, started_unix_s: float) -> RunNot
 
 def write_note(folder: Path, note: RunNote) -> None:
     """Write the description of a run; it is flushed to disk at the return."""
-    with (
-        replacing(folder / _NOTE, temporary=folder / ".run.json.new", flush=True) as descriptor,
-        open(descriptor, "wb", closefd=False) as file,
-    ):
-        file.write(sealed_json.encode(note))
+    write_whole(folder / _NOTE, sealed_json.encode(note), folder / ".run.json.new")
 
 
 def read_note(folder: Path) -> RunNote | None:
@@ -439,26 +413,12 @@ def runs_of(state_dir: Path) -> list[Listed]:
     return sorted(found, key=lambda run: run.note.started_unix_s)
 
 
-def heads_in(checkpoints: Path) -> Iterator[tuple[Path, CheckpointHead]]:
-    """Yield folder and description of each checkpoint in a folder, by name; unreadable ones are left out."""
-    for folder in sorted(checkpoints.glob("step-*")):
-        if (head := head_of(folder)) is not None:
-            yield folder, head
-
-
 def _step_of(folder: Path) -> int:
     number = folder.name.removeprefix("step-")
     return int(number) if number.isdecimal() else -1
 
 
-def head_of(folder: Path) -> CheckpointHead | None:
-    """Return the description of a checkpoint; None if a folder has none that can be read."""
-    with contextlib.suppress(OSError, *UNREADABLE):
-        return sealed_json.decode((folder / CHECKPOINT_NOTE).read_bytes(), CheckpointHead)
-    return None
-
-
-def newest_of(heads: list[tuple[Path, CheckpointHead]]) -> tuple[Path, CheckpointHead]:
+def newest_of(heads: list[tuple[Path, CheckpointNote]]) -> tuple[Path, CheckpointNote]:
     """Return the checkpoint that was written last."""
     return max(heads, key=lambda found: ((found[0] / CHECKPOINT_NOTE).stat().st_mtime_ns, found[1].step))
 

@@ -31,7 +31,7 @@ from pipeline.config.rewards import REWARD_NAMES, RewardModel, reward_functions,
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.storage import sealed_json
-from pipeline.storage.files import UNREADABLE, replacing
+from pipeline.storage.files import UNREADABLE, write_whole
 
 FILE_NAME = "inputs.json"
 _WHOLE_BYTES = 1 << 30
@@ -132,11 +132,7 @@ def note(config: Config) -> None:
     path = run_dir(config) / FILE_NAME
     try:
         digests = {**_read(path), **inputs_of(config)}
-        with (
-            replacing(path, temporary=path.with_name(".inputs.new"), flush=True) as descriptor,
-            open(descriptor, "wb", closefd=False) as file,
-        ):
-            file.write(sealed_json.encode(RunInputs(digests)))
+        write_whole(path, sealed_json.encode(RunInputs(digests)), path.with_name(".inputs.new"))
     except OSError as error:
         log.warning("the run's inputs are not noted, a later change of them is not noticed: %s", error)
 

@@ -177,7 +177,6 @@ class Outbox:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         self._socket.connect(f"ipc://{folder / f'{peer}.sock'}")
-        self.sent = 0
 
     def send(self, message: Message) -> None:
         """Queue a message; never blocks."""
@@ -187,7 +186,6 @@ class Outbox:
         """Queue messages, at least one, as one delivery that wakes the peer once; never blocks."""
         parts = [encode(message) for message in messages]
         self._socket.send_multipart(parts, zmq.NOBLOCK)
-        self.sent += len(parts)
         if self._traffic is not None:
             self._traffic.count(self._peer, "sent", len(parts), sum(map(len, parts)))
 

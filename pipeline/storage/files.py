@@ -83,6 +83,15 @@ def replacing(path: Path, *, temporary: Path | None = None, mode: int = 0o600, f
         raise
 
 
+def write_whole(path: Path, data: bytes, temporary: Path, *, mode: int = 0o600, flush: bool = True) -> None:
+    """Write a file, whole or not at all; see `replacing`."""
+    with (
+        replacing(path, temporary=temporary, mode=mode, flush=flush) as descriptor,
+        open(descriptor, "wb", closefd=False) as file,
+    ):
+        file.write(data)
+
+
 def flush_folder(folder: Path) -> None:
     """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

@@ -29,8 +29,8 @@ from pipeline.rollout.evaluation.roller import EvaluationRoller
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.roller import LocalRoller
+from pipeline.runtime.checkpoint_note import CheckpointNote
 from pipeline.runtime.evaluation_plan import EvaluationPlan
-from pipeline.runtime.run_folder import CheckpointHead
 from pipeline.storage import sealed_json
 from pipeline.supervisor import placement
 from pipeline.trainer import setup
@@ -337,7 +337,7 @@ def checkpoint(task: Path, tmp_path: Path) -> Path:  # noqa: F811
     described = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 128}))
     run = Config.model_validate({"evaluation": {"num_generations": 2}}).model_dump(mode="json")
-    note = CheckpointHead("", 4, 4, 0, complete=True, config=run)
+    note = CheckpointNote("", 4, 4, 0, complete=True, digest="", fingerprint="", config=run)
     (model / "trainer_state.json").write_bytes(sealed_json.encode(note))
     return model
 

@@ -16,7 +16,7 @@ import pydantic
 from pipeline.config.losses import log_probs_by
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.runtime.run_folder import heads_in
+from pipeline.runtime.checkpoint_note import heads_in
 from pipeline.storage.recording import Recording, TrainerStart
 
 _WITHOUT_EFFECT = frozenset({
