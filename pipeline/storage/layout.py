@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import xxhash
 
 from pipeline.errors import LedgerError
@@ -34,61 +31,30 @@ from pipeline.storage.tables import (
 _KNOWN_STATES = bytes(ExtentState)
 
 
-@dataclasses.dataclass(frozen=True)
 class LedgerLayout:
-    """Number of a ledger's extents and items, and the offset of each part; fixed when its arena is made.
+    """Number of a ledger's extents and items, and the offset of each part in bytes; fixed when its arena is made.
 
-    The parts, in this order: redo log, totals, vacant leases, prompts to issue again, versions, extents, items. Each
-    offset is computed once: a transaction reads them for each record.
+    The parts, in this order: redo log, totals, vacant leases, prompts to issue again, versions, extents, items.
+
+    Attributes:
+        redo_log_bytes: Room for a transaction that changes every row of a large batch one by one.
+        nbytes: Size of the whole ledger.
+        identity: A number that two ledgers share only if both have this layout.
     """
 
-    extents: int
-    rows_per_extent: int
-
-    @functools.cached_property
-    def redo_log_bytes(self) -> int:
-        """Room for a transaction that changes every row of a large batch one by one."""
-        return REDO_LOG_HEADER_BYTES + max(1 << 20, 64 * self.rows_per_extent)
-
-    @functools.cached_property
-    def totals_offset(self) -> int:
-        """Offset of the totals in bytes."""
-        return self.redo_log_bytes
-
-    @functools.cached_property
-    def vacant_offset(self) -> int:
-        """Offset of the vacant lease numbers in bytes."""
-        return self.totals_offset + TOTALS_BYTES
-
-    @functools.cached_property
-    def redo_offset(self) -> int:
-        """Offset of the prompts to issue again in bytes."""
-        return self.vacant_offset + VACANT_BYTES
-
-    @functools.cached_property
-    def versions_offset(self) -> int:
-        """Offset of the published versions in bytes."""
-        return self.redo_offset + redo_bytes(self.extents)
-
-    @functools.cached_property
-    def extents_offset(self) -> int:
-        """Offset of the extents' records in bytes."""
-        return self.versions_offset + VERSIONS_BYTES
-
-    @functools.cached_property
-    def items_offset(self) -> int:
-        """Offset of the items' records in bytes."""
-        return self.extents_offset + self.extents * EXTENT_BYTES
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        """Size of the whole ledger."""
-        return self.items_offset + self.extents * self.rows_per_extent * ITEM_BYTES
-
-    @functools.cached_property
-    def identity(self) -> int:
-        """A number that two ledgers share only if both have this layout."""
-        return xxhash.xxh3_64_intdigest(f"{LAYOUT_VERSION}:{self.extents}:{self.rows_per_extent}".encode()) >> 1
+    def __init__(self, extents: int, rows_per_extent: int) -> None:
+        self.extents = extents
+        self.rows_per_extent = rows_per_extent
+        self.redo_log_bytes = REDO_LOG_HEADER_BYTES + max(1 << 20, 64 * rows_per_extent)
+        self.totals_offset = self.redo_log_bytes
+        self.vacant_offset = self.totals_offset + TOTALS_BYTES
+        self.redo_offset = self.vacant_offset + VACANT_BYTES
+        self.versions_offset = self.redo_offset + redo_bytes(extents)
+        self.extents_offset = self.versions_offset + VERSIONS_BYTES
+        self.items_offset = self.extents_offset + extents * EXTENT_BYTES
+        self.nbytes = self.items_offset + extents * rows_per_extent * ITEM_BYTES
+        text = f"{LAYOUT_VERSION}:{extents}:{rows_per_extent}"
+        self.identity = xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 class LedgerMemory:
