@@ -39,7 +39,7 @@ def main(reports: int, spec_json: str) -> int:
     from pipeline.config.schema import Config
     from pipeline.errors import ExitCode, RlhfdError
     from pipeline.runtime.child_process import LaunchSpec
-    from pipeline.runtime.role import Report, RoleContext, count_warnings
+    from pipeline.runtime.role import Report, RoleContext, count_warnings, reporter
     from pipeline.runtime.workspace import Workspace
     from pipeline.telemetry import log
     from pipeline.telemetry.slab import MetricsSlab
@@ -53,9 +53,7 @@ def main(reports: int, spec_json: str) -> int:
     log.configure(f"{spec.role}-{spec.index}", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     setproctitle.setproctitle(f"{config.daemon.name}: {spec.role} {spec.index}")
 
-    def report(message: Report) -> None:
-        os.write(reports, msgspec.json.encode(message) + b"\n")
-
+    report = reporter(reports)
     slab = MetricsSlab.attach(workspace.metrics_path)
     writer = slab.writer("supervisor" if spec.role == "setup" else spec.role, spec.index)
     if spec.role != "setup":

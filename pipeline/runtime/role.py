@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -16,6 +18,8 @@ from pipeline.config.schema import Config
 from pipeline.storage.card_turns import EngineTurn
 from pipeline.telemetry import log as logs
 from pipeline.telemetry.slab import SlotWriter
+
+_MOST_ERROR: Final = 4000
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +146,18 @@ class RoleContext:
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def reporter(descriptor: int) -> Callable[[Report], None]:
+    """Return the function that writes reports into a pipe to the supervisor, which takes lines of 64 KiB."""
+
+    def report(message: Report) -> None:
+        if (size := len(message.error)) > _MOST_ERROR:
+            # PyTorch names each tensor that a model lacks; the log has all of them.
+            message = msgspec.structs.replace(message, error=f"{message.error[:_MOST_ERROR]} ... ({size:,} characters)")
+        os.write(descriptor, msgspec.json.encode(message) + b"\n")
+
+    return report
 
 
 def count_warnings(writer: SlotWriter) -> None:

@@ -1,9 +1,12 @@
-"""The environment of a child process."""
+"""The environment of a child process, and its reports."""
 
+import asyncio
 import importlib.metadata
+import subprocess
+import sys
 from pathlib import Path
 
-from pipeline.runtime.child_process import cache_variables, child_environment, remove_older_caches
+from pipeline.runtime.child_process import LocalChild, cache_variables, child_environment, remove_older_caches
 
 VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 
@@ -37,3 +40,29 @@ def test_compiled_code_of_these_versions_is_kept_and_that_of_others_is_removed(t
     assert current.parent == tmp_path / "compiled" and f"torch-{importlib.metadata.version('torch')}" in current.name
     assert removed == ["torch-2.0.0", "triton"]
     assert list((tmp_path / "compiled").iterdir()) == [current] and (current / "vllm").is_dir()
+
+
+REPORTS = """
+import sys
+from pipeline.runtime.role import Report, reporter
+reporter(int(sys.argv[1]))(Report(error="Missing keys: " + "\u00e9" * 300_000))
+"""
+
+
+def test_an_error_of_any_length_is_reported_with_its_beginning() -> None:
+    reports, lines = [], []
+
+    def start(reports_end: int, lines_end: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-c", REPORTS, str(reports_end)], stderr=lines_end, pass_fds=[reports_end]
+        )
+
+    async def ended() -> int:
+        exited = asyncio.get_running_loop().create_future()
+        LocalChild(start, on_report=reports.append, on_line=lines.append, on_exit=exited.set_result)
+        return await asyncio.wait_for(exited, 60)
+
+    assert asyncio.run(ended()) == 0 and lines == []
+    (report,) = reports
+    assert report.error.startswith("Missing keys: é") and report.error.endswith("é ... (300,014 characters)")
+    assert len(report.error) < 5000
