@@ -48,6 +48,9 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         loaded: The configuration.
         unused: The keys of `own_model.NEEDED` that the command can do without.
     """
+    if errors := _unreadable_models(loaded):
+        # Nearly every check below reads them.
+        return errors
     errors = _problems_of_own_model(loaded, unused)
     for key, source in _models(loaded):
         if not Path(source).is_dir():
@@ -90,6 +93,10 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         except ConfigError as error:
             # Errors in the prompts' content begin with their place in that file, others with their key.
             errors += [loaded.placed(line) for line in str(error).splitlines()]
+        except OSError as error:
+            errors.append(f"{loaded.where('prompts.sources' if loaded.config.prompts.sources else 'prompts.path')}: "
+                          f"cannot read {error.filename}: {error.strerror}")  # fmt: skip
+            break
     if problem := _problem_of_images(loaded):
         errors.append(problem)
     for file in loaded.config.evaluation.files:
@@ -98,6 +105,8 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         except ConfigError as error:
             where, name = loaded.where("evaluation.files"), "prompts.path:"
             errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
+        except OSError as error:
+            errors.append(f"{loaded.where('evaluation.files')}: cannot read {error.filename}: {error.strerror}")
     searched = _module_folders(loaded)
     for name in own_modules(loaded):
         if problem := user_modules.missing(name, searched):
@@ -133,6 +142,21 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
             errors.append(f"{loaded.where(key)}: {nearest} cannot be written by uid {os.geteuid()}")
     return errors
+
+
+def _unreadable_models(loaded: LoadedConfig) -> list[str]:
+    """Return the problems of models that this user may not read, a line each."""
+    found, files = [], [(key, Path(source, "config.json")) for key, source in _models(loaded)]
+    if loaded.config.model.lora_adapter is not None:
+        files.append(("model.lora_adapter", Path(loaded.config.model.lora_adapter, "adapter_config.json")))
+    for key, file in files:
+        try:
+            file.open("rb").close()
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # other checks say more
+        except OSError as error:
+            found.append(f"{loaded.where(key)}: cannot read {file.parent} as uid {os.geteuid()}: {error.strerror}")
+    return found
 
 
 def _no_directory(loaded: LoadedConfig, source: Path) -> str:
@@ -204,7 +228,10 @@ def _problem_of_images(loaded: LoadedConfig) -> str:
         if any(part.path.startswith(BUILTIN_PREFIX) for part in section.files):
             continue
         # Another problem of a file is found elsewhere.
-        with contextlib.suppress(ConfigError), contextlib.closing(PromptSource(section, config.daemon.seed)) as source:
+        with (
+            contextlib.suppress(ConfigError, OSError),
+            contextlib.closing(PromptSource(section, config.daemon.seed)) as source,
+        ):
             for position in range(min(len(source), _PROMPTS_SEEN)):
                 if (prompt := source.at(position)).images:
                     where = loaded.where("rollout.engine")
