@@ -13,7 +13,7 @@ export const NAMES = {
   wait_ticket_full: "buffer is full", wait_ticket_staleness: "staleness bound",
   asleep: "engine asleep", wait_card: "wait for the card",
 };
-export const isWait = (activity) => activity.startsWith("wait_") || activity === "asleep";
+const isWait = (activity) => activity.startsWith("wait_") || activity === "asleep";
 
 function element(name, className, parent) {
   const made = document.createElementNS(NS, name);
@@ -219,7 +219,7 @@ export class LineChart extends Chart {
 }
 
 /** Returns the share of each activity of a role over all points from a place of their axis on; null if none is known. */
-export function meanShares(points, role, start) {
+function meanShares(points, role, start) {
   const spent = {};
   let seconds = 0;
   for (const point of points) {
@@ -230,6 +230,12 @@ export function meanShares(points, role, start) {
     for (const [name, share] of shares) spent[name] = (spent[name] ?? 0) + share * seen;
   }
   return seconds ? Object.fromEntries(Object.entries(spent).map(([name, sum]) => [name, sum / seconds])) : null;
+}
+
+/** Returns the share of the time of a role at work, as `meanShares`. */
+export function busyShare(points, role, start) {
+  const shares = meanShares(points, role, start);
+  return shares && Object.entries(shares).reduce((sum, [name, share]) => sum + (isWait(name) ? 0 : share), 0);
 }
 
 /** Time of the processes of a role by activity, stacked to one. */

@@ -1,6 +1,6 @@
 // Polls the daemon once a second while the page is visible, and shows its answers; of a run that has ended, once.
 
-import { LineChart, ShareChart, ago, byStep, byTime, isWait, meanShares, NAMES, when } from "./charts.js";
+import { LineChart, ShareChart, ago, busyShare, byStep, byTime, NAMES, when } from "./charts.js";
 import { Feed } from "./rollouts.js";
 
 const INTERVAL_MS = 1000, TIMEOUT_MS = 10000, MOST_POINTS = 4000;
@@ -156,9 +156,7 @@ function showCharts() {
   }
   for (const chart of charts) chart.draw(seen, start, end, from, to);
   for (const role of ["rollout", "trainer", "buffer"]) {
-    const shares = meanShares(seen, role, start);
-    const busy = shares && Object.entries(shares).reduce((sum, [name, share]) => sum + (isWait(name) ? 0 : share), 0);
-    write(`${role}-busy`, busy === undefined ? "–" : `${Math.round(busy * 100)} %`);
+    write(`${role}-busy`, shown(busyShare(seen, role, start), (busy) => `${Math.round(busy * 100)} %`));
   }
 }
 
