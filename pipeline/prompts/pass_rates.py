@@ -30,7 +30,11 @@ def write_pass_rates(prompts: PromptsConfig, rates: Mapping[int, float], path: P
     (part,) = parts_of(prompts)
     opened = OpenedPart(part, filtered=False)
     try:
-        with replacing(path) as descriptor, open(descriptor, "w", closefd=False, encoding="utf-8") as file:
+        with (
+            replacing(path) as descriptor,
+            # Half of a surrogate pair, which a further column may hold, is written as JSON escapes it.
+            open(descriptor, "w", closefd=False, encoding="utf-8", errors="backslashreplace") as file,
+        ):
             for index in range(len(opened)):
                 if index in rates:
                     rows, at = opened.rows_at(index)

@@ -173,6 +173,17 @@ def test_pass_rates_are_written_beside_each_row(tmp_path: Path) -> None:
     assert written == [{**rows[0], "rate": 0.25}, {**rows[3], "rate": 1.0}]
 
 
+def test_pass_rates_are_written_beside_a_column_that_utf_8_cannot_encode(tmp_path: Path) -> None:
+    rows = [{"prompt": "é", "note": "half \ud83d of a pair"}]
+    prompts = PromptsConfig(path=write(tmp_path / "p.jsonl", rows))
+
+    write_pass_rates(prompts, {0: 0.5}, tmp_path / "rated.jsonl", column="rate")
+
+    assert (tmp_path / "rated.jsonl").read_text() == '{"prompt": "é", "note": "half \\ud83d of a pair", "rate": 0.5}\n'
+    with closing(PromptSource(tmp_path / "rated.jsonl", 0)) as source:
+        assert source.at(0).columns["note"] == rows[0]["note"]
+
+
 def test_columns_by_name_and_every_further_one_reaches_the_reward(tmp_path: Path) -> None:
     row = {"question": "q", "reward_model": {"ground_truth": "7", "style": "rule"}, "level": 3, "prompt": "other"}
     prompts = PromptsConfig(
