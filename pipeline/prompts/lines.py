@@ -5,11 +5,12 @@ from __future__ import annotations
 import array
 import bisect
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pipeline.config.model_files import LFS_POINTER
 from pipeline.config.prompts import CACHED_PREFIX
@@ -46,11 +47,14 @@ class LineRows:
         self._offsets = array.array("q")
         # For each blank line, the index of the first row behind it: a few in most files.
         self._blanks = array.array("q")
-        for line_number, offset, _ in prompt_lines(path, field=field):
-            blanks = line_number - 1 - len(self._offsets) - len(self._blanks)
-            self._blanks.extend([len(self._offsets)] * blanks)
-            self._offsets.append(offset)
-        self._file = path.open("rb")
+        with _told(path, field), contextlib.ExitStack() as undone:
+            # One descriptor for index and rows: another file may take the path between two.
+            self._file = undone.enter_context(path.open("rb"))
+            for line_number, offset, _ in _lines_of(self._file):
+                blanks = line_number - 1 - len(self._offsets) - len(self._blanks)
+                self._blanks.extend([len(self._offsets)] * blanks)
+                self._offsets.append(offset)
+            undone.pop_all()
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -84,13 +88,23 @@ def prompt_lines(path: Path, *, field: str = "prompts.path") -> Iterator[tuple[i
     Raises:
         ConfigError: If the file cannot be read.
     """
+    with _told(path, field), path.open("rb") as file:
+        yield from _lines_of(file)
+
+
+def _lines_of(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    offset = 0
+    for line_number, line in enumerate(file, start=1):
+        if line.strip(b" \t\r\n" if line_number > 1 else b" \t\r\n" + _BYTE_ORDER_MARK):
+            yield line_number, offset, line
+        offset += len(line)
+
+
+@contextlib.contextmanager
+def _told(path: Path, field: str) -> Iterator[None]:
+    """Raise a ConfigError for a file that cannot be read."""
     try:
-        with path.open("rb") as file:
-            offset = 0
-            for line_number, line in enumerate(file, start=1):
-                if line.strip(b" \t\r\n" if line_number > 1 else b" \t\r\n" + _BYTE_ORDER_MARK):
-                    yield line_number, offset, line
-                offset += len(line)
+        yield
     except OSError as error:
         said = f"{field + ': ' if field else ''}cannot read {path}: {error.strerror}{_hub_advice(path, error)}"
         raise ConfigError(said) from error

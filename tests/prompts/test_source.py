@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, PromptError
 from pipeline.prompts.check import check
+from pipeline.prompts.lines import LineRows
 from pipeline.prompts.order import permuted
 from pipeline.prompts.rendering import render
 from pipeline.prompts.source import PromptSource
@@ -259,6 +261,24 @@ def test_a_file_put_in_place_by_rename_does_not_mix_with_the_one_in_use(tmp_path
         answers = {source.at(position).answer for position in range(10)}
 
     assert answers == set(range(10))
+
+
+def test_a_file_put_in_place_while_the_former_one_is_indexed_does_not_mix_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = numbered(tmp_path / "prompts.jsonl", 10), write_lines(tmp_path / "new.jsonl", '{"prompt": "other"}')
+    opened = Path.open
+
+    def opened_and_replaced(self: Path, mode: str) -> Any:
+        file = opened(self, mode)
+        if other.exists():
+            os.replace(other, path)
+        return file
+
+    monkeypatch.setattr(Path, "open", opened_and_replaced)
+
+    with closing(LineRows(path)) as rows:
+        assert [rows.record(index)["answer"] for index in range(len(rows))] == list(range(10))
 
 
 def test_texts_are_encoded_as_the_tokenizer_does_by_itself() -> None:
