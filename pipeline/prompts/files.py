@@ -88,11 +88,11 @@ def _in_folder(folder: Path, split: str, field: str) -> list[Path]:
         if split not in saved and saved != [""]:
             raise ConfigError(_no_split(folder, split, saved))
         inner = folder if saved == [""] else folder / split
-        state = json.loads((inner / "state.json").read_text())
+        state = _saved_state(inner, field)
         # The default reads any: a held-out part is often saved alone.
         if saved == [""] and split not in ("train", own := _own_split(state)):
             raise ConfigError(_no_split(folder, split, [own]))
-        return [inner / name["filename"] for name in state["_data_files"]]
+        return [inner / file["filename"] for file in state["_data_files"]]
     found = _data_files(folder)
     if not found:
         raise ConfigError(f"{field}: no file of {', '.join(_SUFFIXES)} in the folder {folder}")
@@ -120,6 +120,21 @@ def _saved_splits(folder: Path) -> list[str] | None:
         return splits
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _saved_state(folder: Path, field: str) -> dict[str, Any]:
+    """Return what `datasets` has written about the files of a folder: at least one."""
+    path = folder / "state.json"
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+        if all(isinstance(file["filename"], str) for file in state["_data_files"]) and state["_data_files"]:
+            return state
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot read {path}: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError):
+        # As a list of files that is empty.
+        pass
+    raise ConfigError(f"{field}: {path} does not name the files of a data set: it was not saved to its end")
 
 
 def _own_split(state: dict[str, Any]) -> str:

@@ -288,6 +288,18 @@ def test_a_data_set_saved_without_splits_is_not_read_as_another_split(tmp_path: 
         check(PromptsConfig(path=str(tmp_path / "one"), split="test"))
 
 
+@pytest.mark.parametrize("written", [None, "", "[]", "{}", '{"_data_files": []}', '{"_data_files": [{}]}'])
+def test_a_data_set_that_was_not_saved_to_its_end_is_refused_by_name(tmp_path: Path, written: str | None) -> None:
+    saved(tmp_path / "train", ROWS)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    state = tmp_path / "train" / "state.json"
+    state.unlink() if written is None else state.write_text(written)
+
+    said = "cannot read .*: No such file" if written is None else ".* does not name the files of a data set"
+    with pytest.raises(ConfigError, match=rf"^prompts\.path: {said}"):
+        check(PromptsConfig(path=str(tmp_path)))
+
+
 def test_what_datasets_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
