@@ -124,7 +124,8 @@ def _rows(input_ids: Any, responses: Sequence[str], named: dict[str, Any]) -> li
 
 def _number(score: Any) -> Any:
     """Return a score, None for none, an error for any other value: a text or true is no number."""
-    if score is None or (type(score) in (int, float) and math.isfinite(score)):
+    # An int may be larger than any float: it is refused as each other reward beyond float32.
+    if score is None or type(score) is int or (type(score) is float and math.isfinite(score)):
         return score
     return RewardError("the service gave a score that is no finite number")
 

@@ -111,7 +111,7 @@ class Service:
         self._settings = settings
         self._attempts = attempts
         self._breaker = Breaker()
-        self._headers = {"accept-encoding": "identity"}
+        self._headers = {"accept-encoding": "identity", "content-type": "application/json"}
         # No proxy reaches a service of this machine.
         host = httpx.URL(url).host
         self._mounts = {f"all://[{host}]" if ":" in host else f"all://{host}": None} if _is_local(host) else {}
@@ -142,10 +142,11 @@ class Service:
             async def one(number: int) -> T | RewardError:
                 was_sent = False
                 try:
+                    body = _encoded(requests[number])
                     async with asyncio.timeout(deadline_s - time.monotonic()), room:
                         self._breaker.admit()
                         was_sent = True
-                        return read(await self._answer(client, requests[number]), number)
+                        return read(await self._answer(client, body), number)
                 except RewardError as error:
                     return error
                 except TimeoutError as error:
@@ -154,13 +155,13 @@ class Service:
                     late = RewardError(f"no answer of the service within {settings.deadline_s:g} s")
                     late.__cause__ = error
                     return late
-                except (LookupError, TypeError, ValueError) as error:
+                except (LookupError, RecursionError, TypeError, ValueError) as error:
                     said = "the service answered in another form"
                     return RewardError(f"{said}: {error!r:.200}", bare=f"{said}: {type(error).__name__}")
 
             return await asyncio.gather(*map(one, range(len(requests))))
 
-    async def _answer(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
+    async def _answer(self, client: httpx.AsyncClient, body: bytes) -> Any:
         """Return the decoded answer to one request, after as many attempts as it takes and may take."""
         delay_s = _FIRST_DELAY_S
         for attempt in range(1, self._attempts + 1):
@@ -184,12 +185,25 @@ class Service:
         self._breaker.failed()
         raise RewardError(f"the service failed {self._attempts} times, the last time with {problem}{self._way}")
 
-    async def _post(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[int, bytes]:
+    async def _post(self, client: httpx.AsyncClient, body: bytes) -> tuple[int, bytes]:
         read = bytearray()
-        async with client.stream("POST", self._url, json=body) as response:
+        async with client.stream("POST", self._url, content=body) as response:
             async for chunk in response.aiter_bytes():
                 read += chunk
                 if len(read) > _MOST_BYTES:
                     self._breaker.answered()
                     raise RewardError(f"the service answered with more than {_MOST_BYTES:,} B")
             return response.status_code, bytes(read)
+
+
+def _encoded(request: Mapping[str, Any]) -> bytes:
+    """Return a request as JSON; half of a surrogate pair, which a column may hold, as JSON escapes it.
+
+    Raises:
+        RewardError: If it has a number that JSON lacks.
+    """
+    try:
+        text = json.dumps(request, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise RewardError("the service is not asked: the prompt's row has a number that JSON lacks") from error
+    return text.encode("utf-8", "backslashreplace")

@@ -238,12 +238,36 @@ def test_a_wrong_answer_is_an_error_of_its_rows_at_once(answer: Any, message: st
 
 
 def test_a_score_that_is_no_number_costs_its_row_alone() -> None:
-    with served(lambda server, number, body: {"scores": [None, "1", True, 1e999, 2]}) as server:
-        found = results(settings(server.url), ["a"] * 5)
+    with served(lambda server, number, body: {"scores": [None, "1", True, 1e999, 10**400, 2]}) as server:
+        found = results(settings(server.url), ["a"] * 6)
 
     # null: the service says that it does not apply to the row.
-    assert math.isnan(found[0]) and found[4] == 2.0
-    assert all(isinstance(error, RewardError) for error in found[1:4])
+    assert math.isnan(found[0]) and found[5] == 2.0
+    assert all(isinstance(error, RewardError) for error in found[1:5])
+
+
+def test_an_answer_that_is_nested_without_end_costs_the_rows_of_its_request_alone() -> None:
+    def reply(server: Server, number: int, body: dict[str, Any]) -> Any:
+        return b"[" * (1 << 19) if body["rows"][0]["response"] == "deep" else lengths(server, number, body)
+
+    with served(reply) as server:
+        found = results(settings(server.url, batch_size=1), ["deep", "fine"])
+
+    assert found[1] == 4.0
+    with pytest.raises(RewardError, match=r"^reward:remote: the service answered in another form: .* for row 0$"):
+        raise found[0]
+
+
+def test_a_column_that_utf_8_cannot_encode_is_sent_and_a_number_that_json_lacks_is_said() -> None:
+    with served(lengths) as server:
+        sent = results(settings(server.url), ["é"], columns={"note": "half \ud83d"})
+        refused = results(settings(server.url, batch_size=1), ["a", "b"], answers=[1e999, 1])
+
+    assert sent == [1.0] and refused[1] == 1.0
+    assert server.requests[0]["rows"][0]["response"] == "é"
+    assert server.requests[0]["rows"][0]["columns"]["note"] == "half \ud83d"
+    with pytest.raises(RewardError, match=r"the service is not asked: the prompt's row has a number that JSON lacks"):
+        raise refused[0]
 
 
 def test_a_slow_service_ends_at_the_deadline_and_the_rows_in_time_are_kept() -> None:
