@@ -238,7 +238,7 @@ def _load(
         if environment is not None and (failed := environment.pool.problem) is not None:
             text = failed.text if texts else failed.bare
             raise ConfigError(f"rollout.environment: {text}, prompt {roller.last_location}") from error
-        problem = None if functions is None else functions.problem
+        problem = None if reward is None else reward.problem
         message = (
             error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
         )

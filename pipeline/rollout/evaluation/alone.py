@@ -28,9 +28,8 @@ from pipeline.rollout.loader import (
     with_float32_logits,
 )
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.pool import RewardPool
-from pipeline.rollout.reward.summed import load_reward
+from pipeline.rollout.reward.summed import Reward, load_reward
 from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.sampling import sampling_of
 from pipeline.rollout.vision_prompts import VisionPrompts
@@ -60,7 +59,7 @@ def evaluate(
     plan = EvaluationPlan.of(config)
     assert plan is not None
     with contextlib.ExitStack() as stack:
-        roller, functions = _roller(config, stack)
+        roller, reward = _roller(config, stack)
         results: list[list[PromptResult]] = [[] for _ in plan.names]
         done, problem = 0, ""
         for file, position, prompts in plan.tickets():
@@ -69,9 +68,9 @@ def evaluate(
                 results[file] += rolled.results
                 for result in rolled.results:
                     on_result(file, result)
-                problem = problem or _problem_of(roller, functions) or str(rolled.refused or "")
+                problem = problem or _problem_of(roller, reward) or str(rolled.refused or "")
             except (RewardError, FieldError, ShapeError) as error:
-                problem = problem or _problem_of(roller, functions) or str(error)
+                problem = problem or _problem_of(roller, reward) or str(error)
                 log.warning("held-out prompts without a result: file=%s position=%d prompts=%d reason=%s",
                             plan.names[file], position, prompts, error)  # fmt: skip
             done += prompts
@@ -81,15 +80,15 @@ def evaluate(
     return plan.evaluation(-1, "", results, unix_s=time.time())
 
 
-def _problem_of(roller: LocalRoller, functions: FunctionReward | RewardPool | None) -> str:
+def _problem_of(roller: LocalRoller, reward: Reward | None) -> str:
     """Return why a row of the last ticket has no reward; empty if each has one."""
     if roller.turns is not None and (failed := roller.turns.pool.problem) is not None:
         return f"rollout.environment: {failed.text}"
-    return functions.problem.text if functions is not None and functions.problem is not None else ""
+    return reward.problem.text if reward is not None and reward.problem is not None else ""
 
 
-def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, FunctionReward | RewardPool | None]:
-    """Return a roller with those of the held-out files, and the reward functions; `stack` closes them."""
+def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, Reward | None]:
+    """Return a roller with those of the held-out files, and the reward; `stack` closes them."""
     telemetry, rollout = Telemetry(log_texts=config.daemon.log_texts), config.rollout
     takes_images = sees_images(config.model.actor)
     refuse_environment_for_images(config, takes_images=takes_images)
@@ -144,4 +143,4 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, F
         telemetry=telemetry,
     )
     stack.callback(roller.close)
-    return roller, functions
+    return roller, reward

@@ -8,7 +8,6 @@ has no reward: NaN.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +25,7 @@ from pipeline.models.reward_model import SequenceReward
 from pipeline.prompts.rendering import Rendering, conversation, rendering_of
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.response_text import ResponseText, hidden_ids, special_ids
-
-log = logging.getLogger(__name__)
+from pipeline.rollout.reward.wire import RowScore
 
 
 class OwnTokenizerReward(SequenceReward):
@@ -39,7 +37,10 @@ class OwnTokenizerReward(SequenceReward):
         policy_tokenizer: The tokenizer of the rows.
         text: Decodes responses.
         rendering: The use of the chat template by the prompts.
-        key: Key of the model, for the log.
+        key: Key of the model, for messages.
+
+    Attributes:
+        problems: Why rows of the last call have no score, by their numbers.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class OwnTokenizerReward(SequenceReward):
         limit = row_limit(model.config.to_dict())
         self._most_tokens = None if limit is None else limit.tokens
         self._prompts: list[Prompt] = []
+        self.problems: dict[int, RowScore] = {}
 
     def begin(self, prompts: Sequence[Prompt], group_size: int) -> None:
         """Set the prompts of the rows that are scored next, each of `group_size` rows."""
@@ -84,30 +86,36 @@ class OwnTokenizerReward(SequenceReward):
             self._ids(prompt, ids, *bound)
             for prompt, ids, bound in zip(prompts, input_ids.tolist(), bounds, strict=True)
         ]
-        missing = torch.tensor([not ids for ids in found])
+        self.problems = {row: one for row, one in enumerate(found) if isinstance(one, RowScore)}
+        missing = torch.tensor([row in self.problems for row in range(len(found))])
         # One token in place of a row without a score.
-        rows = [torch.tensor(ids or [self._tokenizer.pad_token_id]) for ids in found]
+        padding = [self._tokenizer.pad_token_id]
+        rows = [torch.tensor(padding if isinstance(ids, RowScore) else ids) for ids in found]
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._tokenizer.pad_token_id)
         mask = torch.arange(padded.shape[1]) < torch.tensor([len(ids) for ids in rows]).unsqueeze(1)
         scores = super().__call__(padded, mask.long())
         return scores.masked_fill(missing.to(scores.device), math.nan)
 
-    def _ids(self, prompt: Prompt, ids: list[int], start: int, end: int) -> list[int]:
-        """Return the reward model's ids of a row; empty if it cannot be scored."""
+    def _ids(self, prompt: Prompt, ids: list[int], start: int, end: int) -> list[int] | RowScore:
+        """Return the reward model's ids of a row, at least one; or why it cannot be scored."""
         try:
             found = conversation(prompt, self._text(ids[start:end]), self._tokenizer, self._rendering)
         except PromptError as error:
-            log.warning("a row has no score of %s: %s", self._key, error.bare)
-            return []
+            return self._problem("its chat template refuses the row", str(error), error.bare)
         if found is None:
             # Decoded as one: a text's first space may be no part of it.
             shown = [token for token in ids[:start] if token not in self._special] + ids[start:end]
             found = list(self._tokenizer(self._text(shown))["input_ids"])
+        if not found:
+            return self._problem("the row has no tokens", prompt.named)
         if self._most_tokens is not None and len(found) > self._most_tokens:
-            log.warning("a row has no score of %s: %s has %d tokens with its response, the model takes %d",
-                        self._key, prompt.named, len(found), self._most_tokens)  # fmt: skip
-            return []
+            long = f"{prompt.named} has {len(found)} tokens with its response, the model takes {self._most_tokens}"
+            return self._problem("the row is too long", long)
         return found
+
+    def _problem(self, cause: str, text: str, bare: str = "") -> RowScore:
+        said = f"no score of {self._key}, {cause}"
+        return RowScore(problem="invalid", text=f"{said}: {text}", bare=f"{said}: {bare or text}", cause=said)
 
 
 def reward_model_of(settings: RewardModel, config: Config, tokenizer: Any, device: torch.device) -> SequenceReward:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.reward_model import SequenceReward
 from pipeline.progress import Telemetry
 from pipeline.prompts.types import Prompt
-from pipeline.rollout.reward.functions import FunctionReward
+from pipeline.rollout.reward.functions import FunctionReward, is_reward, too_large
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
 from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.wire import RowScore
 
 
 class SummedReward:
@@ -25,7 +28,8 @@ class SummedReward:
     Args:
         models: The reward models with their settings, at least one.
         functions: The functions; None: there are none.
-        telemetry: Told of progress after each model.
+        telemetry: Told of progress after each model, and of each row to which the functions give a score, and the sum
+            is none.
 
     Attributes:
         models: The reward models.
@@ -34,6 +38,7 @@ class SummedReward:
         numbers: Further numbers of each row of the last call, those of the functions.
         parts: ``(B, parts)`` float32, of the last call, before weights.
         exact: ``(B,)`` float64, the sums of the last call.
+        problem: The first row without a score of the last call; None if all had one.
     """
 
     def __init__(
@@ -54,9 +59,13 @@ class SummedReward:
         self.numbers: list[dict[str, float]] = []
         self.parts = torch.empty(0, len(self.labels))
         self.exact = torch.empty(0, dtype=torch.float64)
+        self.problem: RowScore | None = None
+        self._problems = RewardProblems(telemetry)
+        self._names = [settings.label for settings, _ in models]
 
     def begin(self, prompts: Sequence[Prompt], group_size: int) -> None:
         """Set the prompts of the rows that are scored next, each of `group_size` rows."""
+        self._problems.begin([prompt.location for prompt in prompts], group_size)
         for model in self.models:
             if isinstance(model, OwnTokenizerReward):
                 model.begin(prompts, group_size)
@@ -77,12 +86,38 @@ class SummedReward:
         weighted = torch.tensor(self._weights, dtype=torch.float64) * scores.double()
         self.parts, self.exact = scores, weighted.sum(dim=1)
         self.numbers = [{} for _ in scores]
+        self.problem, of_functions = None, torch.zeros(len(scores), dtype=torch.float64)
         if self._functions is not None:
             self._functions(**row, vision=vision, columns=columns)
-            self.numbers = self._functions.numbers
+            self.numbers, self.problem = self._functions.numbers, self._functions.problem
             self.parts = torch.cat([self._functions.parts, scores], dim=1)
-            self.exact = self.exact + self._functions.exact
+            of_functions = self._functions.exact
+            self.exact = self.exact + of_functions
+        self._report(of_functions.tolist(), scores.tolist(), weighted.tolist())
         return self.exact.float()
+
+    def _report(self, of_functions: list[float], scores: list[list[float]], weighted: list[list[float]]) -> None:
+        """Count and log the rows without a sum; the functions have told of those without theirs."""
+        found = []
+        for row, (own, total) in enumerate(zip(of_functions, self.exact.tolist(), strict=True)):
+            if math.isfinite(own) and not is_reward(total):
+                found.append((row, self._problem_of(row, scores[row]) or too_large([own, *weighted[row]])))
+                self._telemetry.reward_errored(found[-1][1].problem)
+        self.problem = self.problem or (found[0][1] if found else None)
+        self._problems.report(len(scores), found)
+
+    def _problem_of(self, row: int, scores: list[float]) -> RowScore | None:
+        """Return why a row lacks the score of a model; None if it has those of all."""
+        for name, model, score in zip(self._names, self.models, scores, strict=True):
+            if isinstance(model, OwnTokenizerReward) and row in model.problems:
+                return model.problems[row]
+            if not math.isfinite(score):
+                said = f"reward model {name} gave no finite score"
+                return RowScore(problem="invalid", text=f"{said}: {score}", cause=said)
+        return None
+
+
+Reward: TypeAlias = SummedReward | FunctionReward | RewardPool
 
 
 def load_reward(
@@ -91,7 +126,7 @@ def load_reward(
     device: torch.device,
     functions: FunctionReward | RewardPool | None,
     telemetry: Telemetry,
-) -> SummedReward | FunctionReward | RewardPool | None:
+) -> Reward | None:
     """Return the reward of a run: the functions, or the sum of the reward models and the functions.
 
     Args:

@@ -125,7 +125,8 @@ class RewardTrial:
             try:
                 score = float(checked_scores(model(**row), 1, settings.label))
             except RewardError as error:
-                return Trial(parts, len(response_ids), is_cut, str(error))
+                problems = model.problems if isinstance(model, OwnTokenizerReward) else {}
+                return Trial(parts, len(response_ids), is_cut, problems[0].text if problems else str(error))
             parts[settings.label] = settings.weight * score
         return Trial(parts, len(response_ids), is_cut, numbers=numbers)
 

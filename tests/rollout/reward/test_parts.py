@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +21,17 @@ from pipeline.config.rewards import LengthReward, RewardModel, labels_of, part_l
 from pipeline.config.schema import Config
 from pipeline.errors import ShapeError
 from pipeline.experience.ragged import RaggedRows
+from pipeline.progress import Telemetry
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.parts import RewardParts
 from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.roller import LocalRoller
 from pipeline.telemetry.exposition import Exposition
@@ -51,12 +55,14 @@ def two(**options: Any) -> FunctionReward:
     return FunctionReward([level, length], None, weights=[2.0, -0.5], labels=["level", "length"], **options)
 
 
-def of_model(scores: list[float], functions: FunctionReward | RewardPool) -> SummedReward:
+def of_model(
+    scores: list[float], functions: FunctionReward | RewardPool | None, telemetry: Telemetry = Telemetry.none()
+) -> SummedReward:
     class Model(FakeReward):
         model = torch.nn.Linear(1, 1)
 
     settings = RewardModel("model", "", 1.0, "policy", "model.reward", "model.reward_tokenizer")
-    return SummedReward([(settings, Model(scores))], functions)  # type: ignore[list-item]
+    return SummedReward([(settings, Model(scores))], functions, telemetry)  # type: ignore[list-item]
 
 
 def test_each_of_several_functions_has_a_column_before_its_weight() -> None:
@@ -123,6 +129,36 @@ def test_a_reward_model_is_a_part_beside_the_functions_and_gets_no_columns() -> 
     assert experience.info is not None
     assert experience.info["reward.model"].tolist() == [10.0, 20.0]
     assert experience.info["score"].tolist() == [10.5, 22.0]
+
+
+@pytest.mark.parametrize(
+    ("score", "level_of_row", "cause"),
+    [
+        (math.nan, 2, "reward model model gave no finite score: nan"),
+        (3e38, 1e38, "the sum of the weighted scores is beyond float32: 2e+38 + 3e+38"),
+        # The functions count and log it.
+        (math.nan, None, "returned None"),
+    ],
+)
+def test_a_row_that_a_reward_model_gives_no_score_is_counted_once_and_its_cause_logged(
+    caplog: pytest.LogCaptureFixture, score: float, level_of_row: float | None, cause: str
+) -> None:
+    telemetry = NodeTelemetry(log_texts=True)
+    functions = FunctionReward(
+        [lambda ids, mask, *, level, **_: level], None, telemetry, weights=[2.0], problems=RewardProblems(telemetry)
+    )
+    summed = of_model([10.0, score], functions, telemetry)
+    functions.may_be_absent = level_of_row is not None
+
+    experience = maker(reward_model=summed, drop_errored=True).make_experience(
+        PROMPTS, MASK, max_length=7, columns=[{"level": 1}, {"level": level_of_row}]
+    )
+
+    assert len(experience.sequences) == 1
+    assert telemetry.take(None, None).reward_errors == ["invalid"]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("reward errored: row=1 reason=invalid: ") and cause in said
+    assert summed.problem is not None and cause in summed.problem.text
 
 
 @pytest.mark.parametrize("in_processes", [False, True])

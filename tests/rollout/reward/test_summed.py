@@ -170,20 +170,31 @@ def test_functions_of_one_name_are_told_apart_in_a_trial(config: Config) -> None
     source.close()
 
 
-def test_a_row_without_the_score_of_one_model_has_no_reward(two: Config, tmp_path: Path, reward_folder: Path) -> None:
+def test_a_row_without_the_score_of_one_model_has_no_reward_and_is_counted_with_its_cause(
+    two: Config, tmp_path: Path, reward_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     refusing = refusing_chats(reward_folder, tmp_path)
     kind, function, texts = two.model_dump(mode="json")["rewards"]
     roller = loaded(with_models(two, kind, function, {**texts, "path": str(refusing)}))
     source = PromptSource(two.prompts, two.daemon.seed)
-    are_texts = [isinstance(source.at(position).prompt, str) for position in range(4)]
+    prompts = [source.at(position) for position in range(4)]
+    chats = [prompt for prompt in prompts if not isinstance(prompt.prompt, str)]
+    telemetry = roller.telemetry
+    assert isinstance(telemetry, NodeTelemetry)
+    telemetry.take(None, None)
 
     found = roller.roll(0, 4)
 
     roller.close()
     source.close()
     assert found.rows is not None
-    assert len(found.rows) == 3 * are_texts.count(True) == 6
+    assert len(found.rows) == 3 * (4 - len(chats)) == 6
     assert np.isfinite(found.rows.columns["reward"]).all()
+    assert telemetry.take(None, None).reward_errors == ["invalid"] * 6
+    # Once, the rollout before the first ticket included.
+    (said,) = [text for record in caplog.records if (text := record.getMessage()).startswith("reward errored:")]
+    assert "reason=invalid: no score of rewards.model.path, its chat template refuses the row: " in said
+    assert said.rpartition(" prompt=")[2] in {prompt.location for prompt in chats}
 
 
 def test_a_call_that_one_model_has_no_memory_for_is_made_again_by_all(two: Config) -> None:
