@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -167,6 +169,20 @@ def test_a_row_needs_no_more_memory_than_it_may() -> None:
     done = subprocess.run([sys.executable, "-c", measures, ENDLESS], stdout=subprocess.PIPE, timeout=200, check=True)
 
     assert int(done.stdout) < 256 << 10, "KiB"
+
+
+def test_a_row_is_read_beside_more_than_a_thousand_open_files() -> None:
+    """As those of prompts, which a worker that calls its functions itself holds open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    with contextlib.ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):
+            opened.enter_context(open(os.devnull))
+        process = MathProcess(timeout_s=20)
+        opened.callback(process.close)
+
+        assert process.is_right("1", r"\boxed{1}", TAGS)
 
 
 def test_the_process_ends_with_its_owner_at_any_end() -> None:
