@@ -40,6 +40,7 @@ class NumberNames:
         self._size = 0
         self._names: list[str] = []
         self._refused: set[str] = set()
+        self._has_told = False
 
     @property
     def names(self) -> list[str]:
@@ -56,12 +57,21 @@ class NumberNames:
         return self._names
 
     def place(self, name: str) -> int | None:
-        """Return the place of a name, which is appended if it is new; None if all places are taken: said once."""
+        """Return the place of a name, which is appended if it is new; None if all places are taken: said once.
+
+        Also None as long as the file cannot be written, by a full disk: a row is worth more than its further numbers.
+        """
         if name in self._names:
             return self._names.index(name)
         if name in self._refused:
             return None
-        place = self._append(name)
+        try:
+            place = self._append(name)
+        except OSError as error:
+            if not self._has_told:
+                self._has_told = True
+                log.warning("further numbers of rewards are left out: first=%s error=%s", name, error)
+            return None
         if place is None:
             self._refused.add(name)
             log.warning("a further number of a reward is left out: name=%s: the run has %d names", name, MOST_NUMBERS)

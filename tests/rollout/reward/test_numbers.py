@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,6 +279,24 @@ def test_the_names_of_a_run_outlive_its_processes_and_a_torn_line(
     assert [first.place(f"n{at}") for at in range(14)] == [*range(3, 16), None]
     assert later.place("n13") is None and later.place("n13") is None
     assert sum("name=n13: the run has 16 names" in line for line in caplog.messages) == 2
+
+
+def test_a_disk_that_takes_no_further_name_costs_the_numbers_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = NumberNames(tmp_path)
+    assert names.place("odd.first") == 0
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        places = [names.place(name) for name in ("odd.second", "odd.third", "odd.first")]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert places == [None, None, 0]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("further numbers of rewards are left out: first=odd.second error=[Errno 27] File too large")
+    assert names.place("odd.second") == 1, "the disk has room again"
 
 
 def test_a_workers_metric_has_the_name_of_the_number(tmp_path: Path) -> None:
