@@ -129,24 +129,6 @@ class Run(NamedTuple):
         return np.ndarray((count, *self.shape), self.dtype, memory, self.start, (self.stride, *steps))
 
 
-class Block(NamedTuple):
-    """The values of a field without columns, contiguous."""
-
-    field: FieldHeader
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    def array(self, memory: memoryview) -> Array:
-        """Return the block as an array over the extent's memory."""
-        return np.ndarray(self.shape, _ARRAY_DTYPES[self.field.dtype], memory, self.start)
-
-
-def block_at(start: int, field: FieldHeader, shape: tuple[int, ...]) -> Block:
-    """Return a field's block at `start`; the next block starts at `align(block.stop)`."""
-    return Block(field, shape, start, start + math.prod(shape) * _ARRAY_DTYPES[field.dtype].itemsize)
-
-
 # All extents of a training run have the same fields.
 @functools.lru_cache(maxsize=64)
 def _stored_together(fields: Fields, full_masks: tuple[str, ...]) -> tuple[Fields, ...]:

@@ -24,15 +24,15 @@ import torch
 from pipeline.errors import DecodeError, FieldError, ShapeError
 from pipeline.experience.extent_format import (
     Array,
-    Block,
     FieldHeader,
     MediumHeader,
+    Run,
     VisionHeader,
     align,
     as_array,
-    block_at,
     field_errors,
     field_header,
+    lay_out,
 )
 from pipeline.experience.tensor_pool import MEMORY
 from pipeline.experience.types import VISION_FIELDS, ExperienceVL
@@ -63,9 +63,9 @@ class VisionPart:
 
     def write(self, memory: memoryview, start: int) -> None:
         """Write the vision part at `start`, behind the text fields."""
-        blocks, at = _places(self.header, start)
-        for block, tensor in zip(blocks, self.tensors, strict=True):
-            block.array(memory)[...] = as_array(tensor)
+        runs, at = _places(self.header, start)
+        for run, tensor in zip(runs, self.tensors, strict=True):
+            run.array(memory)[0] = as_array(tensor)
         for raw in self.raw_rows:
             memory[at : at + len(raw)] = raw
             at += len(raw)
@@ -128,13 +128,13 @@ class VisionReader:
         """
         if found := next(_errors(header, rows), ""):
             raise DecodeError(f"extent of {len(memory):,} B: its header {found}")
-        blocks, raw_start = _places(header, start)
+        runs, raw_start = _places(header, start)
         raw_starts = list(itertools.accumulate(header.raw_bytes or (), initial=raw_start))
         if raw_starts[-1] > len(memory):
             raise DecodeError(f"extent of {len(memory):,} B: its header describes {raw_starts[-1]:,} B")
         media = [
-            _Medium(medium, grids.array(memory), pixels.array(memory))
-            for medium, grids, pixels in zip(header.media, blocks[::2], blocks[1::2], strict=True)
+            _Medium(medium, grids.array(memory)[0], pixels.array(memory)[0])
+            for medium, grids, pixels in zip(header.media, runs[::2], runs[1::2], strict=True)
         ]
         self.media = {medium.header.pixels.name: medium for medium in media}
         self._memory = memory
@@ -257,14 +257,14 @@ def _slices(starts: list[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
     return slices
 
 
-def _places(header: VisionHeader, start: int) -> tuple[list[Block], int]:
-    """Return the blocks, grids and pixels alternating, and the offset of the raw images."""
-    blocks = []
+def _places(header: VisionHeader, start: int) -> tuple[list[Run], int]:
+    """Return the places of grids and pixels, alternating, and the offset of the raw images."""
+    places = []
     for medium in header.media:
         for field, rows in ((medium.grids, sum(medium.counts)), (medium.pixels, medium.patches)):
-            blocks.append(block_at(align(start), field, (rows, *field.tail)))
-            start = blocks[-1].stop
-    return blocks, align(start)
+            runs, start = lay_out((field,), (), {field.columns: rows}, align(start))
+            places += runs
+    return places, align(start)
 
 
 # Checks of a header and of an Experience.
