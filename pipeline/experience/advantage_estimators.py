@@ -16,8 +16,8 @@ from typing import Final
 
 from torch import Tensor
 
-from pipeline.errors import FieldError, ShapeError
-from pipeline.experience.advantages import generalized_advantages, group_advantages, zero_if_equal
+from pipeline.errors import FieldError
+from pipeline.experience.advantages import generalized_advantages, group_advantages, in_groups, zero_if_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ def centered(inputs: AdvantageInputs) -> Tensor:
     Also the first step of REINFORCE++ with baseline (arXiv:2501.03262): the second is the trainer's, which alone has
     the whole batch.
     """
-    groups = _groups(inputs)
+    groups = in_groups(inputs.rewards, inputs.group_size)
     return zero_if_equal(groups - groups.mean(dim=1, keepdim=True), groups)
 
 
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """Return each reward less the mean of the others of its group, ``(B,)`` (RLOO, arXiv:2402.14740 section 3.2)."""
-    groups = _groups(inputs)
+    groups = in_groups(inputs.rewards, inputs.group_size)
     others = (groups.sum(dim=1, keepdim=True) - groups) / (inputs.group_size - 1)
     return zero_if_equal(groups - others, groups)
 
@@ -112,12 +112,3 @@ def overlong_rewards(lengths: Tensor, longest: int, buffer_tokens: int, penalty:
     """
     beyond = lengths.float() - (longest - buffer_tokens)
     return -penalty * (beyond / buffer_tokens).clamp(0.0, 1.0)
-
-
-def _groups(inputs: AdvantageInputs) -> Tensor:
-    rewards, group_size = inputs.rewards, inputs.group_size
-    if group_size < 2:
-        raise ShapeError(f"group_size is {group_size}; a group needs at least 2 responses to compare")
-    if rewards.dim() != 1 or len(rewards) % group_size:
-        raise ShapeError(f"rewards of shape {tuple(rewards.shape)} do not divide into groups of {group_size}")
-    return rewards.reshape(-1, group_size)

@@ -194,7 +194,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, eps: float = 1e-4) -> 
     Raises:
         ShapeError: If B is not a multiple of `group_size`, or `group_size` is below 2.
     """
-    groups = _groups(rewards, group_size)  # (B/G, G)
+    groups = in_groups(rewards, group_size)  # (B/G, G)
     centered = groups - groups.mean(dim=1, keepdim=True)
     return zero_if_equal(centered / (groups.std(dim=1, keepdim=True) + eps), groups)
 
@@ -225,7 +225,7 @@ def group_mixed(scores: Tensor, group_size: int) -> Tensor:
     Raises:
         ShapeError: If B is not a multiple of `group_size`, or `group_size` is below 2.
     """
-    groups = _groups(scores, group_size)
+    groups = in_groups(scores, group_size)
     return (groups != groups[:, :1]).any(dim=1).repeat_interleave(group_size)
 
 
@@ -258,7 +258,8 @@ def _count_actions(action_mask: Tensor) -> Tensor:
     return counts
 
 
-def _groups(rewards: Tensor, group_size: int) -> Tensor:
+def in_groups(rewards: Tensor, group_size: int) -> Tensor:
+    """Return the rewards ``(B,)`` as ``(B/G, G)``; refuse a B that is no multiple of G, and a G below 2."""
     if group_size < 2:
         raise ShapeError(f"group_size is {group_size}; a group needs at least 2 responses to compare")
     if rewards.dim() != 1 or len(rewards) % group_size:
