@@ -18,6 +18,8 @@ from pipeline.errors import ConfigError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _FORMAT_BYTES = 4096
+# By the character between cells.
+_TEXT_TABLES = {",": "CSV", "\t": "TSV", ";": "CSV with semicolons"}
 _FORMATS = {b"\x1f\x8b": "compressed by gzip", b"PK\x03\x04": "a zip archive"}
 
 
@@ -168,9 +170,10 @@ def problem_of_format(path: Path) -> str:
     first = begin.partition(b"\n")[0].strip()
     if first.startswith(b"[") and (first == b"[" or first.startswith(b"[{")):
         return f"the file is one JSON array, not JSON lines: jq -c '.[]' {path.name} prints it as one object a line"
-    if kind := _table_of_text(first):
+    if separator := _separator_of(first):
         return (
-            f"the file is {kind}, not JSON lines: pandas.read_csv(..., sep={kind.separator!r}).to_json(..., "
+            f"the file is {_TEXT_TABLES[separator]}, not JSON lines: "
+            f"pandas.read_csv(..., sep={separator!r}).to_json(..., "
             'orient="records", lines=True) writes it as one object a line'
         )
     if first == b"{":
@@ -215,8 +218,8 @@ def json_of_file(path: Path, field: str, parse: Callable[[str], Any] = json.load
     try:
         return parse(text)
     except (ValueError, RecursionError) as error:
-        kind = _table_of_text(text.partition("\n")[0].encode())
-        said = f"is {kind}, not JSON" if kind else f"is not JSON: {error}"
+        separator = _separator_of(text.partition("\n")[0].encode())
+        said = f"is {_TEXT_TABLES[separator]}, not JSON" if separator else f"is not JSON: {error}"
         raise ConfigError(f"{field}: {path} {said}") from error
 
 
@@ -240,21 +243,13 @@ def _wide_encoding(begin: bytes) -> str:
     return "UTF-16BE" if begin[0] == 0 else "UTF-16LE"
 
 
-class _TextTable(str):
-    """The name of a format with a header line and a row a line, and the character between its cells."""
-
-    separator = ","
-
-
-def _table_of_text(first: bytes) -> _TextTable | None:
-    """Return the format of a file by its first line, if that is a header of names; None for any other line."""
-    for separator, name in ((",", "CSV"), ("\t", "TSV"), (";", "CSV with semicolons")):
+def _separator_of(first: bytes) -> str:
+    """Return the character between the cells of a file's first line, if that is a header of names; else empty."""
+    for separator in _TEXT_TABLES:
         cells = first.decode("utf-8", "replace").split(separator)
         if len(cells) > 1 and all(re.fullmatch(r"\s*\"?[^\W\d][\w .:-]*\"?\s*", cell) for cell in cells):
-            found = _TextTable(name)
-            found.separator = separator
-            return found
-    return None
+            return separator
+    return ""
 
 
 def _refuse_constant(name: str) -> None:
