@@ -144,9 +144,10 @@ def _test_leaves_nothing(request: pytest.FixtureRequest, _zmq_context: None) -> 
         open_cuda()
     before = Holdings.now()
     yield
-    if signatures := sys.modules.get("pipeline.rollout.reward.signatures"):
+    if (signatures := sys.modules.get("pipeline.rollout.reward.signatures")) and vars(signatures._loops):
         # It is kept for the life of a process.
-        signatures.close_event_loop()
+        signatures.event_loop().close()
+        vars(signatures._loops).clear()
     _fail_on(before)
 
 

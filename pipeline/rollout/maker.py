@@ -380,15 +380,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             check_tokens(rows, self.actor.config.get_text_config().vocab_size)
         temperature, parts = batch.sampling.temperature, RewardParts()
         with eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
-            with self._telemetry.activity("reward"):
-                scores = self._passes.scores(
-                    self.reward_model,
-                    rows,
-                    batch.answers,
-                    keep_errored=self.drop_errored,
-                    columns=batch.columns,
-                    on_parts=parts.append,
-                )
+            scores = self.scores(batch, rows, on_parts=parts.append)
             group_size = self.num_generation if self.use_grpo else 1
             if self.drop_errored and (kept := rows_with_reward(scores, group_size)) is not None:
                 rows, scores = rows.rows(kept), scores[kept]
@@ -473,7 +465,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         with self._telemetry.activity("value"):
             values = rows.columns(self._passes.values(self.critic, rows, coati=coati))
         scores, mask = scores.float(), rows.action_mask
-        kl = self.shaping.kl(log_ratios, mask)
+        kl = self.shaping.kl_estimator(log_ratios, mask)
         of_turns = None if rows.turns is None else rows.columns(rows.turns.rewards.float())
         # The whole score is clipped, or each turn's, where it is placed; the penalty of length is no part of it.
         clip = SCORE_CLIP if self.shaping.reward_clip == "coati" else self.shaping.reward_clip

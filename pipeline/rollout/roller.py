@@ -233,17 +233,16 @@ class LocalRoller:
         for each in range(position, position + prompts):
             prompt = self._source.at(each)
             try:
-                kept.append((prompt, self._rendered(prompt)))
+                ids_and_pixels = rendered(
+                    prompt, self.tokenizer, self._template, self.lengths, self.vision, cuts_prompts=self.cuts_prompts
+                )
+                kept.append((prompt, ids_and_pixels))
             except PromptError as error:
                 # A new error: the frames of the one raised refer to the arena, and the result is kept.
                 refused = PromptError(str(error), bare=error.bare)
                 log.warning("prompt set aside: position=%d line=%d reason=%s",
                             each, prompt.line, error.told(texts=self.telemetry.log_texts))  # fmt: skip
         return Begun(kept, prompts, refused, position, response_tokens)
-
-    def _rendered(self, prompt: Prompt) -> RenderedPrompt:
-        cuts = self.cuts_prompts
-        return rendered(prompt, self.tokenizer, self._template, self.lengths, self.vision, cuts_prompts=cuts)
 
     def batch_of(self, begun: Begun) -> PromptBatch:
         """Return prompts with their sampling parameters, for the engine.
@@ -254,7 +253,8 @@ class LocalRoller:
         # On the CPU: the maker copies each mini-batch to the device of its model.
         prompts = [torch.tensor(rendered.ids, dtype=torch.int64) for _, rendered in begun.kept]
         prompt_columns = max(map(len, prompts))
-        room = self._columns(prompt_columns) - prompt_columns
+        # A response never gets the room that shorter prompts leave.
+        room = self.lengths.row - prompt_columns if self.lengths.response is None else self.lengths.response
         max_length = prompt_columns + min(room, begun.response_tokens or room)
         columns = [{**prompt.columns, PROMPT: prompt.prompt} for prompt, _ in begun.kept]
         return self._maker.begin(
@@ -321,11 +321,6 @@ class LocalRoller:
         self.engine.close()
         if self.turns is not None:
             self.turns.pool.close()
-
-    def _columns(self, prompt_columns: int) -> int:
-        """Return the columns of prompt and response: a response never gets the room that shorter prompts leave."""
-        response = self.lengths.response
-        return self.lengths.row if response is None else prompt_columns + response
 
 
 def rendered(

@@ -94,17 +94,13 @@ class Shaping:
         written = rows.action_mask.sum(dim=1)
         return scores + overlong_rewards(written, longest, self.overlong_buffer_tokens, self.overlong_penalty)
 
-    def kl(self, log_ratios: Tensor, action_mask: Tensor) -> Tensor:
-        """Return the estimate of the KL to the reference that the reward counts, ``(B, A)``."""
-        return self.kl_estimator(log_ratios, action_mask)
-
     def group_fields(
         self, rows: Rows, scores: Tensor, log_ratios: Tensor, *, kl_coef: float, group_size: int
     ) -> dict[str, Any]:
         """Return the fields of an algorithm that compares the responses of a prompt."""
         # In float64: a reward of 100,000,001 beside one of 100,000,000 is a signal.
         shaped = self.shaped(rows, self.scaled(scores.double()))
-        kl = kl_rewards(self.kl(log_ratios, rows.action_mask), rows.action_mask, kl_coef)
+        kl = kl_rewards(self.kl_estimator(log_ratios, rows.action_mask), rows.action_mask, kl_coef)
         rewards = shaped + kl
         advantages = self.estimate(AdvantageInputs(rewards, group_size, rows.action_mask)).float()
         mixed = group_mixed(shaped, group_size)

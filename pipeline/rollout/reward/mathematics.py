@@ -104,12 +104,12 @@ class MathProcess:
         return reply
 
 
-def math_reward(settings: MathReward, cpu_s: float = MATH_CPU_S) -> Callable[[str, str], float]:
+def math_reward(settings: MathReward) -> Callable[[str, str], float]:
     """Return the function behind `math`, of a response and an answer: 1 if the result equals the answer, else 0.
 
     The result is that of the answer's tag if the response has it (`pipeline.rollout.reward.answers`).
     """
-    process = MathProcess(timeout_s=cpu_s)
+    process = MathProcess(timeout_s=MATH_CPU_S)
 
     def judge(response: str, answer: str) -> float:
         return float(process.is_right(answer, response, list(settings.tags)))

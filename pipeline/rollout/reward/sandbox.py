@@ -2,9 +2,9 @@
 
 It is started as a script and imports nothing of this package. It reads ``{"sources", "token", "cpu_s", "memory_bytes",
 "unisolated"}`` as JSON from its standard input, isolates itself, executes the sources one after the other in one
-namespace, and writes the token to its standard output if the last one ended without an exception. ``source`` is one
-source. Without sources it writes the token and the kind of its isolation. Exit code 97 and the token, then the reason:
-it could not isolate or limit itself, and nothing was executed.
+namespace, and writes the token to its standard output if the last one ended without an exception. Without sources it
+writes the token and the kind of its isolation. Exit code 97 and the token, then the reason: it could not isolate or
+limit itself, and nothing was executed.
 
     this process    files: those of Python's library alone; no other process, network, user
       its child     limits of CPU, memory, files (setrlimit); a list of the system calls that it may make (seccomp)
@@ -93,7 +93,7 @@ def main() -> None:
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     token = request["token"].encode()
-    sources = request.get("sources", [request["source"]] if "source" in request else [])
+    sources = request["sources"]
     try:
         _die_with_parent()
         isolation = _isolate(unisolated=bool(request.get("unisolated")))

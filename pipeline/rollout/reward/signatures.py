@@ -166,10 +166,3 @@ def event_loop() -> asyncio.Runner:
         _loops.runner.get_loop()
     runner: asyncio.Runner = _loops.runner
     return runner
-
-
-def close_event_loop() -> None:
-    """Cancel what is left in the event loop of this thread, and close it; the next call makes another one."""
-    if getattr(_loops, "process", 0) == os.getpid():
-        _loops.process = 0
-        _loops.runner.close()
