@@ -24,7 +24,7 @@ from pipeline.rollout.loader import load_roller
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.sample_recorder import RolloutSamples
 from pipeline.rollout.sleep import EngineSleep
-from pipeline.rollout.ticket_stream import SleepingStream, TicketStream, new_stream
+from pipeline.rollout.ticket_stream import EngineStream, TicketStream, new_stream
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.lifeline import end_group_with_this
 from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_source
@@ -187,7 +187,7 @@ def worker_with(
     """Return the worker of a configuration with this stream."""
     hooks: list[WorkerHook] = [] if samples is None else [samples]
     if context.turn is not None:
-        hooks.append(EngineSleep(context.turn, cast("SleepingStream", stream), metrics))
+        hooks.append(EngineSleep(context.turn, cast("EngineStream", stream), metrics))
     return RolloutWorker(
         stream,
         arena,

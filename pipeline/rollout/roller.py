@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -16,7 +16,6 @@ from pipeline.config.user_modules import PROMPT
 from pipeline.errors import ConfigError, PromptError
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
-from pipeline.experience.vision_rows import VisionRows
 from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import Rendering, Template, render
 from pipeline.prompts.source import PromptSource
@@ -26,35 +25,18 @@ from pipeline.rollout.generation.interface import Completed, Engine, Sampling
 from pipeline.rollout.generation.weights import WeightsSource, WorkerWeights
 from pipeline.rollout.insert_gate import Fault, find_fault
 from pipeline.rollout.prompt_batch import PromptBatch, sample_all, tokens_of
-from pipeline.rollout.rows import Rows
 from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts, vision_rows_of
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import PromptResult
+
+if TYPE_CHECKING:
+    from pipeline.rollout.maker import NaiveExperienceMaker
 
 log = logging.getLogger(__name__)
 
 
 PromptReader = Callable[[Sequence[Prompt], int], None]
 """Called with prompts, and the number of rows of each of them."""
-
-
-class Maker(Protocol):
-    """The methods of an experience maker (`NaiveExperienceMaker`) that a rollout calls."""
-
-    def begin(
-        self,
-        prompts: Sequence[torch.Tensor],
-        prompt_columns: int,
-        sampling: Sampling,
-        gt_answer: Sequence[Any],
-        *,
-        columns: Sequence[Mapping[str, Any]] | None,
-        vision: VisionRows | None,
-    ) -> PromptBatch:
-        """Return prompts with their sampling parameters."""
-
-    def finish(self, batch: PromptBatch, rows: Rows) -> RaggedRows:
-        """Return the experience of prompts and their responses; its `info` has "cut"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +111,7 @@ class LocalRoller:
 
     def __init__(
         self,
-        maker: Maker,
+        maker: NaiveExperienceMaker,
         source: PromptSource,
         tokenizer: Any,
         weights: WorkerWeights,

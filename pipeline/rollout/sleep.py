@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.metrics import RolloutMetrics
-from pipeline.rollout.ticket_stream import SleepingStream
+from pipeline.rollout.ticket_stream import EngineStream
 from pipeline.storage.card_turns import TURN_S, EngineTurn
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class EngineSleep(WorkerHook):
         metrics: Count the time of both.
     """
 
-    def __init__(self, turn: EngineTurn, stream: SleepingStream, metrics: RolloutMetrics) -> None:
+    def __init__(self, turn: EngineTurn, stream: EngineStream, metrics: RolloutMetrics) -> None:
         self._turn = turn
         self._stream = stream
         self._metrics = metrics

@@ -21,7 +21,6 @@ from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.environment.turns import Turns
 from pipeline.rollout.generation.interface import (
     Completed,
-    Engine,
     EngineCounts,
     EngineLoad,
     Request,
@@ -84,18 +83,6 @@ class TicketStream(Protocol):
         ...
 
 
-class SleepingStream(TicketStream, Protocol):
-    """The stream of a worker that has turns on a card (`rollout.sleep`): that of an engine which can sleep."""
-
-    def sleep(self) -> None:
-        """Give the engine's memory of the card back; no ticket is in hand."""
-        ...
-
-    def wake(self, held: int | None) -> None:
-        """Take that memory again, and the weights of the version in hand; None: a fetch follows."""
-        ...
-
-
 class Clock(Protocol):
     """The activity of a worker, each change of which is a heartbeat (`pipeline.telemetry.activity`)."""
 
@@ -151,7 +138,6 @@ def new_stream(roller: LocalRoller, config: Config, metrics: StreamMetrics) -> E
     rows = config.prompts_per_ticket * config.group_size
     return EngineStream(
         roller,
-        roller.engine,
         metrics,
         config.rollout.tickets_ahead or tickets_ahead(roller.engine.load, rows),
         updates_in_flight=config.rollout.weight_updates == "in_flight",
@@ -218,8 +204,7 @@ class EngineStream:
     """Tickets of a `LocalRoller` in an engine; a ticket ends with the last of its requests, whatever the others do.
 
     Args:
-        roller: Renders prompts and scores responses.
-        engine: Samples; the roller's own.
+        roller: Renders prompts and scores responses; its engine samples.
         metrics: The worker's; shows the rows in hand and those done.
         tickets_ahead: Tickets that the worker holds at a time.
         updates_in_flight: Whether weights may change while tickets are in hand.
@@ -228,7 +213,6 @@ class EngineStream:
     def __init__(
         self,
         roller: LocalRoller,
-        engine: Engine,
         metrics: StreamMetrics,
         tickets_ahead: int,
         *,
@@ -237,7 +221,7 @@ class EngineStream:
         self.tickets_ahead = tickets_ahead
         self.updates_in_flight = updates_in_flight
         self._roller = roller
-        self._engine = engine
+        self._engine = roller.engine
         self._metrics = metrics
         self._rollouts: dict[int, _Rollout] = {}
         self._ticket_of: dict[int, int] = {}
@@ -348,7 +332,10 @@ class EngineStream:
         return fetched
 
     def sleep(self) -> None:
-        """Have the engine sleep; a question about its weights is asked again after it has woken."""
+        """Have the engine give its memory of the card back; no ticket is in hand.
+
+        A question about its weights is asked again after it has woken.
+        """
         if self._asked is not None:
             self._engine.cancel([self._asked[0]])
             self._asked = None
@@ -356,7 +343,11 @@ class EngineStream:
         free_cached()
 
     def wake(self, held: int | None) -> None:
-        """Wake the engine."""
+        """Have the engine take its memory of the card again, and the weights of the version in hand.
+
+        Args:
+            held: That version; None: a fetch follows.
+        """
         cast("Sleeper", self._engine).wake()
         if held is not None:
             self._roller.weights.hand_over_again(held)

@@ -94,7 +94,7 @@ class Bench:
             lengths=Lengths(14, 13, None), template="none", vocabulary=tiny.VOCABULARY_SIZE,
             sampling=Sampling(max_length=14, pad_token_id=tiny.PAD, eos_token_ids=(tiny.EOS,)),
         )  # fmt: skip
-        self.stream = EngineStream(self.roller, self.engine, self.metrics, ahead, updates_in_flight=in_flight)
+        self.stream = EngineStream(self.roller, self.metrics, ahead, updates_in_flight=in_flight)
         self.worker = RolloutWorker(
             self.stream, self.arena, folder / "weights", self.sent, self.metrics,
             index=0, clock=lambda: self.now_s, group_size=GROUP,

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import xxhash
@@ -18,23 +17,15 @@ from pipeline.prompts.rendering import rendering_of
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.environment.turn_rows import actions_of
 from pipeline.rollout.generation.interface import Completed
+from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.prompt_batch import PromptBatch
-from pipeline.rollout.reward.parts import OnParts
-from pipeline.rollout.roller import Begun, LocalRoller, Maker, Rolled
-from pipeline.rollout.rows import Rows
+from pipeline.rollout.roller import Begun, LocalRoller, Rolled
 from pipeline.rollout.sampling import held_out_sampling
 from pipeline.telemetry.evaluations import PromptResult
 
 _ROWS_BELOW = 8
 
 log = logging.getLogger(__name__)
-
-
-class ScoringMaker(Maker, Protocol):
-    """A maker that can score responses alone."""
-
-    def scores(self, batch: PromptBatch, rows: Rows, *, on_parts: OnParts = lambda parts, numbers: None) -> Tensor:
-        """Return the raw rewards, ``(rows,)``, NaN for a row without one; see `ModelPasses.scores`."""
 
 
 @dataclasses.dataclass
@@ -69,7 +60,7 @@ class EvaluationRoller(LocalRoller):
     version, and on each worker.
     """
 
-    def __init__(self, base: LocalRoller, maker: ScoringMaker, config: Config, file: int) -> None:
+    def __init__(self, base: LocalRoller, maker: NaiveExperienceMaker, config: Config, file: int) -> None:
         """Take over the models of another roller.
 
         Args:
@@ -96,7 +87,6 @@ class EvaluationRoller(LocalRoller):
             cuts_prompts=base.cuts_prompts,
             telemetry=base.telemetry,
         )
-        self._scoring = maker
         # As float32 on both sides: 0.7 of a reward model is 0.7.
         self._pass_reward = torch.tensor(evaluation.pass_reward, dtype=torch.float32)
         # The first of those with this name.
@@ -122,7 +112,7 @@ class EvaluationRoller(LocalRoller):
         """
         self._announce(begun)
         parts: list[Tensor] = []
-        found = self._scoring.scores(
+        found = self._maker.scores(
             batch, batch.joined(completed), on_parts=lambda found, _: parts.append(found)
         ).double()
         scores = found.reshape(-1, self._group_size)
@@ -152,6 +142,6 @@ class EvaluationRoller(LocalRoller):
         self._source.close()
 
 
-def evaluation_rollers(maker: ScoringMaker, config: Config) -> Callable[[LocalRoller], list[LocalRoller]]:
+def evaluation_rollers(maker: NaiveExperienceMaker, config: Config) -> Callable[[LocalRoller], list[LocalRoller]]:
     """Return a function that returns the rollers of all held-out files beside a worker's own roller."""
     return lambda base: [EvaluationRoller(base, maker, config, file) for file in range(len(config.evaluation.files))]

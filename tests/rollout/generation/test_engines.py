@@ -124,7 +124,7 @@ def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them
     publisher.publish(1, flatten(actor=published.state_dict()))
     metrics = RolloutMetrics(slab.writer("rollout", 0), reward_source="function")
     worker = RolloutWorker(
-        EngineStream(roller, roller.engine, metrics, 2), arena, tmp_path / "weights", sent, metrics,
+        EngineStream(roller, metrics, 2), arena, tmp_path / "weights", sent, metrics,
         index=0, clock=lambda: 0.0, group_size=4,
     )  # fmt: skip
     worker.handle(Welcome(1))
