@@ -107,7 +107,7 @@ class PromptBatch:
         log_probs = [None] * len(ends) if responses.log_probs is None else list(responses.log_probs)
         return self._rows(
             [ids[:end] for ids, end in zip(responses.sequences[:, self.prompt_columns :], ends, strict=True)],
-            [None if of is None else of[:end] for of, end in zip(log_probs, ends, strict=False)],
+            [None if of is None else of[:end] for of, end in zip(log_probs, ends, strict=True)],
         )
 
     def _rows(self, responses: list[Tensor], log_probs: list[Tensor | None], turns: TurnColumns | None = None) -> Rows:

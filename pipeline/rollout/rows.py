@@ -223,8 +223,8 @@ def check_responses(responses: Responses, rows: int, prompt_width: int, max_leng
         max_length: As requested.
 
     Raises:
-        ShapeError: If there is another number of rows or columns, or a response does not have from 1 to
-            `max_length` - P tokens.
+        ShapeError: If there is another number of rows or columns, log-probs are of another number of rows, or a
+            response does not have from 1 to `max_length` - P tokens.
     """
     shape, lengths = tuple(responses.sequences.shape), responses.lengths
     if shape != (rows, max_length) or lengths.shape != (rows,):
@@ -232,6 +232,8 @@ def check_responses(responses: Responses, rows: int, prompt_width: int, max_leng
             f"generator returned sequences {shape} and lengths {tuple(lengths.shape)}, "
             f"not ({rows}, {max_length}) and ({rows},)"
         )
+    if responses.log_probs is not None and responses.log_probs.shape[:1] != (rows,):
+        raise ShapeError(f"generator returned log-probs {tuple(responses.log_probs.shape)} for {rows} responses")
     check_lengths(np.array(lengths.tolist()), max_length - prompt_width)
 
 

@@ -116,6 +116,14 @@ def test_an_engine_that_gives_other_lengths_is_refused(
         joined(responses)
 
 
+@pytest.mark.parametrize("count", [0, 3, 5])
+def test_log_probs_of_another_number_of_rows_are_refused(count: int) -> None:
+    responses = Responses(torch.full((4, 7), PAD), torch.ones(4, dtype=torch.int64), torch.zeros(count, 4))
+
+    with pytest.raises(ShapeError, match=rf"^generator returned log-probs \({count}, 4\) for 4 responses$"):
+        batch().rows(responses)
+
+
 def test_a_row_whose_last_turn_has_no_token_is_refused() -> None:
     def turns(ids: list[int], observed: list[bool]) -> Response:
         rewards: Tensor = torch.zeros(len(ids), dtype=torch.float64)
