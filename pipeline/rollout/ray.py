@@ -294,20 +294,8 @@ class RemoteStream:
             raise
         self._show(result.status, shows=shows)
         self._has_room = result.has_room
-        for name, seconds in result.stages:
-            self._metrics.staged(name, seconds)
-        for reason in result.numbers_left_out:
-            self._metrics.number_left_out(reason)
-        for reason in result.reward_errors:
-            self._metrics.reward_errored(reason)
-        for during in result.out_of_memory:
-            self._metrics.out_of_memory(during)
-        for parts in result.scores:
-            self._metrics.scored(parts)
-        for verdict, gaps in result.judged:
-            self._metrics.engine_judged(verdict, gaps)
-        for _ in range(result.mismatches):
-            self._metrics.weights_mismatch()
+        for counted, given in result.events:
+            getattr(self._metrics, counted)(*given)
         if result.error is not None:
             raise result.error
         return result.value

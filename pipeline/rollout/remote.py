@@ -63,26 +63,14 @@ class CallResult:
     Attributes:
         value: The return value.
         error: The error raised; None if there is a value.
-        stages: Activities that ended, each with its seconds.
-        reward_errors: The reason of each row without a reward.
-        numbers_left_out: The reason of each further number of a reward function that is left out.
-        out_of_memory: "pass" or "generate", for each call that ran out of the device's memory.
-        scores: The parts of each row's reward, None for a row without one.
-        judged: Verdict and differences of each probe of the engine.
-        mismatches: Times that the engine did not compute with its weights.
+        events: The calls of `StreamMetrics` and `Telemetry` that count something, each a method with its arguments.
         status: The node's progress at the end of the call.
         has_room: Whether another ticket can make progress.
     """
 
     value: Any = None
     error: RlhfdError | None = None
-    stages: list[tuple[str, float]] = dataclasses.field(default_factory=list)
-    reward_errors: list[str] = dataclasses.field(default_factory=list)
-    out_of_memory: list[str] = dataclasses.field(default_factory=list)
-    scores: list[Sequence[float] | None] = dataclasses.field(default_factory=list)
-    judged: list[tuple[str, Sequence[float]]] = dataclasses.field(default_factory=list)
-    numbers_left_out: list[str] = dataclasses.field(default_factory=list)
-    mismatches: int = 0
+    events: list[tuple[str, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
     status: NodeStatus = dataclasses.field(default_factory=lambda: NodeStatus())
     has_room: bool = True
 
@@ -153,14 +141,8 @@ class NodeTelemetry(Telemetry):
         self.tokens = 0
         self.load: EngineLoad | None = None
         self.environments = EnvironmentCounts()
-        self._mismatches = 0
         self._sampled = SampledTokens(self._count_sampled)
-        self._out_of_memory: list[str] = []
-        self._stages: list[tuple[str, float]] = []
-        self._reward_errors: list[str] = []
-        self._numbers_left_out: list[str] = []
-        self._scores: list[Sequence[float] | None] = []
-        self._judged: list[tuple[str, Sequence[float]]] = []
+        self._events: list[tuple[str, tuple[Any, ...]]] = []
 
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
@@ -176,7 +158,7 @@ class NodeTelemetry(Telemetry):
 
     def staged(self, name: str, seconds: float) -> None:
         """Record the duration of a stage."""
-        self._stages.append((name, seconds))
+        self._record("staged", name, seconds)
 
     def show_rows(self, done: int, rows: int) -> None:
         """Keep the rows in work and those of them that are done."""
@@ -193,7 +175,7 @@ class NodeTelemetry(Telemetry):
 
     def weights_mismatch(self) -> None:
         """Record that the engine does not compute with its weights."""
-        self._mismatches += 1
+        self._record("weights_mismatch")
 
     def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
         """Count a heartbeat; keep the progress of the stage if `rows` is above 0, and count tokens."""
@@ -215,40 +197,31 @@ class NodeTelemetry(Telemetry):
 
     def reward_errored(self, reason: str) -> None:
         """Record a row without a reward."""
-        self._reward_errors.append(reason)
+        self._record("reward_errored", reason)
 
     def number_left_out(self, reason: str) -> None:
         """Record a further number of a reward function that is left out."""
-        self._numbers_left_out.append(reason)
+        self._record("number_left_out", reason)
 
     def out_of_memory(self, during: str) -> None:
         """Record a call that ran out of the device's memory."""
-        self._out_of_memory.append(during)
+        self._record("out_of_memory", during)
 
     def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
         """Record a probe of the engine."""
-        self._judged.append((verdict, gaps))
+        self._record("engine_judged", verdict, gaps)
 
     def scored(self, parts: Sequence[float] | None) -> None:
         """Record the parts of a row's reward."""
-        self._scores.append(parts)
+        self._record("scored", parts)
 
     def take(self, value: Any, error: RlhfdError | None) -> CallResult:
         """Return the result of a call with all events since the last one, and start anew."""
-        result = CallResult(
-            value,
-            error,
-            self._stages,
-            self._reward_errors,
-            self._out_of_memory,
-            self._scores,
-            self._judged,
-            self._numbers_left_out,
-            self._mismatches,
-        )
-        self._stages, self._reward_errors, self._out_of_memory, self._scores, self._judged = [], [], [], [], []
-        self._numbers_left_out, self._mismatches = [], 0
-        return result
+        events, self._events = self._events, []
+        return CallResult(value, error, events)
+
+    def _record(self, method: str, *arguments: Any) -> None:
+        self._events.append((method, arguments))
 
     def _count_sampled(self, tokens: int) -> None:
         self.tokens += tokens

@@ -20,6 +20,7 @@ from pipeline.rollout.maker import NaiveExperienceMaker
 from tests.rollout.test_loader import rollers  # noqa: F401 - a fixture
 from tests.support import tiny
 from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
+from tests.support.told import events_of
 
 PROMPTS = torch.tensor([[0, 5, 6], [4, 5, 7], [3, 8, 9]])
 MASK = torch.tensor([[0, 1, 1], [1, 1, 1], [1, 1, 1]])
@@ -125,7 +126,7 @@ def test_a_function_in_the_worker_that_raises_costs_its_group_and_is_named_once_
     with caplog.at_level(logging.WARNING):
         roller, _, telemetry = moody("good", "bad", "text", "good")
         rolled = [roller.roll(0, 4), roller.roll(4, 4)]
-    errors = telemetry.take(None, None).reward_errors
+    errors = events_of(telemetry.take(None, None), "reward_errored")
 
     assert [len(each.rows) for each in rolled] == [8, 8], "2 of 4 prompts, 4 responses each"
     assert sorted(errors) == ["exception"] * 8 + ["invalid"] * 8

@@ -22,6 +22,7 @@ from pipeline.rollout.remote import NodeTelemetry
 from tests.support import tiny_vision
 from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.proving import prove
+from tests.support.told import events_of
 
 CPU = torch.device("cpu")
 CHOOSY = """
@@ -74,7 +75,7 @@ def rollers(task, monkeypatch):  # noqa: F811
 
 
 def stages(telemetry):
-    return [name for name, _ in telemetry.take(None, None).stages]
+    return [name for name, _ in events_of(telemetry.take(None, None), "staged")]
 
 
 def test_with_no_kl_weight_above_0_the_reference_is_neither_loaded_nor_run(rollers):
@@ -248,7 +249,7 @@ def test_the_engine_of_a_vision_language_model_is_asked_about_its_versions(rolle
 
     prove(roller.weights, 0)
 
-    ((verdict, gaps),) = telemetry.take(None, None).judged
+    ((verdict, gaps),) = events_of(telemetry.take(None, None), "engine_judged")
     assert verdict == "ok" and max(gaps) < 1e-4
 
 

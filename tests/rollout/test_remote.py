@@ -21,6 +21,7 @@ from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry, RolloutNode, WorkerSpec
 from pipeline.telemetry.metric import OTHER
 from tests.support.daemon import task, wait_until  # noqa: F401 - a fixture
+from tests.support.told import events_of
 
 CPU = torch.device("cpu")
 
@@ -90,7 +91,7 @@ class Rollout:
         return self.results[-1].status
 
     def all_of(self, name):
-        return [each for result in self.results for each in getattr(result, name)]
+        return [each for result in self.results for each in events_of(result, name)]
 
     @property
     def records(self):
@@ -122,14 +123,14 @@ def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(ta
     assert mine.stopped.tolist() == theirs.rolled.stopped.tolist()
     assert list(mine.answers) == list(theirs.rolled.answers)
     counted = here.take(None, None)
-    scores, stages = theirs.all_of("scores"), theirs.all_of("stages")
-    assert scores == counted.scores and len(scores) == 12
-    assert sorted(name for name, _ in stages) == sorted(name for name, _ in counted.stages)
+    scores, stages = theirs.all_of("scored"), theirs.all_of("staged")
+    assert scores == events_of(counted, "scored") and len(scores) == 12
+    assert sorted(name for name, _ in stages) == sorted(name for name, _ in events_of(counted, "staged"))
     assert {"generate", "reward", "ref_logprob"} <= {name for name, _ in stages}
     assert all(seconds > 0 for _, seconds in stages)
     logging.getLogger("pipeline.rollout.roller").warning("on the way")
     assert [record.msg for record in Rollout(node, 8, 1).records] == ["on the way"]
-    assert Rollout(node, 8, 3).all_of("scores") == scores, "told once"
+    assert Rollout(node, 8, 3).all_of("scored") == scores, "told once"
     local.close()
 
 
@@ -204,7 +205,7 @@ def test_rows_of_several_turns_are_those_of_a_worker_and_the_environments_work_i
     assert mine.rows.padded().info["turns"].max() > 1
     assert theirs.status.environment == local.turns.pool.counts
     assert theirs.status.environment.answers > trial + 12 and theirs.status.environment.tools_failed > 0
-    assert {"generate", "environment"} <= {name for name, _ in theirs.all_of("stages")}
+    assert {"generate", "environment"} <= {name for name, _ in theirs.all_of("staged")}
     local.close()
 
 
@@ -225,9 +226,9 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     copy = sent(reader.copy())
 
     fetched = sent(node.fetch(copy))
-    assert fetched.value == published and not fetched.judged
+    assert fetched.value == published and not events_of(fetched, "engine_judged")
     later = Rollout(node, 0, 2)
-    ((verdict, gaps),) = later.all_of("judged")
+    ((verdict, gaps),) = later.all_of("engine_judged")
     assert verdict == "ok" and len(gaps) == 8 and max(gaps) < 1e-4
     after = later.rolled.rows.padded()
 
@@ -270,8 +271,8 @@ def test_an_engine_that_keeps_its_weights_is_found_when_these_are_sent(tmp_path,
 
     assert isinstance(results[-1].error, WeightsMismatchError)
     assert "version=3" in str(results[-1].error)
-    assert [result.mismatches for result in results[-2:]] == [0, 1]
-    verdicts = [verdict for result in results for verdict, _ in result.judged]
+    assert [len(events_of(result, "weights_mismatch")) for result in results[-2:]] == [0, 1]
+    verdicts = [verdict for result in results for verdict, _ in events_of(result, "engine_judged")]
     assert verdicts == ["gap", "gap"], "it got the weights once more"
     reader.close()
     publisher.close()

@@ -1,10 +1,12 @@
-"""A telemetry that keeps all that it is told."""
+"""A telemetry that keeps all that it is told, and the events of a node's call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pipeline.progress import Telemetry
+from pipeline.rollout.remote import CallResult
 
 
 class Told(Telemetry):
@@ -36,3 +38,9 @@ class Told(Telemetry):
 
     def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
         self.verdicts.append((verdict, gaps))
+
+
+def events_of(result: CallResult, method: str) -> list[Any]:
+    """Return the arguments of each event of a node's call that is this method; one argument alone as it is."""
+    found = [arguments for name, arguments in result.events if name == method]
+    return [arguments[0] if len(arguments) == 1 else arguments for arguments in found]

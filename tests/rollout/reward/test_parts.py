@@ -40,6 +40,7 @@ from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.rollout.test_maker import MASK, PROMPTS, RESPONSES, FakeReward, maker
 from tests.support.daemon import task  # noqa: F401 - a fixture
+from tests.support.told import events_of
 from tests.support.whole_rows import WholeRows
 
 
@@ -155,7 +156,7 @@ def test_a_row_that_a_reward_model_gives_no_score_is_counted_once_and_its_cause_
     )
 
     assert len(experience.sequences) == 1
-    assert telemetry.take(None, None).reward_errors == ["invalid"]
+    assert events_of(telemetry.take(None, None), "reward_errored") == ["invalid"]
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("reward errored: row=1 reason=invalid: ") and cause in said
     assert summed.problem is not None and cause in summed.problem.text

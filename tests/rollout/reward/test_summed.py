@@ -23,6 +23,7 @@ from pipeline.rollout.reward.trial import RewardTrial
 from pipeline.rollout.roller import LocalRoller
 from tests.rollout.reward.test_own_tokenizer import PAD, config, plain_score, refusing_chats, reward_folder  # noqa: F401 - fixtures
 from tests.support.daemon import task  # noqa: F401 - a fixture
+from tests.support.told import events_of
 
 CPU = torch.device("cpu")
 FUNCTION = "pipeline.sort_digits:exact_answer"
@@ -190,7 +191,7 @@ def test_a_row_without_the_score_of_one_model_has_no_reward_and_is_counted_with_
     assert found.rows is not None
     assert len(found.rows) == 3 * (4 - len(chats)) == 6
     assert np.isfinite(found.rows.columns["reward"]).all()
-    assert telemetry.take(None, None).reward_errors == ["invalid"] * 6
+    assert events_of(telemetry.take(None, None), "reward_errored") == ["invalid"] * 6
     # Once, the rollout before the first ticket included.
     (said,) = [text for record in caplog.records if (text := record.getMessage()).startswith("reward errored:")]
     assert "reason=invalid: no score of rewards.model.path, its chat template refuses the row: " in said

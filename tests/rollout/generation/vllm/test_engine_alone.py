@@ -20,6 +20,7 @@ from pipeline.rollout.remote import NodeTelemetry
 from tests.rollout.generation.vllm.models import log_probs_of
 from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.proving import prove
+from tests.support.told import events_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -84,7 +85,7 @@ def versions(held, tmp_path):
 
 
 def judged(held):
-    return [verdict for verdict, _ in held.telemetry.take(None, None).judged]
+    return [verdict for verdict, _ in events_of(held.telemetry.take(None, None), "engine_judged")]
 
 
 @pytest.mark.parametrize("was_sent", [False, True], ids=["shared memory", "a copy from another machine"])
