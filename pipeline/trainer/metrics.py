@@ -199,9 +199,11 @@ class TrainerMetrics(Telemetry):
             staleness = np.maximum(for_version - rows.columns["info.policy_version"], 0)
             self._staleness.observe_many(staleness.tolist())
         self._tokens.inc(stats.tokens_trained)
-        self._ratio.observe_many(stats.row_importance_ratios)
-        self._kl.observe_many(stats.row_kl_nats)
-        self._gaps.observe_many([gap for gap in stats.row_gap_nats if math.isfinite(gap)])
+        for histogram, values in (
+            (self._ratio, stats.row_importance_ratios), (self._kl, stats.row_kl_nats), (self._gaps, stats.row_gap_nats),
+        ):  # fmt: skip
+            # A histogram refuses the others, which rlhfd_nonfinite_total counts.
+            histogram.observe_many(filter(math.isfinite, values))
         for phase, histogram in self._phases.items():
             histogram.observe(getattr(stats, f"{phase}_s"))
         self._writer.beat()

@@ -282,6 +282,23 @@ def test_what_was_learned_is_counted(bench):
     assert reading.value("rlhfd_policy_version", role="trainer", worker="0") == 2
 
 
+def test_a_step_with_nan_is_counted_and_the_run_goes_on(bench):
+    update, nan = bench.learner.update, float("nan")
+    rows = {"row_importance_ratios": (nan, 1.0), "row_kl_nats": (nan, float("inf")), "row_gap_nats": (nan, 0.5)}
+    bench.learner.update = lambda batches, **more: dataclasses.replace(
+        stats := update(batches, **more), loss=nan, nonfinite=("loss",), **(rows if stats.step == 1 else {})
+    )
+
+    bench.run(bench.trainer(max_steps=2))
+
+    reading = MetricsReader(bench.slab).read()
+    assert reading.value("rlhfd_train_steps_total") == 2
+    assert reading.value("rlhfd_nonfinite_total", where="loss") == 2
+    # The ratio of the first step's other row, and that of the second step.
+    (ratios,) = reading.families["rlhfd_importance_ratio"].values()
+    assert (ratios.count, ratios.total) == (2, 2.0)
+
+
 def test_the_line_of_a_step_has_means_over_the_rows_of_all_ranks(bench, tmp_path):
     """The other rank has as many rows, with a sum of each column that is higher by 4."""
     rows = []
