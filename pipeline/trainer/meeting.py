@@ -66,6 +66,13 @@ def offer_address(folder: Path, generation: int, host: str) -> None:
     _write(_host_path(folder, generation), host.encode())
 
 
+def forget_earlier(folder: Path, generation: int) -> None:
+    """Remove the files by which ranks of earlier generations met, those among them that a kill left half-written."""
+    for left in folder.glob("ranks-*"):
+        if int(left.name.removeprefix("ranks-").partition(".")[0]) < generation:
+            left.unlink(missing_ok=True)
+
+
 def found_meeting(folder: Path, generation: int, waits: Callable[[], None]) -> Meeting:
     """Wait until the first rank has opened its store.
 
@@ -105,7 +112,7 @@ def enter_group(config: Config, context: RoleContext, meeting: Meeting | None = 
             meeting = found_meeting(folder, generation, waits)
             store = _store(meeting.host, meeting.port)
         else:
-            _forget_earlier(folder, generation)
+            forget_earlier(folder, generation)
             host = _awaited(_host_path(folder, generation), waits).decode()
             store = _store(host, 0, is_master=True)
             tell_models(config, store)
@@ -211,12 +218,6 @@ def _host_path(folder: Path, generation: int) -> Path:
 
 def _meeting_path(folder: Path, generation: int) -> Path:
     return folder / f"ranks-{generation}.meeting"
-
-
-def _forget_earlier(folder: Path, generation: int) -> None:
-    for left in folder.glob("ranks-*.*"):
-        if int(left.stem.partition("-")[2]) < generation:
-            left.unlink(missing_ok=True)
 
 
 def _awaited(path: Path, waits: Callable[[], None]) -> bytes:

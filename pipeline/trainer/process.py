@@ -48,7 +48,7 @@ from pipeline.trainer.dealing.ranks import RankBalance, Ranks, exchange_over
 from pipeline.trainer.hooks import TrainerHook
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
-from pipeline.trainer.meeting import Meeting, StoppedError, enter_group, leave_the_verdict
+from pipeline.trainer.meeting import Meeting, StoppedError, enter_group, forget_earlier, leave_the_verdict
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.prefetch import Gathering
 from pipeline.trainer.recording.recorder import StepRecorder, cut, versions
@@ -159,10 +159,7 @@ def join_ranks(config: Config, context: RoleContext, meeting: Meeting | None = N
         enter_group(config, context, meeting)
         return
     if context.index == 0:
-        # Files of earlier generations: each generation leaves its file when it is killed.
-        for left in context.folder.glob("ranks-*"):
-            if int(left.name.partition("-")[2]) < context.generation:
-                left.unlink(missing_ok=True)
+        forget_earlier(context.folder, context.generation)
     backend = "nccl" if process_device().type == "cuda" else "gloo"
     distributed.init_process_group(
         backend,

@@ -7,7 +7,7 @@ import torch.distributed as distributed
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.trainer.meeting import refuse_other_models, tell_models
+from pipeline.trainer.meeting import forget_earlier, refuse_other_models, tell_models
 from tests.support import tiny
 
 
@@ -83,3 +83,14 @@ def test_shards_of_another_actor_are_refused(machines, other, store):
 
     with pytest.raises(ConfigError, match=rf"^model\.actor: {other}/actor has other weights here than on the"):
         refuse_other_models(config_of(other, sharding="full"), store)
+
+
+def test_files_of_earlier_meetings_are_removed_with_those_that_a_kill_left_half_written(tmp_path):
+    earlier = ["ranks-2", "ranks-2.host", "ranks-2.host.4711", "ranks-2.meeting.4712"]
+    present = ["ranks-3", "ranks-3.host", "ranks-3.host.4713", "ranks-10.meeting"]
+    for name in (*earlier, *present):
+        (tmp_path / name).touch()
+
+    forget_earlier(tmp_path, 3)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(present)
