@@ -95,7 +95,6 @@ class BufferSession:
         self._trained_through = 0
         if newest is not None:
             # Before the first hello: the versions of a dead trainer include leases that it never acknowledged.
-            self._trained_through = newest.trained_through
             self.announce(newest)
         self._send(self._hello())
 
@@ -240,13 +239,15 @@ class BufferSession:
 
     def trained_through(self) -> int:
         """Return the lease number below which every lease is in the next version."""
-        if taken := [*self._acks, *self._in_hand]:
-            # Ranks step together: if rank 0 has its lease of a round, every other rank has its lease of that round.
-            self._trained_through = (taken[-1] // self._world_size + 1) * self._world_size
-        return self._trained_through
+        taken = [*self._acks, *self._in_hand]
+        # Ranks step together: if rank 0 has its lease of a round, every other rank has its lease of that round.
+        through = (taken[-1] // self._world_size + 1) * self._world_size if taken else 0
+        # A version without a batch of its own has those of the versions before it.
+        return max(through, self._trained_through)
 
     def announce(self, version: WeightsVersion) -> None:
         """Report a published version, and again to each new buffer."""
+        self._trained_through = max(self._trained_through, version.trained_through)
         self._published = Published(
             version.version, version.fingerprint, version.trained_through, version.rollback, version.position
         )

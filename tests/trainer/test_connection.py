@@ -204,6 +204,25 @@ def test_a_batch_whose_weights_were_published_is_never_delivered_again_even_if_n
     assert house.ledger.totals.policy_version == 1
 
 
+def test_a_version_without_a_batch_includes_all_batches_of_the_versions_before_it(house):
+    """The first batch counts as trained by itself, the second one by the version before, whose message is lost."""
+    connection = house.connect()
+    house.batch(connection)
+    connection.acknowledge()
+    second = house.batch(connection)
+    assert connection.publish(actor={"weight": torch.zeros(2)}).trained_through == second.lease + 1
+
+    published = connection.publish(actor={"weight": torch.ones(2)})
+
+    assert published.trained_through == second.lease + 1
+    house.post.take("buffer")
+    house.start_buffer()
+    connection.receive(0.0)
+    house.turn()
+    assert house.ledger.totals.trained == 16
+    assert house.batch(connection).lease == second.lease + 1
+
+
 def test_a_batch_is_trained_once_however_often_it_is_delivered(house):
     house.batch(house.connect())
     successor = house.connect()
