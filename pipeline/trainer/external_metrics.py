@@ -59,8 +59,9 @@ class ExternalMetrics:
             actions = 0 if batch.action_mask is None else int(batch.action_mask.sum())
         scores, versions = info["score"], info["policy_version"]
         assert scores is not None and versions is not None
-        # A copy: a view would keep the whole block of the rows until the next publish.
-        self._scores.append(scores.detach().to("cpu", torch.float32, copy=True))
+        if self._rank == 0:
+            # Ranks that publish nothing would keep them without end. A copy: a view would keep the whole block of rows.
+            self._scores.append(scores.detach().to("cpu", torch.float32, copy=True))
         self._experiences.inc(len(scores))
         self._tokens.inc(actions)
         staleness = (for_version - versions).clamp(min=0)
@@ -102,7 +103,7 @@ class ExternalMetrics:
         self._syncs.inc()
         self._sync_time.set(time.time())
         scores, self._scores = self._scores, []
-        if scores and not version.rollback and self._rank == 0:
+        if scores and not version.rollback:
             rows = torch.cat(scores)
             self._reward_mean.set(float(rows.mean()))
             self._reward_stddev.set(float(rows.std(correction=0)))

@@ -113,6 +113,19 @@ def test_metrics_hold_the_scores_of_a_batch_and_not_its_memory(bench, locked, ra
     assert scores.shape == (8,) and scores.untyped_storage().nbytes() == 8 * 4
 
 
+def test_a_rank_that_publishes_nothing_keeps_no_scores(bench, tmp_path):
+    slab = MetricsSlab.create(tmp_path / "of-rank-1", [SlotName("supervisor"), SlotName("trainer", 1)])
+    metrics = ExternalMetrics(tmp_path / "of-rank-1", rank=1, reward_source="function")
+    connection = bench.house.connect(metrics=metrics)
+
+    for _ in range(2):
+        bench.house.batch(connection)
+
+    assert not metrics._scores
+    assert MetricsReader(slab).read().value("rlhfd_train_experiences_total") == 16
+    slab.close()
+
+
 def test_batches_that_are_handed_back_do_not_count_for_the_reward(bench, locked):
     connection = connect(bench)
     first = bench.house.batch(connection)
