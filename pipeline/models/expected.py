@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError
 from pipeline.models.critic import Critic
-from pipeline.models.loading import sees_images
+from pipeline.models.loading import shell
 from pipeline.models.lora import LoraSettings, adapt, adapter_of
 
 _SHOWN = 3
@@ -40,11 +39,13 @@ def expected_tensors(
     Raises:
         ConfigError: If a directory has no model configuration.
     """
-    actor = shell(actor_path, dtype, "causal")
+    actor = shell(actor_path, dtype=dtype, field="model.actor")
     models: dict[str, nn.Module] = {}
     if with_critic:
         models["critic"] = (
-            Critic.from_actor(actor) if critic_path is None else Critic(shell(critic_path, dtype, "backbone"))
+            Critic.from_actor(actor)
+            if critic_path is None
+            else Critic(shell(critic_path, dtype=dtype, field="model.critic", has_head=False))
         )
     # After the critic, which is made from the backbone without adapters.
     adapt(actor, lora, seed=0)
@@ -52,30 +53,6 @@ def expected_tensors(
     tensors = {name: model.state_dict(keep_vars=True) for name, model in models.items()}
     whole = actor.state_dict(keep_vars=True)
     return {"actor": {name: whole[name] for name in adapter_of(actor) or whole}, **tensors}
-
-
-def shell(path: str | Path, dtype: str, kind: str) -> Any:
-    """Return a model of a directory's configuration, on the meta device: no memory, no file of weights is read.
-
-    Args:
-        path: Directory of the model.
-        dtype: Dtype of the weights, as "bfloat16".
-        kind: "causal" for a language model, "backbone" for a model without a head.
-
-    Raises:
-        ConfigError: If the directory has no model configuration.
-    """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    auto_class: Any = AutoModel
-    if kind == "causal":
-        auto_class = AutoModelForImageTextToText if sees_images(path) else AutoModelForCausalLM
-    try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            return auto_class.from_config(config, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: cannot read the configuration of {path}: {error}") from error
 
 
 def faults(model: str, given: Mapping[str, Any], expected: Mapping[str, Tensor]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +59,8 @@ def load_actor(
         ConfigError: If the directory is missing or does not load, `dtype` is not a torch dtype, or the model reads
             padding or later tokens, computes no finite numbers, or has no layers to stream.
     """
-    _go_offline()
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     resolved = _torch_dtype(dtype)
-    auto_class = AutoModelForImageTextToText if sees_images(path, field=field) else AutoModelForCausalLM
-    model = _load(auto_class, path, field, "cpu" if streamed else device, dtype=resolved)
+    model = _load(_class_of(path, field), path, field, "cpu" if streamed else device, dtype=resolved)
     if streamed:
         stream_layers(model, torch.device(device))
     _refuse_wrong_log_probs(model, path, field)
@@ -82,25 +79,43 @@ def outline_of_actor(path: str | Path, *, dtype: str | torch.dtype) -> PreTraine
     Raises:
         ConfigError: If the directory is missing or has no model configuration, or `dtype` is not a torch dtype.
     """
-    _go_offline()
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    field, resolved = "model.actor", _torch_dtype(dtype)
-    _check_directory(path, field)
-    try:
-        described = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        auto_class: Any = AutoModelForImageTextToText if is_vision_directory(path) else AutoModelForCausalLM
-        with torch.device("meta"):
-            model: PreTrainedModel = auto_class.from_config(described, dtype=resolved).eval()
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"{field}: cannot load a model from {path}: {_told(error)}") from error
+    model: PreTrainedModel = shell(path, dtype=dtype, field="model.actor").eval()
     return model
+
+
+def shell(path: str | Path, *, dtype: str | torch.dtype, field: str, has_head: bool = True) -> PreTrainedModel:
+    """Return a model of a directory's configuration, on the meta device: no memory, no file of weights is read.
+
+    Args:
+        path: A directory with its config.json.
+        dtype: Dtype of the weights, as "bfloat16" or a torch dtype.
+        field: The configuration field that names the directory, for the error message.
+        has_head: Whether it is a language model; else a model without a head.
+
+    Raises:
+        ConfigError: If the directory is missing or has no model configuration, or `dtype` is not a torch dtype.
+    """
+    resolved, auto_class = _torch_dtype(dtype), _class_of(path, field)
+    from transformers import AutoConfig, AutoModel
+
+    with _named("model", path, field), torch.device("meta"):
+        described = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        model: PreTrainedModel = (auto_class if has_head else AutoModel).from_config(described, dtype=resolved)
+    return model
+
+
+def _class_of(path: str | Path, field: str) -> Any:
+    """Return the class by which transformers loads a language model, or a vision-language one, from a directory."""
+    takes_images = sees_images(path, field=field)
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
 def _refuse_wrong_log_probs(model: PreTrainedModel, path: str | Path, field: str) -> None:
     name = f"{field}: the {type(model).__name__} in {path}"
     # First, because a comparison with NaN is never true.
-    if not _log_probs(model, [_ROW]).isfinite().all():
+    if not _log_probs(model, _ROW).isfinite().all():
         raise ConfigError(
             f"{name} gives log-probs that are no finite numbers: its files are damaged, or too large for {model.dtype}"
         )
@@ -116,35 +131,28 @@ def _refuse_wrong_log_probs(model: PreTrainedModel, path: str | Path, field: str
         )
 
 
-@torch.no_grad()
 def is_causal(model: PreTrainedModel) -> bool:
     """Return whether a language model gives a token the same log-prob whatever tokens come after it."""
     before = len(_ROW) // 2
     other = [*_ROW[:before], *(1 - token for token in _ROW[before:])]
-    one, two = (_log_probs(model, [row])[:, : before - 1] for row in (_ROW, other))
+    one, two = (_log_probs(model, row)[:, : before - 1] for row in (_ROW, other))
     # Both passes have the same shape, so that a causal model rounds alike in both.
     limit = _MOST_LATER_NATS if model.dtype == torch.float32 else _MOST_ROUNDED_GAP_NATS
     return bool((one - two).abs().mean() < limit)
 
 
-def _log_probs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the log-probs of all tokens of rows of one length but the first, ``(B, A)``."""
-    ids = torch.tensor(rows, device=model.device)
-    vision = None if vision_backbone(model) is None else VisionRows.none(len(rows))
+def _log_probs(model: PreTrainedModel, row: Sequence[int], *, padding: int = 0) -> torch.Tensor:
+    """Return the log-probs of all tokens of a row but the first, ``(1, A)``, with columns of padding before it."""
+    ids = torch.tensor([[0] * padding + [*row]], device=model.device)
+    mask = (torch.arange(ids.shape[1], device=model.device) >= padding).long().unsqueeze(0)
+    vision = None if vision_backbone(model) is None else VisionRows.none(1)
     with torch.no_grad():
-        return action_log_probs(model, ids, torch.ones_like(ids), ids.shape[1] - 1, vision=vision)
+        return action_log_probs(model, ids, mask, len(row) - 1, vision=vision)
 
 
-@torch.no_grad()
 def ignores_padding(model: PreTrainedModel) -> bool:
     """Return whether a causal language model gives a padded row the log-probs of the row alone."""
-    ids = torch.tensor([_ROW], device=model.device)
-    padded, mask = torch.nn.functional.pad(ids, (_PADDING, 0)), torch.nn.functional.pad(ids * 0 + 1, (_PADDING, 0))
-    vision = None if vision_backbone(model) is None else VisionRows.none(1)
-    alone, beside = (
-        action_log_probs(model, row, real, len(_ROW) - 1, vision=vision)
-        for row, real in ((ids, torch.ones_like(ids)), (padded, mask))
-    )
+    alone, beside = _log_probs(model, _ROW), _log_probs(model, _ROW, padding=_PADDING)
     limit = _MOST_GAP_NATS if model.dtype == torch.float32 else _MOST_ROUNDED_GAP_NATS
     return bool((alone - beside).abs().mean() < limit)
 
@@ -161,10 +169,8 @@ def sees_images(path: str | Path, *, field: str = "model.actor") -> bool:
     """
     _go_offline()
     _check_directory(path, field)
-    try:
+    with _named("model", path, field):
         return is_vision_directory(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot load a model from {path}: {_told(error)}") from error
 
 
 def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTrainedTokenizerBase:
@@ -263,9 +269,13 @@ def load_critic(
     from transformers import AutoModel
 
     critic = Critic(_load(AutoModel, path, field, device, dtype=_torch_dtype(dtype)))
-    head = Path(path) / VALUE_HEAD_FILE
-    if head.is_file():
-        critic.value_head.load_state_dict(load_file(head, device=str(device)))
+    file, own = Path(path) / VALUE_HEAD_FILE, critic.value_head.state_dict()
+    if file.is_file():
+        with _named("value head", file, field):
+            head = load_file(file, device=str(device))
+        if {name: tensor.shape for name, tensor in head.items()} != {name: own[name].shape for name in own}:
+            raise ConfigError(f"{field}: the value head in {file} is of another model")
+        critic.value_head.load_state_dict(head)
     else:
         log.info("critic starts with a value head of zeros: path=%s", path)
     return critic.eval()
@@ -319,20 +329,34 @@ def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _load(
     auto_class: Any, path: str | Path, field: str, device: torch.device | str, *, dtype: torch.dtype
 ) -> PreTrainedModel:
-    from safetensors import SafetensorError
-
     _check_directory(path, field)
-    try:
+    with _named("model", path, field):
         model, found = auto_class.from_pretrained(
             str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
-    # A quantized model lacks packages: ImportError.
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ConfigError(f"{field}: cannot load a model from {path}: {_told(error)}") from error
     _refuse_random_tensors(found, path, field)
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
+
+
+@contextlib.contextmanager
+def _named(part: str, path: str | Path, field: str) -> Iterator[None]:
+    """Have the errors that files of a directory cause name it and its field.
+
+    Values that transformers does not expect in config.json end in errors of any of these classes, and a quantized model
+    that lacks packages in an ImportError.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (
+        OSError, ValueError, ImportError, SafetensorError, StrictDataclassError,
+        LookupError, TypeError, AttributeError, ArithmeticError,
+    ) as error:  # fmt: skip
+        raise ConfigError(f"{field}: cannot load a {part} from {path}: {_told(error)}") from error
 
 
 def _told(error: Exception) -> str:
@@ -340,6 +364,9 @@ def _told(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own folder, which rlhfd does not run: take a model that transformers has"
     text = " ".join(str(error).split())
+    if isinstance(error, LookupError | ArithmeticError):
+        # Of which the text alone says nothing.
+        text = f"{type(error).__name__}: {text}"
     return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."
 
 

@@ -14,7 +14,15 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
 from pipeline.errors import ConfigError
-from pipeline.models.loading import is_causal, load_actor, load_critic, load_reward_model, load_tokenizer
+from pipeline.models.critic import VALUE_HEAD_FILE, Critic
+from pipeline.models.loading import (
+    is_causal,
+    load_actor,
+    load_critic,
+    load_reward_model,
+    load_tokenizer,
+    outline_of_actor,
+)
 from tests.support import tiny
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
@@ -121,12 +129,16 @@ def test_causal_models_are_taken(tmp_path: Path, dtype: str) -> None:
     ("change", "message"),
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "cannot load a model from"),
+        ({"hidden_size": "16"}, "cannot load a model from .*hidden_size"),
+        ({"num_attention_heads": 3}, "cannot load a model from .*multiple of the number of attention heads"),
+        ({"hidden_act": "unheard"}, "cannot load a model from .*KeyError: 'unheard'"),
+        ({"num_attention_heads": 0}, "cannot load a model from .*ZeroDivisionError"),
         (
             {"model_type": "of_their_own", "auto_map": {"AutoConfig": "theirs.Config"}},
             "needs Python code of its own folder, which rlhfd does not run",
         ),
     ],
-    ids=["quantized", "code"],
+    ids=["quantized", "no number", "heads", "no function", "no head", "code"],
 )
 def test_models_that_transformers_cannot_load_alone_are_one_line(
     tmp_path: Path, change: dict[str, Any], message: str
@@ -136,6 +148,27 @@ def test_models_that_transformers_cannot_load_alone_are_one_line(
 
     with pytest.raises(ConfigError, match=message) as raised:
         load_actor(tmp_path, **SETTINGS)
+
+    assert "\n" not in str(raised.value)
+    if "quantization_config" not in change:
+        # A start says it before any process loads weights.
+        with pytest.raises(ConfigError, match=message):
+            outline_of_actor(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "head", [b"damaged", {"weight": 7, "bias": 1}, {"kernel": 16}], ids=["damaged", "shape", "name"]
+)
+def test_a_value_head_that_is_damaged_or_of_another_model_is_refused(tmp_path: Path, head: Any) -> None:
+    Critic.from_actor(tiny.llama()).save_pretrained(tmp_path)
+    if isinstance(head, bytes):
+        (tmp_path / VALUE_HEAD_FILE).write_bytes(head)
+    else:
+        shapes = {name: (1, width) if width > 1 else (1,) for name, width in head.items()}
+        save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / VALUE_HEAD_FILE)
+
+    with pytest.raises(ConfigError, match=rf"model\.critic: .* value head .* {tmp_path / VALUE_HEAD_FILE}") as raised:
+        load_critic(tmp_path, **SETTINGS)
 
     assert "\n" not in str(raised.value)
 

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.chunked_log_probs import plain_head
 from pipeline.models.critic import VALUE_HEAD_FILE, Critic
-from pipeline.models.expected import shell
-from pipeline.models.loading import sees_images
+from pipeline.models.loading import sees_images, shell
 from pipeline.models.lora import LoraSettings, adapt, adapter_of, initial_adapters
 from pipeline.models.weights.probe import answer
 from pipeline.models.weights.shards import Shard
@@ -161,7 +160,7 @@ def load_actor_shards(
     """
     if sees_images(path, field=field):
         raise ConfigError(f"{field}: vision-language models are not sharded: {path}; {_OFF}")
-    model: Any = shell(path, dtype, "causal")
+    model: Any = shell(path, dtype=dtype, field=field)
     if lora is None:
         model.requires_grad_(False)
     else:
@@ -197,7 +196,7 @@ def load_critic_shards(
     Raises:
         ConfigError: If the directory does not load, or the model cannot be sharded.
     """
-    critic: Any = Critic(shell(path, dtype, "backbone"))
+    critic: Any = Critic(shell(path, dtype=dtype, field=field, has_head=False))
     critic.requires_grad_(True)
     _shard(critic, critic.backbone, dtype, device, replica, field)
     fill_critic(critic, Path(path), field)
