@@ -369,15 +369,20 @@ def stddev(count: float, total: float, squares: float) -> float:
 
 
 class StepWarnings:
-    """Warnings, once each, of steps that teach nothing."""
+    """Warnings, once each, of steps that teach nothing.
 
-    def __init__(self) -> None:
+    Args:
+        skips_cut: Whether rows whose response was cut are left out of a step.
+    """
+
+    def __init__(self, *, skips_cut: bool) -> None:
+        self._skips_cut = skips_cut
         self._idle_steps = self._zero_steps = 0
 
-    def look(self, stats: StepStats) -> None:
+    def look(self, stats: StepStats, cut_ratio: float) -> None:
         """Log that no row of the first steps has a reward other than 0, or that steps in a row trained no token.
 
-        In GRPO a step trains no token if all rewards of each group are equal.
+        In GRPO a step trains no token if all rewards of each group are equal, otherwise if all its responses were cut.
         """
         is_zero = stats.reward_mean == 0 and stats.reward_stddev == 0
         self._zero_steps = self._zero_steps + 1 if is_zero and self._zero_steps >= 0 else -1
@@ -386,5 +391,9 @@ class StepWarnings:
                         "prompts and answers of the types that it compares? `rlhfd samples` shows both: steps=%d",
                         _ZERO_STEPS)  # fmt: skip
         self._idle_steps = 0 if stats.tokens_trained else self._idle_steps + 1
-        if self._idle_steps == IDLE_STEPS:
+        if self._idle_steps == IDLE_STEPS and self._skips_cut and cut_ratio > 0:
+            log.warning("nothing to learn from, each response was cut, which trainer.mask_cut_responses leaves out, or "
+                        "all rewards of its group are equal: steps_in_a_row=%d cut_ratio=%.2f",
+                        IDLE_STEPS, cut_ratio)  # fmt: skip
+        elif self._idle_steps == IDLE_STEPS:
             log.warning("nothing to learn from, in every group all rewards are equal: steps_in_a_row=%d", IDLE_STEPS)

@@ -96,7 +96,7 @@ class Trainer:
         self._batches: list[Batch] = []
         self._published_step = start.progress.step
         self.saved_step = self.tried_step = start.saved_step
-        self._warnings = StepWarnings()
+        self._warnings = StepWarnings(skips_cut=config.trainer.mask_cut_responses)
         self._row_means = RowMeans.of(config)
         self._publishing = Publishing(config, learner, connection, models, metrics, device=device, probe=probe)
         if start.version is None:
@@ -313,7 +313,7 @@ class Trainer:
             counted()
         for hook in self._hooks:
             hook.stepped()
-        self._warnings.look(stats)
+        self._warnings.look(stats, means["cut_ratio"])
         if self._took_last_step:
             self._publishing.finish()
         if self._models.due(is_due and self.step == self._published_step):

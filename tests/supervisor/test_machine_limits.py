@@ -241,6 +241,21 @@ def test_steps_that_teach_nothing_are_told_once_and_versions_go_on(
     assert trainer.step == 30 and trainer.version.version == 30
 
 
+def test_steps_without_a_token_name_the_responses_that_were_cut_if_those_are_left_out(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    idle(bench, list(range(1, 30)))
+    trainer = bench.trainer(max_steps=21, mask_cut_responses=True)
+    means = trainer._row_means.means
+    trainer._row_means.means = lambda ranks: {**means(ranks), "cut_ratio": 1.0}  # type: ignore[method-assign]
+
+    with caplog.at_level(logging.WARNING, "pipeline.trainer.step_stats"):
+        bench.run(trainer)
+
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "pipeline.trainer.step_stats"]
+    assert "trainer.mask_cut_responses leaves out" in told and told.endswith("steps_in_a_row=20 cut_ratio=1.00")
+
+
 def test_a_step_that_teaches_something_begins_the_count_anew(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     idle(bench, [*range(1, 20), *range(21, 40)])
 
