@@ -18,15 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config.optimizers import Optimizer
-from pipeline.config.rates import Decay
+from pipeline.config.schema import TrainerConfig
 from pipeline.errors import FieldError
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.ragged import RaggedRows, ragged_rows
@@ -43,7 +42,7 @@ from pipeline.trainer.loss.aggregation import StepTotals
 from pipeline.trainer.loss.kl_control import HORIZON_ROWS, KlControl
 from pipeline.trainer.loss.losses import value_losses, whitened
 from pipeline.trainer.loss.mini_batches import MiniBatches
-from pipeline.trainer.loss.objective import Corrected, LossSettings, Objective
+from pipeline.trainer.loss.objective import Corrected, Objective
 from pipeline.trainer.loss.row_sums import row_means
 from pipeline.trainer.passes import critic_values, log_probs_of_batch, policy_log_probs
 from pipeline.trainer.sharding.models import call_inside, inside
@@ -69,29 +68,6 @@ SCALE_EPS = 1e-4
 _VALUE_HEAD = ("value_head.weight", "value_head.bias")
 
 
-class TrainerSettings(LossSettings, Protocol):
-    """The fields of `pipeline.config.schema.TrainerConfig` that the learner reads."""
-
-    optimizer: Optimizer
-    learning_rate: float
-    critic_learning_rate: float
-    betas: tuple[float, float]
-    weight_decay: float
-    gradient_clip_norm: float
-    value_clip_range: float
-    normalize_values: bool
-    critic_warmup_steps: int
-    micro_batch_size: int | None
-    micro_batch_tokens: int | None
-    activation_checkpointing: bool | None
-    packing: bool | None
-    shared_prefix: bool | None
-
-    @property
-    def decay(self) -> Decay:
-        """The learning rate's course."""
-
-
 class Learner:
     """Trains an actor, and with PPO a critic, in place.
 
@@ -104,7 +80,7 @@ class Learner:
 
     def __init__(
         self,
-        trainer: TrainerSettings,
+        trainer: TrainerConfig,
         algorithm: Literal["ppo", "grpo"],
         actor: nn.Module,
         critic: nn.Module | None = None,

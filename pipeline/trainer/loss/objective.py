@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from pipeline.config.losses import AdvantageScale, ImportanceCorrection, LossAggregation, LossRows
-from pipeline.config.losses import KlEstimator as KlName
+from pipeline.config.schema import TrainerConfig
 from pipeline.experience.advantages import KL_ESTIMATORS, KlEstimator
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.loss.aggregation import AGGREGATIONS, Aggregation, StepTotals
 from pipeline.trainer.loss.correction import ICEPOP_FLOOR, importance_weights
 from pipeline.trainer.loss.policy import PolicyInputs, PolicyLossFunction, PolicyTerms, load_policy_loss
 from pipeline.trainer.loss.row_sums import row_means
-
-
-class LossSettings(Protocol):
-    """The fields of `pipeline.config.schema.TrainerConfig` that define the loss and the updates of a step."""
-
-    policy_loss: str
-    clip_range: float
-    clip_low: float | None
-    clip_high: float | None
-    dual_clip: float | None
-    loss_aggregation: LossAggregation
-    dr_grpo_tokens: int | None
-    kl_estimator: KlName
-    entropy_coef: float
-    mask_cut_responses: bool
-    loss_rows: LossRows
-    advantage_scale: AdvantageScale
-    importance_correction: ImportanceCorrection
-    importance_cap: float
-    whiten_advantages: bool
-    epochs: int
-    mini_batches: int
-    target_kl: float | None
-    kl_coef_target: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +54,7 @@ class Objective:
     constant_tokens: int
 
     @classmethod
-    def of(cls, trainer: LossSettings, *, whitens: bool, response_tokens: int | None = None) -> Self:
+    def of(cls, trainer: TrainerConfig, *, whitens: bool, response_tokens: int | None = None) -> Self:
         """Return the objective of a configuration.
 
         Args:
