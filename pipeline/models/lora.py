@@ -148,9 +148,13 @@ def merged(model: nn.Module, adapter: Mapping[str, Tensor] | None = None) -> dic
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in adapter}
     for name, layer in adapted_layers(model):
         down, up = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
-        change = up.float() @ down.float() * layer.lora_scale
-        state[f"{name}.weight"] = (layer.weight.to(up.device).float() + change).to(layer.weight.dtype)
+        state[f"{name}.weight"] = merged_weight(layer.weight.to(up.device), down, up, layer.lora_scale)
     return state
+
+
+def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return W + s B A in the dtype of W, computed in float32."""
+    return (weight.float() + up.float() @ down.float() * scale).to(weight.dtype)
 
 
 def without_other_hooks(layer: Any, states: Tensor) -> Tensor:
@@ -234,9 +238,12 @@ class Saved:
         file = Path(path) / ADAPTER_FILE
         file.parent.mkdir()
         save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapter.items()}, file)
-        (file.parent / "adapter_config.json").write_text(
-            json.dumps(described(self._model, self._settings), indent=2) + "\n"
-        )
+        write_description(file.parent, self._model, self._settings)
+
+
+def write_description(folder: Path, model: nn.Module, settings: LoraSettings) -> None:
+    """Write ``adapter_config.json`` beside the adapter of a model."""
+    (folder / "adapter_config.json").write_text(json.dumps(described(model, settings), indent=2) + "\n")
 
 
 def described(model: nn.Module, settings: LoraSettings) -> dict[str, Any]:

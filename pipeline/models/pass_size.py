@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import DeviceMemoryError
+from pipeline.models.device import free_cached
 from pipeline.progress import Telemetry
 
 _GPU_TOKENS = {False: 16_384, True: 8_192}
@@ -322,5 +323,4 @@ def release_memory() -> None:
     """
     for holder in list(_holders):
         holder.release()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    free_cached()

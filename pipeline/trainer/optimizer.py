@@ -127,8 +127,8 @@ class ModelOptimizer:
             if master.grad is not None:
                 master.grad.mul_(self.unit)
 
-    def step(self, ratio: float) -> float:
-        """Apply the gradients at `ratio` of the largest learning rate; return the learning rate."""
+    def step(self, ratio: float) -> None:
+        """Apply the gradients at `ratio` of the largest learning rate."""
         nn.utils.clip_grads_with_norm_(self._masters, self._clip_norm, self._norm)
         learning_rate = self._learning_rate * ratio
         if self._rule is not None:
@@ -140,7 +140,6 @@ class ModelOptimizer:
             weights, masters = zip(*copies, strict=True)
             with torch.no_grad():
                 torch._foreach_copy_(weights, masters)
-        return learning_rate
 
     def clear(self) -> None:
         """Clear the gradients, also those of a backward pass that was not collected."""

@@ -60,7 +60,7 @@ from pipeline.trainer.sharding.models import inside, whole_answer
 from pipeline.trainer.sharding.replicas import TIMEOUT
 from pipeline.trainer.sharding.sharding import sharded_models, sharded_reference
 from pipeline.trainer.sleep import CardTurns
-from pipeline.trainer.spreading import newest_of_first, of_first, spread
+from pipeline.trainer.spreading import of_first, spread
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
 from pipeline.trainer.trainer import Trainer
@@ -280,7 +280,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         free_cached()
     if start.rollback:
         agree(True)
-        published = newest_of_first(connection) if is_spread else connection.newest()
+        published = of_first(connection.newest) if is_spread else connection.newest()
         if context.index and published is not None:
             connection.start_over(published)
     return trainer

@@ -64,11 +64,6 @@ class Start(NamedTuple):
     in_memory: bool = False
     published: WeightsVersion | None = None
 
-    @property
-    def position(self) -> int:
-        """First prompt that may be missing from the weights."""
-        return self.progress.position
-
 
 class Resumption:
     """Finds the start of one rank; all ranks find the same start, and the first rank logs it."""

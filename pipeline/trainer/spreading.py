@@ -14,7 +14,6 @@ import torch
 import torch.distributed as distributed
 
 from pipeline.errors import RlhfdError
-from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.rank_models import RankModels
@@ -58,12 +57,6 @@ def of_first(call: Callable[[], _T]) -> _T:
         raise outcome
     result: _T = outcome
     return result
-
-
-def newest_of_first(connection: Connection) -> WeightsVersion | None:
-    """Return the newest version that the first rank sees; a collective."""
-    newest: WeightsVersion | None = _of_first(connection.newest())
-    return newest
 
 
 def _of_first(value: Any) -> Any:

@@ -105,7 +105,7 @@ class Trainer:
             self._publishing.version = found
         else:
             # Other ranks publish nothing; they hold the same weights as the first rank.
-            first = WeightsVersion(start.version, rollback=start.rollback, position=start.position)
+            first = WeightsVersion(start.version, rollback=start.rollback, position=start.progress.position)
             self._publishing.version = WeightsVersion(start.version)
             self._publish(first=first)
         is_resumed = start.version is not None and not start.rollback
@@ -117,11 +117,6 @@ class Trainer:
     def version(self) -> WeightsVersion:
         """The newest version that is published."""
         return self._publishing.version
-
-    @property
-    def fingerprint(self) -> int:
-        """Fingerprint of the newest published weights."""
-        return self.version.fingerprint
 
     @property
     def step(self) -> int:

@@ -317,7 +317,7 @@ def test_a_version_without_a_state_goes_back_to_the_newest_that_has_one(site, ca
     successor.resumption.settle(start)
 
     assert start == Start(Progress(3, 11, 30), 3, True, saved_step=2, in_memory=True)
-    assert start.position == 30, "the first prompt that is asked again"
+    assert start.progress.position == 30, "the first prompt that is asked again"
     assert successor.holds(kept)
     assert read_latest(site.root).step == 2, "the latest checkpoint stays"
     assert "rolled back to the newest version with a training state: version=5 -> 3" in caplog.text

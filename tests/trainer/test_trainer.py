@@ -141,7 +141,7 @@ def test_each_step_publishes_a_version_that_counts_its_batch_as_trained(bench):
     totals = bench.house.ledger.totals
     assert trainer.complete
     assert (totals.policy_version, totals.trained) == (3, 24)
-    assert trainer.fingerprint != 0
+    assert trainer.version.fingerprint != 0
 
 
 def test_with_publish_every_two_rows_count_as_trained_with_the_version_that_includes_them(bench):
@@ -485,7 +485,7 @@ def test_the_best_version_is_found_by_its_checkpoint_even_if_that_is_still_being
     for step, right in ((1, 6), (2, 5), (3, 4)):
         while trainer.step < step:
             bench.turns(trainer, 1)
-        file.add(evaluation(step, right, fingerprint=trainer.fingerprint))
+        file.add(evaluation(step, right, fingerprint=trainer.version.fingerprint))
     bench.run(trainer)
 
     assert compared == [1, 2, 3]

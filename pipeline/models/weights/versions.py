@@ -189,7 +189,8 @@ class PolicyVersions:
         if self._group.rank == 0:
             assert self._weights is not None
             self._weights.finish(slot, published)
-        self._release()
+        if self._weights is not None and not self._holds_pages:
+            self._weights.release()
         return published
 
     def publish_training(self, version: WeightsVersion, training: Mapping[str, Tensor]) -> bool:
@@ -275,10 +276,6 @@ class PolicyVersions:
         for publisher in (self._weights, self._training):
             if publisher is not None:
                 publisher.close()
-
-    def _release(self) -> None:
-        if self._weights is not None and not self._holds_pages:
-            self._weights.release()
 
     def _path_of(self, rank: int) -> Path:
         return self._weights_path.with_name(f"training-{rank}" if rank else "training")

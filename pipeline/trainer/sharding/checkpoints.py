@@ -9,7 +9,6 @@ on the number of ranks, and a trainer without sharding reads it, too.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -25,9 +24,10 @@ from pipeline.models.lora import (
     LoraSettings,
     adapted_layers,
     adapter_of,
-    described,
+    merged_weight,
     twin_of_adapted_head,
     untied_where_adapted,
+    write_description,
 )
 from pipeline.models.weights.held import HeldVersion
 from pipeline.models.weights.shards import Shard
@@ -125,9 +125,7 @@ class _Saved:
         if pretrained is self._model and pretrained.can_generate():
             pretrained.generation_config.save_pretrained(folder)
         if self._lora is not None:
-            (folder / ADAPTER_FILE.parent / "adapter_config.json").write_text(
-                json.dumps(described(self._model, self._lora), indent=2) + "\n"
-            )
+            write_description(folder / ADAPTER_FILE.parent, self._model, self._lora)
 
 
 def state_shards(state: Mapping[str, Tensor], models: Mapping[str, nn.Module]) -> dict[str, Shard]:
@@ -144,7 +142,7 @@ def state_shards(state: Mapping[str, Tensor], models: Mapping[str, nn.Module]) -
         if model in weights and kind in _SPLIT_KINDS:
             found[name] = weights[model][weight]._replace(local=tensor, dtype=tensor.dtype)
         else:
-            found[name] = Shard(tensor, tuple(tensor.shape), 0, tensor.dtype, split=False)
+            found[name] = Shard.whole(tensor)
     return found
 
 
@@ -302,10 +300,8 @@ def _head_shard(actor: Any, shards: Mapping[str, Shard], twin: Any) -> list[tupl
 
 
 def _merged(weight: Tensor | None, down: Tensor | None, up: Tensor | None, *, scale: float) -> Tensor | None:
-    """Return W + scale B A, as `pipeline.models.lora.merged`; None on a rank that has gathered nothing."""
-    if weight is None or down is None or up is None:
-        return None
-    return (weight.float() + up.float() @ down.float() * scale).to(weight.dtype)
+    """Return `merged_weight`; None on a rank that has gathered nothing."""
+    return None if weight is None or down is None or up is None else merged_weight(weight, down, up, scale)
 
 
 def _critic_files(critic: nn.Module) -> list[_File]:

@@ -124,7 +124,7 @@ def shards_of(model: nn.Module, *, published: bool = False) -> dict[str, Shard]:
         seen.add(id(tensor))
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
-            found[name] = Shard(tensor.detach(), shape, 0, tensor.dtype, split=False)
+            found[name] = Shard.whole(tensor.detach())
             continue
         local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
         rows = -(-shape[0] // kind.replica.shards)

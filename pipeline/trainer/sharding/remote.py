@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -43,11 +43,8 @@ Count = Callable[[str, int], None]
 """Counts bytes between two machines, by the value of the metric's label."""
 
 
-class Ask(Protocol):
-    """Calls a method of a rank's `ShardService`."""
-
-    def __call__(self, method: str, *arguments: Any) -> Any:
-        """Return the result; raise its RlhfdError."""
+Ask = Callable[..., Any]
+"""Calls a method of a rank's `ShardService`, by its name and arguments; returns the result or raises its RlhfdError."""
 
 
 class Part(NamedTuple):

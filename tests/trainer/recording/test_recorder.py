@@ -200,7 +200,7 @@ def test_a_step_is_recorded_before_its_weights_are_published_and_they_after(benc
 
     assert spy.seen == [(1, 0), (2, 1), (3, 2)]
     assert {step: found.version for step, found in recording.weights.items()} == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert recording.weights[3].weights == f"{trainer.fingerprint:016x}"
+    assert recording.weights[3].weights == f"{trainer.version.fingerprint:016x}"
     assert [len(taken.batches) for taken in recording.steps.values()] == [2, 2, 2]
     assert recording.steps[3].experiences == f"{trainer.progress.digest:016x}"
     assert [batch.lease for taken in recording.steps.values() for batch in taken.batches] == list(range(6))
@@ -231,4 +231,4 @@ def test_weights_that_a_killed_trainer_published_and_did_not_record_are_recorded
     )
     successor.close()
 
-    assert read_recording(folder).weights[2].weights == f"{trainer.fingerprint:016x}"
+    assert read_recording(folder).weights[2].weights == f"{trainer.version.fingerprint:016x}"
