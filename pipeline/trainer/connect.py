@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -53,9 +54,13 @@ def connect(
         folder, rank=rank, world_size=world_size, prefetch=prefetch, gathering=Gathering.of(config),
         check=PublishCheck(folder), external=config,
     )  # fmt: skip
-    if not connection.meet_buffer(_CONNECT_TIMEOUT_S):
+    try:
+        if not connection.meet_buffer(_CONNECT_TIMEOUT_S):
+            raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")
+    except BaseException:
+        # An interrupt too.
         connection.close()
-        raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")
+        raise
     return connection
 
 
@@ -84,26 +89,26 @@ def open_connection(
         external: Configuration of the run whose external trainer this rank is; None for the built-in trainer.
         weight_slots: Versions of the weights held at once.
     """
-    lock = lock_rank(folder, rank)
-    metrics = None
-    if external is not None:
-        metrics = ExternalMetrics(folder / "metrics", rank=rank, reward_source=reward_source(external))
-    arena = Arena(folder / "arena")
-    arena.populate()
-    mailbox = Mailbox(folder, trainer_name(rank), traffic)
-    outbox = Outbox(folder, BUFFER, traffic)
-
-    def on_close() -> None:
-        outbox.close(linger_s=1.0)
-        mailbox.close()
-        arena.close()
-        os.close(lock)
-
-    return Connection(
-        arena, folder / "weights", mailbox, outbox,
-        rank=rank, world_size=world_size, prefetch=prefetch, gathering=gathering,
-        on_close=on_close, check=check, metrics=metrics, weight_slots=weight_slots,
-    )  # fmt: skip
+    opened = contextlib.ExitStack()
+    try:
+        opened.callback(os.close, lock_rank(folder, rank))
+        arena = opened.enter_context(contextlib.closing(Arena(folder / "arena")))
+        arena.populate()
+        mailbox = opened.enter_context(contextlib.closing(Mailbox(folder, trainer_name(rank), traffic)))
+        outbox = Outbox(folder, BUFFER, traffic)
+        opened.callback(outbox.close, linger_s=1.0)
+        metrics = None
+        if external is not None:
+            metrics = ExternalMetrics(folder / "metrics", rank=rank, reward_source=reward_source(external))
+        return Connection(
+            arena, folder / "weights", mailbox, outbox,
+            rank=rank, world_size=world_size, prefetch=prefetch, gathering=gathering,
+            on_close=opened.close, check=check, metrics=metrics, weight_slots=weight_slots,
+        )  # fmt: skip
+    except BaseException:
+        # Else the rank would be connected as long as this process lives, and no later attempt could be.
+        opened.close()
+        raise
 
 
 def lock_rank(folder: Path, rank: int) -> int:

@@ -1,0 +1,61 @@
+"""Connections over ZeroMQ that fail halfway hold nothing: the next attempt of the same process succeeds."""
+
+import os
+
+import pytest
+
+from pipeline.config.schema import Config
+from pipeline.errors import LedgerError
+from pipeline.storage.arena import Arena
+from pipeline.trainer import connect as connecting
+from pipeline.trainer.connect import lock_rank, open_connection
+from pipeline.trainer.connection import Connection
+from tests.support.protocol import HOUSE_LAYOUT
+
+
+@pytest.fixture
+def folder(tmp_path):
+    Arena.create(
+        tmp_path / "arena", payload_bytes=1 << 16, ledger_bytes=HOUSE_LAYOUT.nbytes, layout=HOUSE_LAYOUT.identity
+    )
+    return tmp_path
+
+
+def is_free(folder):
+    os.close(lock_rank(folder, 0))
+    return not (folder / "trainer-0.sock").exists()
+
+
+def test_a_rank_whose_connection_fails_is_not_connected(folder):
+    (folder / "metrics").write_bytes(b"of another release")
+    for _ in range(2):
+        with pytest.raises(LedgerError) as raised:
+            open_connection(folder, rank=0, world_size=1, external=Config())
+        assert "is connected already" not in str(raised.value)
+
+    assert is_free(folder)
+
+
+def test_a_rank_whose_wait_for_the_buffer_is_interrupted_is_not_connected(folder, monkeypatch):
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(connection, timeout_s):
+        raise Interrupted
+
+    opened = open_connection(folder, rank=0, world_size=1)
+    record = type("Record", (), {"world_size": 1, "shm_dir": str(folder)})
+    config = Config.model_validate({"trainer": {"kind": "external"}})
+    (folder / "config.json").write_text(config.model_dump_json())
+    monkeypatch.setattr(Connection, "meet_buffer", interrupt)
+    monkeypatch.setattr(connecting, "find", lambda path: record)
+    monkeypatch.setattr(connecting, "open_connection", lambda *arguments, **options: opened)
+    monkeypatch.setattr(connecting, "PublishCheck", lambda path: None)
+    monkeypatch.setattr(
+        connecting.Workspace, "open", lambda path: type("Place", (), {"config_path": folder / "config.json"})
+    )
+
+    with pytest.raises(Interrupted):
+        connecting.connect(folder)
+
+    assert is_free(folder)
