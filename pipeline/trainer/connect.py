@@ -33,7 +33,7 @@ def connect(
         runtime_dir: The daemon's ``daemon.runtime_dir``.
         rank: This process's rank; each rank connects once.
         world_size: Number of ranks, as configured under ``trainer.world_size``.
-        prefetch: Batches leased ahead, including the batch in hand.
+        prefetch: Batches leased ahead, including the batch in hand; at least 1.
 
     Returns:
         The rank's connection: it yields batches of experience and publishes weights. The caller closes it.
@@ -41,8 +41,10 @@ def connect(
     Raises:
         NotRunningError: If no daemon serves `runtime_dir`.
         UnreachableError: If the daemon's buffer does not answer within 30 s.
-        ConfigError: If the rank is connected already, or the daemon is configured for another world size.
+        ConfigError: If the rank is connected already, the daemon has another world size, or `prefetch` is below 1.
     """
+    if prefetch < 1:
+        raise ConfigError(f"prefetch is {prefetch}, at least 1: a rank without a lease would wait for a batch for good")
     record = find(Path(runtime_dir))
     if record.world_size != world_size or not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size}: trainer.world_size of the daemon is {record.world_size}")

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from pipeline.config.schema import Config
-from pipeline.errors import LedgerError
+from pipeline.errors import ConfigError, LedgerError
 from pipeline.storage.arena import Arena
 from pipeline.trainer import connect as connecting
 from pipeline.trainer.connect import lock_rank, open_connection
@@ -59,3 +59,8 @@ def test_a_rank_whose_wait_for_the_buffer_is_interrupted_is_not_connected(folder
         connecting.connect(folder)
 
     assert is_free(folder)
+
+
+def test_a_rank_that_could_get_no_batch_is_refused(folder):
+    with pytest.raises(ConfigError, match="prefetch is 0, at least 1"):
+        connecting.connect(folder, prefetch=0)
