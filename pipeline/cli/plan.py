@@ -31,10 +31,10 @@ class _Bytes(click.ParamType[int]):
 
         if isinstance(value, int):
             return value
-        try:
-            return TypeAdapter[int](Bytes).validate_python(_decimal(value))
-        except ValidationError:
-            self.fail(f"{value!r} is not a size such as 80GB, 141GiB or 1TB", parameter, context)
+        with contextlib.suppress(ValidationError, OverflowError):
+            if (nbytes := TypeAdapter[int](Bytes).validate_python(_decimal(value))) >= 0:
+                return nbytes
+        self.fail(f"{value!r} is not a size such as 80GB, 141GiB or 1TB", parameter, context)
 
 
 @click.command(short_help="Print the memory that a run needs, before anything is loaded.")

@@ -116,6 +116,8 @@ def test_a_check_names_a_disk_that_a_run_may_fill(
     [
         (("--gpus", "2", "--ram", "1GiB"), "--gpu-memory: this machine shows no GPU"),
         (("--gpus", "1", "--gpu-memory", "much"), "is not a size such as 80GB"),
+        (("--ram", "infGB"), "'infGB' is not a size such as 80GB"),
+        (("--disk", "-5GB"), "'-5GB' is not a size such as 80GB"),
         (
             ("--gpus", "1", "--gpu-memory", "1GB", "--set", "trainer.world_size=2"),
             "2 ranks need a GPU each, 1 are there",
