@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.options import configured, load, replace_unknown_characters
+from pipeline.cli.options import configured, load
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +99,6 @@ def evaluate(
         raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
     if pass_rates is not None:
         _write_pass_rates(config, results, pass_rates)
-    replace_unknown_characters()
     if as_json:
         import msgspec
 

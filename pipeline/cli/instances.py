@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.options import ask, finding, replace_unknown_characters, runtime_dir_of
+from pipeline.cli.options import ask, finding, runtime_dir_of
 from pipeline.errors import NotRunningError, UnreachableError
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ def ps(as_json: bool) -> None:
     from pipeline.cli.status import table
 
     found = instances()
-    replace_unknown_characters()
     if as_json:
         click.echo(json.dumps(found, indent=2))
     elif found:

@@ -18,9 +18,9 @@ from pipeline.cli.options import (
     REQUEST_TIMEOUT_S,
     ask,
     configured,
+    escape_unknown_characters,
     finding,
     load,
-    replace_unknown_characters,
     runtime_dir_of,
 )
 from pipeline.cli.page import page
@@ -39,6 +39,7 @@ class _Commands(click.Group):
     """Turns our errors into lines on standard error and their exit codes."""
 
     def invoke(self, context: click.Context) -> Any:
+        escape_unknown_characters()
         try:
             return super().invoke(context)
         except click.UsageError as error:
@@ -167,7 +168,6 @@ def status(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
     from pipeline.cli import status as status_view
 
     answer = ask("status", path, runtime_dir)
-    replace_unknown_characters()
     click.echo(json.dumps(answer, indent=2) if as_json else status_view.render(answer))
 
 
@@ -211,7 +211,6 @@ def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: 
 
     from pipeline.cli import top as top_view
 
-    replace_unknown_characters()
     console = Console()
     if not console.is_terminal or console.is_dumb_terminal:
         click.echo(top_view.text(status, why))
@@ -241,7 +240,6 @@ def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | No
     """
     from pipeline.cli import collect_env
 
-    replace_unknown_characters()
     report = collect_env.collect(path, sets, os.environ, runtime_dir)
     click.echo(json.dumps(report, indent=2) if as_json else collect_env.text(report))
 

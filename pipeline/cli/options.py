@@ -96,10 +96,10 @@ def ask(
     return control.request(lock.find(runtime_dir_of(directory, path)), command, timeout_s)
 
 
-def replace_unknown_characters() -> None:
-    """Let standard output replace characters that the terminal's encoding lacks, in place of a UnicodeEncodeError."""
+def escape_unknown_characters() -> None:
+    """Let standard output escape characters that the terminal's encoding lacks, in place of a UnicodeEncodeError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _complete_key(context: click.Context, option: click.Parameter, typed: str) -> list[str]:

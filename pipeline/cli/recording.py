@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.options import finding, load, replace_unknown_characters
+from pipeline.cli.options import finding, load
 from pipeline.cli.runs import run_folder_of
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 
@@ -47,7 +47,6 @@ def record(path: Path | None, runtime_dir: Path | None, run: str, last: int, as_
     folder = _folder_of(path, runtime_dir, run)
     recording = recording_of(folder)
     entries = list(entries_of(folder, recording, last))
-    replace_unknown_characters()
     if as_json:
         for entry in entries:
             click.echo(json.dumps(entry))
@@ -106,7 +105,6 @@ def replay(
     # As `start` does it: modules of the user are found in these folders.
     user_modules.use_folder_of(path or config_load.path_in(os.environ))
     user_modules.extend_path()
-    replace_unknown_characters()
     if step is None:
         _train(folder, path, sets, device)
         return

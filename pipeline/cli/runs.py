@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pipeline.cli.options import finding, load, replace_unknown_characters, runtime_dir_of
+from pipeline.cli.options import finding, load, runtime_dir_of
 from pipeline.errors import NotRunningError, RlhfdError
 
 _COLUMNS = ("run", "algorithm", "model", "step", "state", "last start", "checkpoint")
@@ -32,7 +32,6 @@ def runs(path: Path | None, runtime_dir: Path | None, as_json: bool) -> None:
 
     from pipeline.cli.status import table
 
-    replace_unknown_characters()
     state_dir = state_dir_of(runtime_dir, path)
     entries = entries_of(state_dir)
     if as_json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.options import configured, load, replace_unknown_characters
+from pipeline.cli.options import configured, load
 from pipeline.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def try_reward(
         found = [(row, trial.score(row.prompt, row.response, is_cut=row.is_cut)) for row in rows]
     except ConfigError as error:
         raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
-    replace_unknown_characters()
     for line in _json_lines(found) if as_json else _table(found, loaded):
         click.echo(line)
     if problems := [f"{row.location}: {result.problem}" for row, result in found if result.problem]:

@@ -335,7 +335,13 @@ class TestStatus:
             ended = rlhfd("status", "--runtime-dir", str(folder), PYTHONIOENCODING="latin-1")
 
         assert ended.returncode == 0, ended.stderr
-        assert "? +0.5000 since step 7" in ended.stdout
+        assert r"\u2191 +0.5000 since step 7" in ended.stdout
+
+    def test_characters_that_a_terminal_lacks_are_escaped_by_every_command(self, folder: Path) -> None:
+        ended = rlhfd("config", "show", "--set", "daemon.state_dir=/\u043f", PYTHONIOENCODING="latin-1")
+
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert r'state_dir = "/\u043f"' in ended.stdout
 
     def test_nobody_there_exits_with_3(self) -> None:
         ended = rlhfd("status", RLHFD_RUNTIME_DIR="/none")
