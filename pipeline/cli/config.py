@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.cli.options import configured, load
+from pipeline.cli.options import configured, load, placing
 from pipeline.errors import ConfigError
 
 
@@ -44,10 +44,8 @@ def check(path: Path | None, sets: tuple[str, ...]) -> None:
     from pipeline.supervisor.capacity.disk import disk_notes
 
     loaded = load(path, sets, files=True)
-    try:
+    with placing(loaded):
         sizing.refuse_sizes(loaded.config)
-    except ConfigError as error:
-        raise ConfigError(loaded.placed(str(error))) from error
     if problems := preflight.problems_of_imports(loaded):
         raise ConfigError("\n".join(problems))
     problems, noted = preflight.findings_of_start(loaded)

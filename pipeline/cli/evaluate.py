@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.options import configured, load
+from pipeline.cli.options import configured, load, placing
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,14 +89,12 @@ def evaluate(
         config = config.model_copy(update={"prompts": held_out(config, config.evaluation.files[0])})
     shown = sys.stderr.isatty()
     results: list[PromptResult] = []
-    try:
+    with placing(loaded):
         found = alone.evaluate(
             config,
             on_progress=_show_progress if shown else lambda done, prompts: None,
             on_result=lambda file, result: results.append(result),
         )
-    except ConfigError as error:
-        raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
     if pass_rates is not None:
         _write_pass_rates(config, results, pass_rates)
     if as_json:

@@ -78,9 +78,7 @@ def _instance(runtime_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             return instance
         instance["state"] = "no answer"
         answer = control.request(lock.find(runtime_dir), "status", _ANSWER_TIMEOUT_S)
-    except NotRunningError:
-        return instance
-    except UnreachableError:
+    except (NotRunningError, UnreachableError):
         return instance
     return instance | {key: answer[key] for key in instance.keys() & answer.keys()}
 

@@ -21,6 +21,7 @@ from pipeline.cli.options import (
     escape_unknown_characters,
     finding,
     load,
+    placing,
     runtime_dir_of,
 )
 from pipeline.cli.page import page
@@ -30,7 +31,7 @@ from pipeline.cli.runs import run_folder_of, runs
 from pipeline.cli.service import logs, systemd
 from pipeline.cli.try_reward import try_reward
 from pipeline.cli.usage import advised
-from pipeline.errors import ConfigError, ExitCode, NotRunningError, RlhfdError, StoppedError
+from pipeline.errors import ExitCode, NotRunningError, RlhfdError, StoppedError
 
 # Each command imports its other modules itself: `rlhfd --help` and completion answer at once.
 
@@ -116,10 +117,8 @@ def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool, b
         from pipeline.serial import run
     else:
         from pipeline.supervisor.supervisor import run
-    try:
+    with placing(loaded):
         sys.exit(int(run(loaded, back_to=back_to)))
-    except ConfigError as error:
-        raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
 
 
 @main.command()

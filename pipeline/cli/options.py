@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
@@ -85,6 +88,15 @@ def runtime_dir_of(directory: Path | None, path: Path | None) -> Path:
     from pipeline.config import load as config_load
 
     return config_load.find_runtime_dir(path, os.environ)
+
+
+@contextlib.contextmanager
+def placing(loaded: LoadedConfig) -> Iterator[None]:
+    """Give each line of a ConfigError in the block the place of its key."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
 
 
 def ask(

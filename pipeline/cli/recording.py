@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.options import finding, load
+from pipeline.cli.options import finding, load, placing
 from pipeline.cli.runs import run_folder_of
-from pipeline.errors import ConfigError, ExitCode, RlhfdError
+from pipeline.errors import ExitCode, RlhfdError
 
 if TYPE_CHECKING:
     from pipeline.storage.recording import Recording
@@ -167,11 +167,10 @@ def _train(folder: Path, path: Path | None, sets: tuple[str, ...], device: str) 
     if sort_digits.is_used(loaded.config):
         setup.prepare(sort_digits.directory_of(config.daemon.state_dir))
     try:
-        replaying.train(config, folder, device, write=click.echo)
+        with placing(loaded):
+            replaying.train(config, folder, device, write=click.echo)
     except OSError as error:
         raise RlhfdError(f"the recorded rows cannot be trained on: {error}") from error
-    except ConfigError as error:
-        raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
 
 
 def _folder_of(path: Path | None, runtime_dir: Path | None, run: str) -> Path:

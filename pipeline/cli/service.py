@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from pipeline.cli.options import finding, runtime_dir_of
 from pipeline.errors import NotRunningError, RlhfdError, UnreachableError
 
 if TYPE_CHECKING:
@@ -147,10 +148,7 @@ def uninstall(name: str | None) -> None:
     show_default=True,
     help="Number of existing lines to show.",
 )
-@click.option("--config", "path", type=click.Path(path_type=Path), metavar="FILE",
-              help="Configuration file; else the one that RLHFD_CONFIG names, else the embedded run.")  # fmt: skip
-@click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR",
-              help="Runtime directory of the instance; else RLHFD_RUNTIME_DIR, else the configuration's.")  # fmt: skip
+@finding
 def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Path | None) -> None:
     """Show the log of all processes, or of ROLE: supervisor, buffer, rollout, rollout-0, trainer, trainer-0.
 
@@ -182,7 +180,7 @@ def _destination(path: Path | None, runtime_dir: Path | None) -> str:
     from pipeline.runtime import lock
     from pipeline.telemetry import log_file
 
-    folder = runtime_dir or config_load.find_runtime_dir(path, os.environ)
+    folder = runtime_dir_of(runtime_dir, path)
     with contextlib.suppress(NotRunningError, UnreachableError):
         return lock.find(folder).log
     if unit := Unit.of_runtime_dir(folder.absolute()):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.options import configured, load
-from pipeline.errors import ConfigError, ExitCode
+from pipeline.cli.options import configured, load, placing
+from pipeline.errors import ExitCode
 
 if TYPE_CHECKING:
     from pipeline.cli.reward_rows import Row
@@ -68,13 +68,11 @@ def try_reward(
         if not sort_digits.is_prepared(directory):
             click.echo(f"making the embedded model in {directory}, once: some 10 s", err=True)
         setup.prepare(directory)
-    try:
+    with placing(loaded):
         trial = RewardTrial(config)
         if file is None:
             rows = reward_rows.of_prompts(config, responses, count)
         found = [(row, trial.score(row.prompt, row.response, is_cut=row.is_cut)) for row in rows]
-    except ConfigError as error:
-        raise ConfigError("\n".join(map(loaded.placed, str(error).splitlines()))) from error
     for line in _json_lines(found) if as_json else _table(found, loaded):
         click.echo(line)
     if problems := [f"{row.location}: {result.problem}" for row, result in found if result.problem]:
