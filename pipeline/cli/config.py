@@ -69,12 +69,16 @@ def show(path: Path | None, sets: tuple[str, ...], effective: bool, origin: bool
       rlhfd config show
       RLHFD_ROLLOUT__WORKERS=8 rlhfd config show --effective --origin
     """
+    from pipeline import sort_digits
     from pipeline.config import load as config_load
+    from pipeline.config.identity import run_name
     from pipeline.config.load import get
     from pipeline.supervisor.capacity.choices import decided
 
     loaded = load(path, sets, files=False)
-    chosen = decided(loaded.config, os.environ).shown
+    # The identity has the paths of the embedded model and prompts.
+    name = f"{run_name(sort_digits.with_paths(loaded.config))}, by the run's identity"
+    chosen = {"daemon.run_name": name, **decided(loaded.config, os.environ).shown}
     remarks = {key: remark for key, remark in chosen.items() if get(loaded.config, key) in (None, "auto")}
     click.echo(config_load.render(loaded, effective=effective, origin=origin, remarks=remarks), nl=False)
 

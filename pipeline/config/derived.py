@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from pipeline.config.evaluation import prompts_per_ticket
-from pipeline.config.identity import run_name
 from pipeline.config.losses import lacks_ratio_for_staleness, log_probs_by
 from pipeline.config.schema import Config
 from pipeline.config.types import BUILTIN_PREFIX
@@ -38,7 +37,6 @@ def derived(config: Config, *, on_cards: bool) -> dict[str, Derived]:
         on_cards: Whether the run has GPUs.
     """
     return {
-        "daemon.run_name": Derived(None, f"{run_name(config)}, by the run's identity"),
         **_of_models(config, on_cards=on_cards),
         "prompts.answer_column": Derived(None, "answer, in the rows that have one"),
         **_of_rollouts(config, on_cards=on_cards),

@@ -6,11 +6,14 @@ import os
 import pytest
 from click.testing import CliRunner
 
+from pipeline import sort_digits
 from pipeline.cli.main import main
 from pipeline.config.identity import run_dir, run_name
+from pipeline.config.load import load
 from pipeline.runtime.lock import StateLock
 from pipeline.runtime.run_folder import RunFolder
 from tests.runtime.test_run_folder import config, save
+from tests.support.instances import SERVE, process
 
 
 @pytest.fixture
@@ -48,6 +51,21 @@ def test_each_run_is_listed_with_its_state_and_the_folder_of_its_model(folder):
     assert table[2].startswith(run_name(running)) and table[2].endswith(models[run_name(running)])
     assert "1,234" in table[2]
     assert json.loads(shown("--json").stdout)[1]["state"] == "stopped", "its daemon has ended"
+
+
+def test_the_name_of_a_run_that_config_show_tells_is_that_of_its_folder(folder):
+    of = sort_digits.with_paths(load(None, (), {}).config)
+    RunFolder(of).claim()
+
+    shown = CliRunner().invoke(main, ["config", "show", "--effective"]).stdout
+
+    (made,) = (folder / "state" / "runs").iterdir()
+    assert f"# run_name is left out  # {made.name}, by the run's identity" in shown.splitlines()
+
+
+def test_runs_are_listed_while_an_instance_removes_its_shared_memory(folder):
+    with process(folder / "run", SERVE):
+        assert shown().stdout == f"no run in {folder / 'state'}\n"
 
 
 def test_without_a_run_the_folder_that_was_searched_is_named(folder):
