@@ -75,10 +75,11 @@ def state_dir_of(directory: Path | None, path: Path | None) -> Path:
     from pipeline.runtime import lock
 
     try:
-        record = lock.find(runtime_dir_of(directory, path))
-    except NotRunningError:
+        shm_dir = Path(lock.find(runtime_dir_of(directory, path)).shm_dir)
+        return Path(json.loads((shm_dir / "config.json").read_text())["daemon"]["state_dir"])
+    except (NotRunningError, FileNotFoundError):
+        # At its end an instance removes its shared memory before its lock.
         return load(path, (), files=False).config.daemon.state_dir
-    return Path(json.loads((Path(record.shm_dir) / "config.json").read_text())["daemon"]["state_dir"])
 
 
 def run_folder_of(directory: Path | None, path: Path | None, name: str) -> Path:
