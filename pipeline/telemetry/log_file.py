@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -47,7 +48,11 @@ class LogFile:
         try:
             if self._nbytes + len(data) > self._half_bytes:
                 self._begin_anew()
-            self._nbytes += os.write(self._file, data)
+            if (written := os.write(self._file, data)) < len(data):
+                # The disk is full: the next line would continue this one.
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._nbytes += written
         except OSError:
             self.lost += 1
             return False

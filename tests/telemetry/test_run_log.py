@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -141,6 +142,24 @@ def test_lines_that_cannot_be_written_are_counted(tmp_path: Path) -> None:
 
     assert lost == [False, False] and log.lost == 2
     assert written and [*read(folder / "log", 10)] == [["12345678"]]
+
+
+def test_a_line_that_the_disk_takes_in_part_is_taken_back_and_counted(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log")
+    log.append("first")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    # A full disk, as the kernel shows it: some of the bytes are written.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        is_written = log.append("a line too many")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.append("last")
+    log.close()
+
+    assert (is_written, log.lost) == (False, 1)
+    assert (tmp_path / "log").read_text() == "first\nlast\n"
 
 
 def test_following_goes_on_over_a_rotation_without_a_gap(tmp_path: Path) -> None:
