@@ -148,9 +148,10 @@ class SampleWriter:
 
     def _rotate(self) -> None:
         """Replace the older file by the present one, and start a new one."""
-        os.rename(self._path, f"{self._path}{_OLDER}")
-        os.close(self._file)
-        self._file = self._open()
+        with contextlib.suppress(FileNotFoundError):  # removed by another program, or no new one could be made
+            os.rename(self._path, f"{self._path}{_OLDER}")
+        before, self._file = self._file, self._open()
+        os.close(before)
         self._nbytes = self._records = 0
 
 

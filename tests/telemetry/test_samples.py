@@ -121,6 +121,27 @@ def test_a_sample_that_is_larger_than_the_bound_is_refused(tmp_path: Path) -> No
     writer.close()
 
 
+def test_a_writer_that_could_open_no_file_writes_again_once_it_can(tmp_path: Path) -> None:
+    writer = SampleWriter(tmp_path, 0, MOST_BYTES)
+    while not (tmp_path / "rollout-0.samples.1").exists():
+        assert writer.write(sample())
+    (tmp_path / "rollout-0.samples").unlink()
+    older = len(SampleReader(tmp_path).read())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            for _ in range(older + 1):
+                writer.write(sample())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert writer.write(sample(number=1))
+    writer.close()
+
+    assert SampleReader(tmp_path).read()[-1] == sample(number=1)
+
+
 def test_a_reader_that_follows_gets_each_sample_once_however_often_files_are_turned(tmp_path: Path) -> None:
     writers = [SampleWriter(tmp_path, worker, MOST_BYTES) for worker in range(2)]
     reader, rng, found = SampleReader(tmp_path), random.Random(0), []
