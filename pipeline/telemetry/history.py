@@ -9,6 +9,7 @@ has no point.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -267,15 +268,15 @@ class HistoryRecorder:
         # By the monotonic clock: points must not overlap after the wall clock was set.
         point.seconds = now_s - self._began_s
         point.start_s, point.end_s = unix_s - point.seconds, unix_s
-        point.tokens = totals.tokens - before.tokens
-        point.staleness_sum = totals.staleness[0] - before.staleness[0]
-        point.staleness_rows = totals.staleness[1] - before.staleness[1]
+        point.tokens = _grown(totals.tokens, before.tokens)
+        point.staleness_sum, point.staleness_rows = map(_grown, totals.staleness, before.staleness)
         if not totals.has_steps:
             # An external trainer shows no steps; the rewards of the workers are known all the same.
-            point.rewards = totals.rewards[1] - before.rewards[1]
-            point.reward_sum = totals.rewards[0] - before.rewards[0]
-            point.reward_squares = point.reward_sum**2 / point.rewards if point.rewards else 0.0
-            length, responses = (now - then for now, then in zip(totals.lengths, before.lengths, strict=True))
+            # Their sum is not known once one of them was negative.
+            if totals.rewards[0] >= before.rewards[0]:
+                point.reward_sum, point.rewards = map(_grown, totals.rewards, before.rewards)
+                point.reward_squares = point.reward_sum**2 / point.rewards if point.rewards else 0.0
+            length, responses = map(_grown, totals.lengths, before.lengths)
             if responses:
                 point.learning["response_length"] = (length, responses)
         for (role, _, activity), seconds in totals.spent.items():
@@ -298,6 +299,11 @@ def _rests(point: Point) -> bool:
     return is_idle and not point.tokens and not point.rewards
 
 
+def _grown(now: float, before: float) -> float:
+    """Return the growth of a total; 0 for one that begins anew, as in a slab that another program has cut off."""
+    return max(0.0, now - before)
+
+
 class _Totals:
     """Totals that only grow, at one instant."""
 
@@ -317,4 +323,5 @@ def _sum_and_count(reading: Reading, name: str, labels: tuple[str, ...] | None) 
         for key, value in reading.families.get(name, {}).items()
         if isinstance(value, HistogramReading) and labels in (None, key)
     ]
-    return sum(value.total or 0.0 for value in found), sum(value.count for value in found)
+    total = sum(math.nan if value.total is None else value.total for value in found)
+    return total, sum(value.count for value in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import msgspec
@@ -144,6 +145,36 @@ def test_with_a_trainer_of_ones_own_rewards_are_those_of_the_rollouts(tmp_path: 
 
     (one,) = bench.history.points()
     assert one.shown()["reward"] == 0.5
+    bench.slab.close()
+
+
+def test_a_sum_of_rewards_that_a_negative_one_has_ended_is_not_known(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    rewards = bench.rollout.histogram("rlhfd_reward", source="function")
+    rewards.observe(9.0)
+    bench.look(0.0)
+    for reward in (-1.0, 1.0):
+        rewards.observe(reward)
+        bench.look(2.0)
+
+    assert ["reward" in point.shown() for point in bench.history.points()] == [False, False]
+    bench.slab.close()
+
+
+def test_totals_that_begin_anew_leave_no_negative_point(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    tokens = bench.rollout.counter("rlhfd_tokens_total", kind="response")
+    stale = bench.trainer.histogram("rlhfd_policy_staleness_versions", point="train")
+    tokens.inc(1e9)
+    stale.observe(7)
+    bench.look(0.0)
+    bench.slab.survive_truncation()
+    os.truncate(tmp_path / "metrics", 0)
+    bench.slab.restore(tmp_path / "metrics")
+    bench.look(2.0)
+
+    (one,) = bench.history.points()
+    assert (one.tokens, one.staleness_sum, one.staleness_rows) == (0, 0, 0)
     bench.slab.close()
 
 
