@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import resource
@@ -122,24 +123,25 @@ def test_a_sample_that_is_larger_than_the_bound_is_refused(tmp_path: Path) -> No
 
 
 def test_a_writer_that_could_open_no_file_writes_again_once_it_can(tmp_path: Path) -> None:
-    writer = SampleWriter(tmp_path, 0, MOST_BYTES)
+    writer, numbers = SampleWriter(tmp_path, 0, MOST_BYTES), itertools.count()
     while not (tmp_path / "rollout-0.samples.1").exists():
-        assert writer.write(sample())
-    (tmp_path / "rollout-0.samples").unlink()
-    older = len(SampleReader(tmp_path).read())
+        assert writer.write(sample(next(numbers)))
+    for _ in range(len(SampleReader(tmp_path).read()) - 2):
+        assert writer.write(sample(next(numbers)))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
+    # The file is full: the next sample needs another one.
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
         with pytest.raises(OSError, match="Too many open files"):
-            for _ in range(older + 1):
-                writer.write(sample())
+            writer.write(sample(next(numbers)))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert writer.write(sample(number=1))
+    last = sample(next(numbers))
+    assert writer.write(last)
     writer.close()
 
-    assert SampleReader(tmp_path).read()[-1] == sample(number=1)
+    assert SampleReader(tmp_path).read()[-1] == last
 
 
 def test_a_reader_that_follows_gets_each_sample_once_however_often_files_are_turned(tmp_path: Path) -> None:
