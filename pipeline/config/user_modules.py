@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -248,15 +249,22 @@ def problems_of_import(
         kind: "reward", or "environment" for factories, by which their parameters are checked.
         styles: The style of each reward function; none: "auto".
     """
-    command = [sys.executable, "-P", "-m", __name__, json.dumps([list(names), list(searched), kind, list(styles)])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return [f"{', '.join(names)}: not imported within {_IMPORT_TIMEOUT_S:g} s"]
-    try:
-        problems: list[str] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
+    wanted = json.dumps([list(names), list(searched), kind, list(styles)])
+    # Standard output is the modules': they print what they like, at their end too, or start a program that keeps it.
+    with tempfile.TemporaryFile() as file:
+        command = [sys.executable, "-P", "-m", __name__, wanted, str(file.fileno())]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=[file.fileno()], timeout=_IMPORT_TIMEOUT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return [f"{', '.join(names)}: not imported within {_IMPORT_TIMEOUT_S:g} s"]
+        file.seek(0)
+        answer = file.read()
+    if not answer:
         return [f"{', '.join(names)}: the import ended the process with exit code {done.returncode}"]
+    problems: list[str] = json.loads(answer)
     return problems
 
 
@@ -281,4 +289,4 @@ if __name__ == "__main__":
     each_style = called_as or [AUTO] * len(wanted)
     found = [problem for each, style in zip(wanted, each_style, strict=True)
              if (problem := _problem_of(each, checked_as, style))]  # fmt: skip
-    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    os.write(int(sys.argv[2]), json.dumps(found).encode())

@@ -40,7 +40,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli.main import main
-from pipeline.config import sections
+from pipeline.config import sections, user_modules
 from pipeline.config.load import load
 from pipeline.config.rewards import table_of
 from pipeline.errors import ConfigError, ExitCode
@@ -65,6 +65,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def shells_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are shells here, whose tokenizer is none; `tests/rollout/test_start_check.py` loads real ones."""
     monkeypatch.setattr(preflight, "findings_of_start", lambda loaded: ([], []))
+
+
+def test_what_a_module_reads_and_prints_at_its_import_is_no_mistake(folder: Path) -> None:
+    (folder / "busy.py").write_text(
+        "import atexit, sys\n"
+        "sys.stdout.buffer.write(b'\\xff' + sys.stdin.buffer.read())\n"
+        "atexit.register(print, 'the end')\n"
+        "def score(input_ids, attention_mask, **_): return 1.0\n"
+    )
+
+    assert user_modules.problems_of_import(["busy:score", "busy:none"], [str(folder)]) == [
+        f"busy has no function none: {folder / 'busy.py'}"
+    ]
 
 
 def rlhfd(*arguments: str) -> Result:
