@@ -303,8 +303,8 @@ def text_settings(folder: Path) -> dict[str, Any]:
 
 def _first(described: dict[str, Any], *names: str) -> int:
     for name in names:
-        if isinstance(described.get(name), int):
-            return int(described[name])
+        if type(value := described.get(name)) is int and value > 0:
+            return value
     raise KeyError(names[0])
 
 

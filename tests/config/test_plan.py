@@ -95,6 +95,7 @@ def test_a_checkpoint_has_the_parameters_of_its_model_alone(folder: Path, tmp_pa
         ({}, "has no config.json"),
         ({"config.json": b"{"}, "does not give the model's sizes"),
         ({"config.json": b'{"hidden_size": 8, "num_attention_heads": 2}'}, "has no safetensors file"),
+        ({"config.json": b'{"hidden_size": 8, "num_attention_heads": 0}'}, "does not give the model's sizes"),
         ({"config.json": b'{"hidden_size": 8}', "a.safetensors": b"\xff" * 9}, "does not give the model's sizes"),
         (
             {"config.json": b'{"hidden_size": 8, "num_attention_heads": 2}', "a.safetensors": b"\xff" * 9},
