@@ -212,7 +212,7 @@ class _Read(NamedTuple):
         if (preset := presets.preset_of(plain)) is not None:
             by_preset = presets.defaults(preset, plain)
             values[presets.ALGORITHM] = replace(values[presets.ALGORITHM], value=presets.BASE, text=None)
-        given = own_model.defaults(plain, base, on_cards=self.on_cards) | by_preset
+        given = own_model.defaults(plain, on_cards=self.on_cards) | by_preset
         reasons = {key: default.reason for key, default in given.items()}
         values |= {key: _Value(default.value, Origin("default")) for key, default in given.items()}
         if engine is not None:

@@ -51,12 +51,11 @@ def is_own(values: Mapping[str, Any]) -> bool:
     return isinstance(actor, str) and not actor.startswith(BUILTIN_PREFIX)
 
 
-def defaults(values: Mapping[str, Any], base: Path, *, on_cards: bool) -> dict[str, Default]:
+def defaults(values: Mapping[str, Any], *, on_cards: bool) -> dict[str, Default]:
     """Return the defaults of keys that are not set, by ``section.key``; none for the embedded model.
 
     Args:
         values: The keys that are set; they may be wrong.
-        base: Folder of relative paths.
         on_cards: Whether the run has GPUs.
     """
     if not is_own(values):
@@ -75,7 +74,7 @@ def defaults(values: Mapping[str, Any], base: Path, *, on_cards: bool) -> dict[s
         found["rewards"] = Default([], "the embedded task's reward is for that task alone")
     if on_cards:
         found["model.dtype"] = Default("bfloat16", "for a model of its own on a GPU")
-    positions = _positions(base / values["model.actor"])
+    positions = _positions(Path(values["model.actor"]))
     if positions is not None and not any(key in values for key in LENGTH_KEYS):
         reason = f"the model has {positions:,} positions"
         found["rollout.max_length"] = Default(

@@ -201,8 +201,8 @@ def _checked(key: str, value: Any) -> Any:
 def _default(key: str, *, trains_adapters: bool) -> Any:
     """Return the default of a key for a model of one's own."""
     section, _, name = key.partition(".")
-    values = {"model.actor": ".", **({"model.lora_rank": 1} if trains_adapters else {})}
-    own = own_model.defaults(values, Path(os.devnull), on_cards=False)
+    values = {"model.actor": os.devnull, **({"model.lora_rank": 1} if trains_adapters else {})}
+    own = own_model.defaults(values, on_cards=False)
     return own[key].value if key in own else getattr(SECTIONS[section], name) if name else None
 
 
