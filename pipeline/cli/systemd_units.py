@@ -43,6 +43,7 @@ _HIDING = {
 }
 # The sockets and logs of the Ray instance on this machine.
 _RAY = Path("/tmp/ray")
+_CHECKOUT = Path(__file__).resolve().parents[2] / "bin" / "rlhfd"
 _TIMEOUT_S = 60.0
 # Time for drain and spool, and the extensions that systemd grants.
 _STOP_TIMEOUT_S = 900.0
@@ -157,7 +158,10 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
         pwd.getpwnam(name)
     except KeyError:
         raise ConfigError(f"--user: there is no user {name}: `useradd --system {name}`") from None
-    program = Path(sys.executable).with_name("rlhfd")
+    program, also = Path(sys.executable).with_name("rlhfd"), ""
+    if environ.get("RLHFD_VENV") and _CHECKOUT.exists():
+        # A ready environment has no program rlhfd, or that of another checkout.
+        program, also = _CHECKOUT, f" RLHFD_VENV={_escaped(Path(sys.prefix))}"
     if not program.exists():
         raise ConfigError(
             f"a unit runs the program of this environment, and there is no {program}: install rlhfd into it"
@@ -168,7 +172,7 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
         ("/opt/rlhfd/.venv/bin/rlhfd", _escaped(program)),
         ("User=rlhfd\n", f"User={name}\n"),
         ("WorkingDirectory=/etc/rlhfd\n", f"WorkingDirectory={_escaped(path.parent)}\n"),
-        (configured, _escaped(path)),
+        (configured, f"{_escaped(path)}{also}"),
     ):
         text = _replaced(text, old, new)
     shown += [program, Path(sys.executable).resolve(), SHIPPED]

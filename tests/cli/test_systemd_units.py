@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -86,6 +87,16 @@ def test_units_of_this_installation_name_its_program_and_configuration(config: P
     assert "PrivateTmp=no, not yes: the service could not see /tmp/" in notes
 
 
+@pytest.mark.needs("systemd-analyze")
+def test_the_unit_of_a_checkout_in_a_ready_environment_runs_that_checkout(config: Path) -> None:
+    planned = plan(Unit(), config, "root", {"RLHFD_VENV": "ready"})
+    verify(planned)
+
+    program = Path(systemd_units.__file__).parents[2] / "bin" / "rlhfd"
+    assert f"ExecStart={program} start\n" in planned.text and f"ExecReload={program} reload\n" in planned.text
+    assert f"Environment=RLHFD_CONFIG={config} RLHFD_VENV={sys.prefix}\n" in planned.text
+
+
 def test_a_python_below_a_home_directory_stays_visible(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
     home = config.parent.parent
     monkeypatch.setitem(systemd_units._HIDING, "ProtectHome=yes", ("ProtectHome=read-only", (home,)))
@@ -154,7 +165,7 @@ def test_a_unit_that_cannot_be_written_is_printed(config: Path, monkeypatch: pyt
         in ran.output
     )
     assert printed.exit_code == 0, printed.output
-    assert f"# {config.parent}/none/rlhfd.service\n{plan(Unit(), config, None, {}).text}" == printed.stdout
+    assert f"# {config.parent}/none/rlhfd.service\n{plan(Unit(), config, None, os.environ).text}" == printed.stdout
 
 
 # rlhfd logs
