@@ -227,6 +227,7 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"adam_beta2": 0.95}, {"trainer.betas": [0.9, 0.95]}),
     ({"optim": "adamw_bnb_8bit"}, {"trainer.optimizer": "adamw_8bit"}),
     ({"report_to": ["wandb", "none"], "save_strategy": "no"}, {"metrics.tracker": ["wandb"], "trainer.save_every": 0}),
+    ({"save_steps": 20, "save_strategy": "no"}, {"trainer.save_every": 0}),
     ({"vllm_max_model_length": 2048}, {"rollout.max_length": 2048}),
 ]  # fmt: skip
 VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -446,6 +447,16 @@ class TestConversions:
                 "verl",
                 {"data.val_files": "v.parquet", "trainer.test_freq": 5, f"{R}.val_kwargs.n": 4},
                 f"{R}.val_kwargs.n = 4: without val_kwargs.do_sample the responses to a prompt are equal",
+            ),
+            (
+                "trl",
+                {"save_strategy": "epoch"},
+                'save_strategy = "epoch": the end of a pass over the prompts is no step',
+            ),
+            (
+                "trl",
+                {"save_strategy": "epoch", "save_steps": 20},
+                'save_strategy = "epoch": the end of a pass over the prompts is no step',
             ),
             ("trl", {"normalize_advantages": True}, "normalize_advantages = true: options of `trl rloo`, which is not"),
         ],

@@ -77,13 +77,16 @@ def _steps(key: str) -> Any:
 
 
 def _saves(value: Any, given: Given) -> dict[str, Any]:
-    if given["save_strategy"] == "epoch":
-        raise NotCarriedError('save_strategy = "epoch": the end of a pass over the prompts is no step of its own')
-    return (
-        {"trainer.save_every": 0}
-        if given["save_strategy"] == "no"
-        else dict(_steps("trainer.save_every")(value, given))
-    )
+    # With another strategy it has no effect.
+    return dict(_steps("trainer.save_every")(value, given)) if given["save_strategy"] == "steps" else {}
+
+
+def _save_strategy(value: Any, given: Given) -> dict[str, Any]:
+    if value in ("no", False):
+        return {"trainer.save_every": 0}
+    if value != "steps":
+        raise NotCarriedError("the end of a pass over the prompts is no step of its own: trainer.save_every")
+    return {}
 
 
 def _schedule(value: Any, given: Given) -> dict[str, Any]:
@@ -376,7 +379,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("run_name", "daemon.run_name"),
     carried("seed", "daemon.seed", "other random numbers than TRL's", default=42, aliases="data_seed"),
     carried("save_steps", "trainer.save_every", "in steps, not updates", default=500, to=_saves),
-    carried("save_strategy", "trainer.save_every", "no: 0, a checkpoint at the end alone", default="steps", to=lambda value, given: {"trainer.save_every": 0} if value in ("no", False) else {}),
+    carried("save_strategy", "trainer.save_every", "no: 0, a checkpoint at the end alone", default="steps", to=_save_strategy),
     carried("save_total_limit", "trainer.keep_checkpoints", "left out, TRL keeps all, here 3", to=lambda value, given: {"trainer.keep_checkpoints": value or 0}),
     needless("resume_from_checkpoint save_only_model save_on_each_node enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint", "a start goes on from the last checkpoint of the same run (trainer.resume); a checkpoint has all of its state", aliases="overwrite_output_dir save_safetensors"),
     carried("eval_steps", "evaluation.every", "versions, which are steps; evaluation.files has the files, of which TRL's option has no word", to=lambda value, given: dict(_steps("evaluation.every")(value, given)) if _evaluates(given) else {}),
