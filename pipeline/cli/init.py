@@ -151,8 +151,9 @@ def _convert(word: str, path: Path, folder: Path, model: Path | None) -> None:
         click.echo(f"{PAGE} has all options of {trainer.name}", err=True)
     try:
         config_load.load(folder / name, (), {})
-    except config_load.ConfigErrors as error:
-        click.echo(f"to be mended: {error}", err=True)
+    except config_load.ConfigErrors as found:
+        for error in found.errors:
+            click.echo(f"to be mended: {error}", err=True)
     # Paths of the file are from the current folder, and so are its modules.
     program, file = shlex.quote(_program()), shlex.quote(str(folder / name))
     click.echo(f"Next:\n  {program} config check --config {file}\n  {program} start --config {file}")

@@ -26,7 +26,7 @@ from pipeline.config.foreign.option import (
 )
 
 _ESTIMATORS = {"rloo": "rloo", "reinforce_baseline": "reinforce_baseline", "group_norm": "grpo", "dr_grpo": "dr_grpo"}
-_ONE_GPU = "trainer.world_size is the number of ranks, rollout.workers that of workers, each with GPUs of its own: `rlhfd plan`"
+_ONE_GPU = "trainer.world_size is the number of ranks, rollout.workers that of workers, each with GPUs of its own (`rlhfd plan`); with several ranks divide buffer.sample_batch_size, the rows of one, by their number"
 
 
 def _rows_of_a_rollout(given: Given) -> int:

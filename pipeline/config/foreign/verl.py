@@ -430,7 +430,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("trainer.val_before_train", "version 0 is evaluated, too"),
     carried("trainer.resume_mode", "trainer.resume", default="auto", to=by_value("trainer.resume", {"auto": "auto", "disable": "never"}, otherwise="a start goes on from the last checkpoint of the same run, or begins it anew")),
     carried("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints", "left out, verl keeps all, here 3"),
-    missing("trainer.n_gpus_per_node trainer.nnodes", "trainer.world_size is the number of ranks, rollout.workers that of workers, each with GPUs of its own: `rlhfd plan`", key="trainer.world_size", off=(1,)),
+    missing("trainer.n_gpus_per_node trainer.nnodes", "trainer.world_size is the number of ranks, rollout.workers that of workers, each with GPUs of its own (`rlhfd plan`); with several ranks divide buffer.sample_batch_size, the rows of one, by their number", key="trainer.world_size", off=(1,)),
     carried("trainer.log_val_generations", "samples.per_minute", "prompts a minute whose responses are kept", default=0, to=lambda value, given: {}),
     needless("trainer.rollout_data_dir trainer.validation_data_dir", "`rlhfd samples --json` has rollouts, evaluations.jsonl the evaluations"),
     missing("trainer.resume_from_path trainer.val_only trainer.default_hdfs_dir trainer.checkpoint_callback_class", "`rlhfd start --from step-N` goes back to a checkpoint, `rlhfd eval` evaluates without training"),
