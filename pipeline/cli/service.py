@@ -97,6 +97,7 @@ def install(name: str | None, path: Path | None, user: str | None) -> None:
     """Write the unit of this installation, verify it, and print the commands that start it.
 
     Nothing is started. The configuration is checked first. Run it again if the environment or checkout has moved.
+    `rlhfd systemd unit` prints the unit and writes nothing.
 
     \b
     Examples:

@@ -33,9 +33,11 @@ def advised(error: click.UsageError) -> click.UsageError:
 
 
 def _key_of(option: str) -> str:
-    """Return the assignment for an option that has the name of a key; empty for another one."""
+    """Return the assignment for an option that has the name of a key, or of one of another trainer; else empty."""
     from pipeline.config.advice import SECTIONS
+    from pipeline.config.foreign.lookup import key_of
 
     name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
     homes = [f"{section}.{name}" for section, model in SECTIONS.items() if name in type(model).model_fields]
+    homes = homes or [key for key in [key_of(name)] if key]
     return f"keys are set by {' or '.join(f'--set {key}=VALUE' for key in homes)}" if homes else ""

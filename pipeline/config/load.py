@@ -37,6 +37,7 @@ from pipeline.config.advice import (
 )
 from pipeline.config.conflicts import conflicts
 from pipeline.config.derived import derived
+from pipeline.config.foreign.lookup import key_of
 from pipeline.config.prompts import CACHED_PREFIX
 from pipeline.config.rewards import (
     DEFAULT_REWARD,
@@ -504,8 +505,10 @@ def _assignment_meant(assignment: str) -> str:
         return ""
     section, name, value = match[1], match[2].lower(), match[3]
     homes = [home for home, model in SECTIONS.items() if name in type(model).model_fields]
-    home = section if section in homes else homes[0] if homes and section is None else ""
-    return f", did you mean --set {home}.{name}={value}?" if home else ""
+    key = f"{section}.{name}" if section in homes else ""
+    if section is None:
+        key = f"{homes[0]}.{name}" if homes else key_of(name)
+    return f", did you mean --set {key}={value}?" if key else ""
 
 
 def _from_text(section: str, name: str, text: str, origin: Origin, errors: list[str]) -> dict[str, _Value]:

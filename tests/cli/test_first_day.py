@@ -96,6 +96,7 @@ def check(text: str) -> Result:
         (("start", "trainer.max_steps=3"), "A value is given by --set trainer.max_steps=3"),
         (("start", "--set", "trainer.max_steps", "3"), "A value is given by --set trainer.max_steps=3"),
         (("start", "--max-steps", "3"), "Keys are set by --set trainer.max_steps=VALUE"),
+        (("start", "--lr", "3"), "Keys are set by --set trainer.learning_rate=VALUE"),
         (("start", "--kl-coef=0.1"), "Keys are set by --set rollout.kl_coef=VALUE or --set trainer.kl_coef=VALUE"),
         (("strat",), "Did you mean start?"),
         (("logs", "nosuch"), "no role nosuch, the roles are supervisor, buffer, rollout, trainer, setup, forkserver"),

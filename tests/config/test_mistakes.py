@@ -851,6 +851,7 @@ SET_MISTAKES = [
         "daemon.name=http://me:secret@h",
         '--set daemon.name: must be made of a-z, 0-9 and -, got "http://***@h"',
     ),
+    ("lr=3", "--set lr=3: must be of the form section.key=value, did you mean --set trainer.learning_rate=3?"),
     ("rollout.=1", "--set rollout.=1: must be of the form section.key=value"),
     (
         "rollout.a.b=1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Final
 
 from pipeline.config.foreign.openrlhf import OPENRLHF
@@ -85,6 +86,16 @@ def answer(name: str) -> str:
         said.setdefault(_said(option), []).append(f"{trainer.name}'s {full}")
     answers = (f"{' and '.join(names)} {'are' if names[1:] else 'is'} {text}" for text, names in said.items())
     return f"{'; '.join(answers)} ({PAGE})"
+
+
+def key_of(name: str) -> str:
+    """Return the key that a word of the field, or an option of another trainer, is here as it is; empty if it is none.
+
+    Args:
+        name: As for `answer`.
+    """
+    meant = re.fullmatch(r"did you mean ([a-z_.]+)\?", answer(name))
+    return meant[1] if meant else ""
 
 
 def _answer_to_table(name: str) -> str:
