@@ -48,6 +48,7 @@ def try_reward(
     from pipeline import sort_digits
     from pipeline.cli import reward_rows
     from pipeline.config import user_modules
+    from pipeline.config.rewards import OwnReward, reward_functions
 
     if (file is None) == (not responses):
         raise click.UsageError("give a FILE of rows, or at least one --response")
@@ -60,6 +61,11 @@ def try_reward(
     user_modules.extend_path()
     # One progress bar a model is noise.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # A mistake in a module is told at once, before torch is loaded and the embedded model is made.
+    with placing(loaded):
+        for reward in reward_functions(config):
+            if isinstance(reward, OwnReward):
+                user_modules.load_function("rewards", reward.name)
     from pipeline.rollout.reward.trial import RewardTrial
     from pipeline.trainer import setup
 

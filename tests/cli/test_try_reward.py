@@ -87,6 +87,18 @@ def test_reward_functions_beside_the_configuration_are_found_from_another_folder
     assert json.loads(scored.stdout)["reward"] == pytest.approx(1.3)
 
 
+def test_a_mistake_in_a_module_is_told_before_the_embedded_model_is_made(folder: Path) -> None:
+    module = f"rewards_{folder.name.replace('-', '_')}"
+    (folder / "run.toml").write_text(f"rewards = ['{module}:wrong']\n[daemon]\nstate_dir = 'state'\n")
+
+    refused = run("--response", "12")
+
+    assert (refused.exit_code, refused.stderr) == (
+        78, f"run.toml:1:11: rewards: {module} has no function wrong: {folder / module}.py\n"
+    )  # fmt: skip
+    assert not (folder / "state").exists()
+
+
 def test_each_part_of_a_row_is_shown_and_their_sum(folder: Path) -> None:
     write_rows(
         folder,
