@@ -96,7 +96,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
     """Import a function.
 
     Args:
-        key: The configuration key that names it, for messages.
+        key: The configuration key that names it, for messages; empty for messages without one.
         name: ``module:function``.
 
     Returns:
@@ -106,15 +106,17 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
         ConfigError: If there is no such module or function.
     """
     module_name, _, function_name = name.partition(":")
+    where = f"{key}: " if key else ""
     try:
         module = importlib.import_module(module_name)
     # User code may raise any exception at import, and would again at the next start.
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}{not_found(error, module_name)}"
-        raise ConfigError(f"{key}: cannot import {module_name}: {problem}") from error
+        kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
+        problem = f"{kind}{error}{not_found(error, module_name)}"
+        raise ConfigError(f"{where}cannot import {module_name}: {problem}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{key}: {no_function(module, function_name)}")
+        raise ConfigError(f"{where}{no_function(module, function_name)}")
     return cast("Callable[..., Any]", function)
 
 
@@ -269,16 +271,10 @@ def problems_of_import(
 
 
 def _problem_of(name: str, kind: str, style: str) -> str:
-    module_name, _, function = name.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    # User code may raise any exception at import.
-    except Exception as error:  # noqa: BLE001
-        kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
-        return f"cannot import {module_name}: {kind}{error}"
-    found = getattr(module, function, None)
-    if not callable(found):
-        return no_function(module, function)
+        found = load_function("", name)
+    except ConfigError as error:
+        return str(error)
     problem = problem_of_factory(found) if kind == "environment" else problem_of_call(found, style)
     return f"{name} {problem}" if problem else ""
 

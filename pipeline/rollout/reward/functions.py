@@ -6,7 +6,6 @@ A reward that is not a finite number ends the experience with `RewardError`; it 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
 import traceback
@@ -335,19 +334,9 @@ def load_reward_function(reward: RewardConfig | str) -> RewardFunction:
         from pipeline.rollout.reward.named import named_reward
 
         return named_reward(reward_of(reward))
-    module_name, separator, function_name = name.partition(":")
-    if not (module_name and separator and function_name):
+    if not all(name.partition(":")):
         raise ConfigError(f"{field}: {name!r} is not of the form module:function")
-    try:
-        module = importlib.import_module(module_name)
-    # User code may raise any exception at import, and would again at the next start.
-    except Exception as error:
-        kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
-        looked = user_modules.not_found(error, module_name)
-        raise ConfigError(f"{field}: cannot import {module_name}: {kind}{error}{looked}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"{field}: {user_modules.no_function(module, function_name)}")
+    function = user_modules.load_function(field, name)
     style = reward.style if isinstance(reward, OwnReward) else user_modules.AUTO
     if problem := user_modules.problem_of_call(function, style):
         raise ConfigError(f"{field}: {name} {problem}")
