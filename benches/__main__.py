@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 import time
 import traceback
@@ -14,7 +13,7 @@ from benches.report import RESULTS, ROOT, Section, merge, update_page
 
 # Pages with tables of rows from RESULTS.md.
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md")
-# In the order of the sections. Names without a module in the checkout are left out.
+# In the order of the sections.
 BENCHES = (
     "transport", "tickets", "latency", "cpu", "gather", "flat", "ledger", "journal", "rollout", "rollout-124m",
     "weights", "publishing", "packing", "pinned", "maker-memory", "engines", "run", "sharding", "learning", "kills",
@@ -23,14 +22,8 @@ BENCHES = (
 _BY_NAME_ONLY = ("rollout", "rollout-124m", "packing", "engines", "run", "sharding", "learning", "kills")
 
 
-def module_of(name: str) -> str:
-    """Return the module of a benchmark."""
-    return f"benches.{name.replace('-', '_')}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks that are named, all by default; return the exit code."""
-    there = [name for name in BENCHES if importlib.util.find_spec(module_of(name))]
     parser = argparse.ArgumentParser(
         prog="bin/bench",
         description="Measure rlhfd and write benches/RESULTS.md.",
@@ -41,19 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"one of {', '.join(there)}; all but {', '.join(_BY_NAME_ONLY)} by default",
+        help=f"one of {', '.join(BENCHES)}; all but {', '.join(_BY_NAME_ONLY)} by default",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds, less work; prints and writes nothing")
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.names if name not in there]:
-        parser.error(f"no benchmark {unknown[0]!r}, only {', '.join(there)}")
+    if unknown := [name for name in options.names if name not in BENCHES]:
+        parser.error(f"no benchmark {unknown[0]!r}, only {', '.join(BENCHES)}")
     failed, measured = [], []
-    for name in options.names or [name for name in there if name not in _BY_NAME_ONLY]:
+    for name in options.names or [name for name in BENCHES if name not in _BY_NAME_ONLY]:
         command = f"bin/bench {'--quick ' if options.quick else ''}{name}"
         print(f"==> {command}", file=sys.stderr, flush=True)
         began_s = time.monotonic()
         try:
-            sections: Sequence[Section] = importlib.import_module(module_of(name)).run(quick=options.quick)
+            sections: Sequence[Section] = importlib.import_module(f"benches.{name.replace('-', '_')}").run(
+                quick=options.quick
+            )
         except Exception:  # noqa: BLE001 - a failure must not cost the figures of the other benchmarks
             traceback.print_exc()
             failed.append(name)

@@ -123,12 +123,10 @@ def coati_generate(actor: LlamaForCausalLM, input_ids: Tensor, mask: Tensor, new
 
 
 @torch.no_grad()
-def all_logits_log_probs(
-    model: LlamaForCausalLM, sequences: Tensor, mask: Tensor, num_actions: int, rows_at_once: int = 2
-) -> Tensor:
+def all_logits_log_probs(model: LlamaForCausalLM, sequences: Tensor, mask: Tensor, num_actions: int) -> Tensor:
     """Return log-probs of the last tokens, ``(B, A)``, from the log-softmax of the logits of every position."""
     parts = []
-    for ids, real in zip(sequences.split(rows_at_once), mask.split(rows_at_once), strict=True):
+    for ids, real in zip(sequences.split(2), mask.split(2), strict=True):
         positions = (real.cumsum(dim=1) - 1).clamp(min=0)
         logits = model(input_ids=ids, attention_mask=real, position_ids=positions, use_cache=False).logits
         log_probs = (logits[:, :-1] / TEMPERATURE).log_softmax(dim=-1)

@@ -29,7 +29,6 @@ from pipeline.config.plan import models_of, needs, process_bytes
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
 from pipeline.models.weights.versions import PolicyVersions
-from pipeline.progress import Telemetry
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import whole_models
@@ -62,7 +61,7 @@ LARGE = Shape(hidden=1024, inner=2816, layers=24, vocabulary=32_000, rows=4, tok
 """The second has 374 M parameters."""
 
 
-class Memory(Telemetry):
+class Memory:
     """The largest memory of this process since `begin`, in bytes, read by a thread.
 
     Attributes:
@@ -71,7 +70,6 @@ class Memory(Telemetry):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.own = self.resident = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -93,12 +91,6 @@ class Memory(Telemetry):
         found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
         anonymous, file, whole = (int(found[key].split()[0]) << 10 for key in ("RssAnon", "RssFile", "VmRSS"))
         return anonymous + file, whole
-
-    def phase(self, name: str) -> None:
-        """Print memory, now and at its largest, to the standard error."""
-        own, resident = self.now()
-        print(f"{name:<12} own {own / 1e6:6.0f} MB, largest {self.own / 1e6:6.0f}; resident {resident / 1e6:6.0f}, "
-              f"largest {self.resident / 1e6:6.0f}", file=sys.stderr, flush=True)  # fmt: skip
 
     def _read(self) -> None:
         while not self._ended.wait(_READ_EVERY_S):
@@ -177,13 +169,9 @@ def rank_main(options: argparse.Namespace) -> None:
         found["bare"] = memory.now()[0]
         models = sharded_models(config, _CPU) if config.shards_trainer else whole_models(config, _CPU)
         found["load"] = memory.own
-        if options.verbose:
-            print(f"bare {found['bare'] / 1e6:.0f} MB", file=sys.stderr)
-            memory.phase("loaded")
         learner = Learner(
-            config.trainer, "grpo", models["actor"], kl_coef=config.trainer_kl_coef, process_group=dist.group.WORLD,
-            telemetry=memory if options.verbose else Telemetry.none(),
-        )  # fmt: skip
+            config.trainer, "grpo", models["actor"], kl_coef=config.trainer_kl_coef, process_group=dist.group.WORLD
+        )
         publisher = _Publisher(config, models["actor"], shared)
         for step in range(STEPS):
             memory.begin()
@@ -194,8 +182,6 @@ def rank_main(options: argparse.Namespace) -> None:
             found["step_s"].append(time.perf_counter() - started_s)
             found["waited_s"].append(publisher.waited_s - waited_s)
             found["own"], found["resident"] = memory.own, memory.resident
-            if options.verbose:
-                memory.phase(f"published {step}")
         publisher.finish()
         dist.barrier()
         found["between"], found["between_resident"] = memory.now()
@@ -247,19 +233,18 @@ class _Publisher:
         self.waited_s += time.perf_counter() - started_s
 
 
-def measure(shape: Shape, sharding: str, folder: Path, *, verbose: bool = False) -> dict[str, Any]:
+def measure(shape: Shape, sharding: str, folder: Path) -> dict[str, Any]:
     """Return what the ranks held and how long they took: lists with an element a rank, and /dev/shm.
 
     Args:
         shape: Sizes of the model in ``folder/model``, and of the batches.
         sharding: "none" or "full".
         folder: Folder of the model.
-        verbose: Whether ranks print each phase.
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         command = [
             sys.executable, "-m", "benches.sharding", f"--sharding={sharding}", f"--folder={folder}",
-            f"--shared={shared}", "--shape", *map(str, shape), *(["--verbose"] if verbose else []),
+            f"--shared={shared}", "--shape", *map(str, shape),
         ]  # fmt: skip
         ranks = [
             subprocess.Popen([*command, f"--rank={rank}"], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(RANKS)
@@ -342,7 +327,6 @@ def _main() -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--shape", type=int, nargs=len(Shape._fields), required=True)
-    parser.add_argument("--verbose", action="store_true")
     rank_main(parser.parse_args())
 
 
