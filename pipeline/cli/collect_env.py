@@ -6,6 +6,7 @@ is an object in JSON, any other part a list of lines. Secrets are masked in ever
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -67,6 +68,7 @@ Report = dict[str, dict[str, str] | list[str]]
 """The parts by their title: a part of named values, or one of lines."""
 
 _Lines = Iterator[str | tuple[str, str]]
+_Loaded = Callable[[], config_load.LoadedConfig]
 
 
 def collect(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], runtime_dir: Path | None) -> Report:
@@ -79,19 +81,20 @@ def collect(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], 
         runtime_dir: Runtime directory of the running instance; None for the configured one.
     """
     folder: Callable[[], Path] = lambda: runtime_dir or config_load.find_runtime_dir(path, environ)  # noqa: E731
+    loaded = functools.cache(lambda: config_load.load(path, sets, environ))
     parts: dict[str, Callable[[], _Lines]] = {
         "rlhfd": _version,
         "machine": _machine,
         "GPUs": lambda: _gpus(environ),
         "packages": _packages,
         "limits": _limits,
-        "shared memory and disks": lambda: _storage(path, sets, environ),
-        "runs": lambda: _runs(path, sets, environ),
-        "environment": lambda: _environment(environ, _key_variables(path, sets, environ)),
-        "configuration": lambda: _configuration(path, sets, environ),
+        "shared memory and disks": lambda: _storage(loaded),
+        "runs": lambda: _runs(loaded),
+        "environment": lambda: _environment(environ, _key_variables(loaded)),
+        "configuration": lambda: _configuration(loaded, path, sets, environ),
         "instance": lambda: _instance(folder()),
         "configuration in force": lambda: _in_force(folder()),
-        "last warnings and errors": lambda: _last_errors(path, sets, environ, folder()),
+        "last warnings and errors": lambda: _last_errors(loaded, folder()),
     }
     return {title: _collected(part) for title, part in parts.items()}
 
@@ -177,18 +180,17 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
-def _storage(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> _Lines:
+def _storage(loaded: _Loaded) -> _Lines:
     yield _used(Path("/dev/shm"))
     for left in sorted(Path("/dev/shm").glob(f"rlhfd-{os.geteuid()}-*")):
         nbytes = sum(file.stat().st_size for file in left.glob("*") if file.is_file())
         yield str(left), size(nbytes)
-    state = Path(config_load.load(path, sets, environ).config.daemon.state_dir)
+    state = Path(loaded().config.daemon.state_dir)
     yield _used(next(folder for folder in (state, *state.parents) if folder.exists()))
 
 
-def _runs(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> _Lines:
-    state_dir = Path(config_load.load(path, sets, environ).config.daemon.state_dir)
-    for run in entries_of(state_dir)[-_LAST_RUNS:]:
+def _runs(loaded: _Loaded) -> _Lines:
+    for run in entries_of(Path(loaded().config.daemon.state_dir))[-_LAST_RUNS:]:
         kept = ", ".join(run["checkpoints"]) or "no checkpoint"
         settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in run["settings"].items())
         yield run["name"], f"{run['state']}, step {run['step']:,}, {kept}; {run['folder']}; {settings}"
@@ -199,10 +201,10 @@ def _used(folder: Path) -> tuple[str, str]:
     return str(folder), f"{size(usage.free)} of {size(usage.total)} free"
 
 
-def _key_variables(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> set[str | None]:
+def _key_variables(loaded: _Loaded) -> set[str | None]:
     """Return the variables that hold keys of services, by the configuration."""
     try:
-        rewards = config_load.load(path, sets, environ).config.rewards
+        rewards = loaded().config.rewards
     except RlhfdError:
         # It is told in the part of the configuration.
         return set()
@@ -215,9 +217,9 @@ def _environment(environ: Mapping[str, str], keys: Collection[str | None]) -> _L
             yield name, "(hidden)" if name in keys or _SECRET.search(name) else environ[name]
 
 
-def _configuration(path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> _Lines:
+def _configuration(loaded: _Loaded, path: Path | None, sets: Sequence[str], environ: Mapping[str, str]) -> _Lines:
     try:
-        yield config_load.render(config_load.load(path, sets, environ), effective=False, origin=True) or "all defaults"
+        yield config_load.render(loaded(), effective=False, origin=True) or "all defaults"
     finally:
         # With files: a file missing on disk is the cause of many reports.
         try:
@@ -244,8 +246,8 @@ def _in_force(folder: Path) -> _Lines:
                 yield f"{section}.{name}", json.dumps(value)
 
 
-def _last_errors(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], folder: Path) -> _Lines:
-    daemon = config_load.load(path, sets, environ).config.daemon
+def _last_errors(loaded: _Loaded, folder: Path) -> _Lines:
+    daemon = loaded().config.daemon
     try:
         destination = lock.find(folder).log
     except NotRunningError:

@@ -117,10 +117,7 @@ def _rewards_schema() -> dict[str, Any]:
 def _reward_schema(name: str) -> dict[str, Any]:
     """Return the schema of the table of a name; of one of your own if it is empty."""
     model = table_of(name)
-    properties = {key: _plain(found) for key, found in model.model_json_schema()["properties"].items()}
-    for described in properties.values():
-        if described.get("default", 0) is None:
-            del described["default"]
+    properties = _plain_properties(model.model_json_schema())
     meaning = {"description": RewardConfig.model_fields["name"].description}
     kind = {"const": name} if name else {"type": "string", "pattern": f"^{FUNCTION.pattern}$"}
     properties["name"] = {**kind, **meaning}
@@ -154,17 +151,21 @@ def _rewards_lines() -> Iterator[str]:
 
 def _table_schema(found: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a table inside a value."""
-    properties = {name: _plain(described) for name, described in found["properties"].items()}
-    for described in properties.values():
-        if described.get("default", 0) is None:
-            del described["default"]
     return {
         "type": "object",
         "description": found["description"],
         "additionalProperties": False,
         "required": found["required"],
-        "properties": properties,
+        "properties": _plain_properties(found),
     }
+
+
+def _plain_properties(table: dict[str, Any]) -> dict[str, Any]:
+    properties = {name: _plain(described) for name, described in table["properties"].items()}
+    for described in properties.values():
+        if described.get("default", 0) is None:
+            del described["default"]
+    return properties
 
 
 def _plain(found: dict[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,8 @@ _Histograms = Mapping[tuple[str, ...], HistogramReading]
 _ESCAPING: Final = ALLOWUTF8
 
 
-class SlabCollector(Collector):
-    """The families of an instance, for a registry of prometheus_client.
+class Exposition(Collector):
+    """An instance's metrics in the formats of Prometheus.
 
     Args:
         reader: The source of all values.
@@ -35,6 +35,8 @@ class SlabCollector(Collector):
 
     def __init__(self, reader: MetricsReader) -> None:
         self._reader = reader
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
 
     def collect(self) -> Iterator[Family]:
         """Yield each family that has a series, in the order of the catalogue."""
@@ -45,18 +47,6 @@ class SlabCollector(Collector):
                     yield _histogram(metric, cast(_Histograms, series))
                 else:
                     yield _scalars(metric, cast(_Numbers, series))
-
-
-class Exposition:
-    """An instance's metrics in the formats of Prometheus.
-
-    Args:
-        reader: The source of all values.
-    """
-
-    def __init__(self, reader: MetricsReader) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(SlabCollector(reader))
 
     def text(self) -> bytes:
         """Return the exposition in Prometheus' text format 0.0.4."""
