@@ -25,5 +25,6 @@ sections        base of the sections; buffer, HTTP server, trackers, samples, cl
 toml_positions  line and column of each key and value; places of errors in invalid TOML
 types           types and validators of values
 user_modules    where reward functions and engines are imported from
+vllm_release    the admitted releases of vLLM
 vocabularies    whether the models that read the actor's rows have its vocabulary
 """

@@ -12,7 +12,6 @@ An unknown key or one that is set twice is shown at the key, a wrong value at th
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import math
 import os
 import re
@@ -51,6 +50,7 @@ from pipeline.config.rewards import (
 from pipeline.config.schema import Config
 from pipeline.config.toml_positions import KeyPath, Positions, line_and_column, scan, syntax_errors
 from pipeline.config.types import BUILTIN_PREFIX
+from pipeline.config.vllm_release import problem_of_vllm
 from pipeline.errors import ConfigError
 
 CONFIG_VARIABLE = "RLHFD_CONFIG"
@@ -242,14 +242,12 @@ def _engine(values: Mapping[str, Any], *, on_cards: bool) -> own_model.Default |
     if values.get(_ENGINE, "auto" if own_model.is_own(values) else "transformers") != "auto":
         return None
     if values.get("cluster.engine", "local") != "local":
-        reason = "auto: whether the machines of a cluster have vllm is not known here"
+        reason = "whether the machines of a cluster have vllm is not known here"
     elif not on_cards:
-        reason = "auto: no GPU"
-    elif importlib.util.find_spec("vllm") is None:
-        reason = "auto: vllm is not installed here"
-    else:
+        reason = "no GPU"
+    elif not (reason := problem_of_vllm()):
         return own_model.Default("vllm", "auto: vllm is installed here, and the run has GPUs")
-    return own_model.Default("transformers", reason)
+    return own_model.Default("transformers", f"auto: {reason}")
 
 
 def load_again(loaded: LoadedConfig, check_files: FileChecks) -> LoadedConfig:

@@ -24,13 +24,13 @@ from typing import Any, Final
 import torch
 
 from pipeline.config.schema import Config
+from pipeline.config.vllm_release import installed_version
 from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.copies import WeightsCopy
 from pipeline.progress import Telemetry
 from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.generation.interface import EngineLoad
-from pipeline.rollout.generation.vllm.releases import installed_version
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.rollout.ticket_stream import EngineStream, new_stream

@@ -168,6 +168,17 @@ def test_a_vllm_that_a_run_cannot_have_is_not_chosen_and_the_reason_is_its_messa
     )
 
 
+def test_a_release_of_vllm_that_is_not_admitted_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", SHAPES["0.5b"])
+    monkeypatch.setattr(*VLLM_HERE)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.23.2")
+
+    found = loaded(f"model.actor={tmp_path}/model", on_cards=True)
+
+    assert found.config.rollout.engine == "transformers"
+    assert found.reasons["rollout.engine"] == "auto: vLLM 0.23.2 is not admitted, >=0.24,<0.33 is"
+
+
 def test_files_that_vllm_cannot_take_are_a_reason_too_and_other_problems_of_files_stay_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -279,7 +279,7 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
             "rollout.environment: cannot import no_such_module",
         ),
         # The tests of the real vLLM are in an environment of their own.
-        (("rollout.engine=vllm",), 'rollout.engine: "vllm" is not installed here: '),
+        (("rollout.engine=vllm",), "rollout.engine: vllm is not installed here: "),
     ],
     ids=["reward", "environment", "vllm"],
 )

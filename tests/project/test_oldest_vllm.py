@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.rollout.generation.vllm.releases import BEYOND, OLDEST
+from pipeline.config.vllm_release import BEYOND, OLDEST
 
 ROOT = Path(__file__).parents[2]
 OLDEST_NAME, BEYOND_NAME = (".".join(map(str, bound)) for bound in (OLDEST, BEYOND))

@@ -340,7 +340,7 @@ def test_a_node_without_vllm_is_refused_with_its_machine(task, node_of, monkeypa
     error = node_of(config_of(task, engine="vllm")).load().error
 
     assert isinstance(error, ConfigError)
-    assert str(error).startswith('on far-away: rollout.engine: "vllm" is not installed here: RLHFD_EXTRAS=vllm ')
+    assert str(error).startswith("on far-away: rollout.engine: vllm is not installed here: RLHFD_EXTRAS=vllm ")
 
 
 def test_what_is_missing_there_is_told_with_the_machine(tmp_path, task, node_of, monkeypatch):  # noqa: F811

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.main import main
+from pipeline.config import vllm_release
 from pipeline.config.schema import Config
-from pipeline.rollout.generation.vllm import releases
 from pipeline.rollout.start_check import findings
 from tests.support.daemon import task  # noqa: F401 - a fixture
 
@@ -49,7 +49,7 @@ def test_a_model_without_faults_has_no_problem(folder: Path) -> None:
 
 
 def test_each_problem_is_found_at_once_and_begins_with_its_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_release.importlib.util, "find_spec", lambda name: None)
     (folder.parent / "held_out.jsonl").write_text('{"prompt": [{"role": "user", "content": "73>"}]}\n')
 
     problems = found(
@@ -62,7 +62,7 @@ def test_each_problem_is_found_at_once_and_begins_with_its_key(folder: Path, mon
 
     keys = [problem.partition(":")[0] for problem in problems]
     assert keys == ["rollout.engine", "rewards", "model.lora_targets", "evaluation.files"]
-    assert '"vllm" is not installed here' in problems[0] and "no function nope" in problems[1]
+    assert "vllm is not installed here" in problems[0] and "no function nope" in problems[1]
     assert "no linear layer is called 'nope'" in problems[2] and "needs a chat template" in problems[3]
 
 
