@@ -147,7 +147,8 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
     if run.idle_steps >= IDLE_STEPS:
         sentences.append(
             f"Nothing to learn: the last {run.idle_steps:,} steps trained no token and moved no weight; in GRPO all "
-            "rewards of each group are equal (docs/runbook.md#rlhfdnothingtolearn)."
+            "rewards of each group are equal, or with trainer.mask_cut_responses all responses are cut "
+            "(docs/runbook.md#rlhfdnothingtolearn)."
         )
     if run.evaluation[1]:
         done, prompts = run.evaluation
