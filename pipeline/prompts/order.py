@@ -55,7 +55,7 @@ def shares_of(weights: Sequence[float]) -> list[int]:
     """Return the positions of each source in a block, at least 1; their ratio is that of the weights.
 
     Weights such as 0.7 count as decimal fractions. If the block would be longer than 4,096 positions, the shares are
-    rounded by the largest remainder.
+    rounded by the largest remainder; those that would be below 1 may make it longer by one each.
 
     Args:
         weights: Weight of each source, above 0.
