@@ -49,6 +49,8 @@ class _Table:
         self.path = path
         self._names = [field.name for field in schema if _is_json(field.type)]
         self.left_out = tuple(field.name for field in schema if field.name not in self._names)
+        if twice := [name for name, count in collections.Counter(self._names).items() if count > 1]:
+            raise ConfigError(f'{path}:1:1: several columns have the name "{twice[0]}"')
 
     def line(self, index: int) -> int:
         """Return the number of a row, from 1."""
@@ -69,7 +71,7 @@ class ArrowRows(_Table):
         """Map the file.
 
         Raises:
-            ConfigError: If pyarrow is not installed, or the file is damaged.
+            ConfigError: If pyarrow is not installed, the file is damaged, or columns share a name.
         """
         pyarrow = _pyarrow(path, "Arrow")
         try:
@@ -107,7 +109,7 @@ class ParquetRows(_Table):
         """Open the file and read its footer.
 
         Raises:
-            ConfigError: If pyarrow is not installed, or the file is damaged.
+            ConfigError: If pyarrow is not installed, the file is damaged, or columns share a name.
         """
         pyarrow = _pyarrow(path, "Parquet")
         from pyarrow.parquet import ParquetFile

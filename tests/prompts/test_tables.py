@@ -251,6 +251,21 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
         PromptSource(tmp_path, 0)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_of_two_columns_of_one_name_is_refused(tmp_path: Path, kind: str) -> None:
+    column = pa.array(["a", "b"])
+    table = pa.Table.from_arrays([column, column.cast("large_string")], names=["prompt", "prompt"])
+    path = tmp_path / f"p.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+
+    with pytest.raises(ConfigError, match=r'p\.(parquet|arrow):1:1: several columns have the name "prompt"$'):
+        check(path)
+
+
 def saved(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Write the files that `datasets` 4 writes for one split by ``save_to_disk``."""
     write_stream(folder / "data-00000-of-00002.arrow", rows[:20])
