@@ -190,20 +190,14 @@ def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTraine
             transformers does not make the tokenizer that tokenizer.json describes.
     """
     _go_offline()
-    from transformers import AutoTokenizer
-
     _check_directory(path, field)
-    built: PreTrainedTokenizerBase | None
     try:
-        built = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
+        tokenizer = as_in_file(_built_tokenizer(Path(path)), Path(path), field)
+    except ConfigError:
+        raise
+    # Errors of tokenizers have no class of their own, such as that of a tokenizer.json of a later release.
+    except Exception as error:
         raise ConfigError(f"{field}: cannot load a tokenizer from {path}: {_told(error)}") from error
-    # The class that is named there expects another kind of vocabulary.
-    except (AttributeError, KeyError, TypeError) as error:
-        if not (Path(path) / "tokenizer.json").is_file():
-            raise ConfigError(f"{field}: cannot load a tokenizer from {path}: {_told(error)}") from error
-        built = None
-    tokenizer = as_in_file(built, Path(path), field)
     assert tokenizer is not None
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
@@ -214,6 +208,21 @@ def load_tokenizer(path: str | Path, *, field: str = "model.actor") -> PreTraine
             "lists no end"
         )
     return tokenizer
+
+
+def _built_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that transformers builds; None if the class named there expects another vocabulary."""
+    from transformers import AutoTokenizer
+
+    try:
+        built: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except (AttributeError, KeyError, TypeError):
+        if not (path / "tokenizer.json").is_file():
+            raise
+        return None
+    return built
 
 
 def _listed_end(tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:

@@ -154,6 +154,28 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
         tokenizer_file.as_in_file(tokenizer, folder, "model.actor")
 
 
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("tokenizer.json", {"model": {"type": "OfALaterRelease"}}, "data did not match any variant"),
+        ("tokenizer_config.json", {"pad_token": 3}, "pad_token"),
+        ("tokenizer_config.json", {"extra_special_tokens": [1, 2]}, "AddedToken"),
+    ],
+)
+def test_files_that_no_class_can_take_are_one_line_with_key_and_folder(
+    tmp_path: Path, file: str, change: dict[str, Any], message: str
+) -> None:
+    path = saved(tmp_path, byte_level(), "PreTrainedTokenizerFast") / file
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
+
+    with pytest.raises(
+        ConfigError, match=f"^model.actor: cannot load a tokenizer from {tmp_path}: .*{message}"
+    ) as raised:
+        load_tokenizer(tmp_path)
+
+    assert "\n" not in str(raised.value)
+
+
 def test_the_ends_that_tokenizer_config_names_are_no_difference(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
