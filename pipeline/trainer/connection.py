@@ -288,6 +288,9 @@ class Connection:
         Args:
             batches: Number of batches.
             is_last: Whether no batch is polled for any more.
+
+        Raises:
+            ValueError: If fewer batches are in hand, as after a publish; none is handed back then.
         """
         self._prefetcher.discard()
         self._session.hand_back(batches, is_last=is_last)

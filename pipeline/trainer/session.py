@@ -212,7 +212,12 @@ class BufferSession:
 
         The buffer leases their numbers again, with any rows, before later ones: leases on their way to the incarnation
         so far are void, and numbers are accepted from the lowest one on.
+
+        Raises:
+            ValueError: If fewer batches are in hand; none is handed back then.
         """
+        if not 0 <= batches <= len(self._in_hand):
+            raise ValueError(f"{batches} batches cannot be handed back: {len(self._in_hand)} are in hand")
         for _ in range(batches):
             lowest = self._in_hand.pop()
             self._send(Release(self._name, lowest, self._peer.incarnation))

@@ -148,6 +148,19 @@ def test_a_batch_that_is_handed_back_comes_again_before_later_ones_and_is_not_co
         assert house.ledger.totals.trained == sum(len(b.experience.sequences) for b in (first, *again))
 
 
+def test_more_batches_than_are_in_hand_are_not_handed_back(house):
+    connection = house.connect()
+    house.batch(connection)
+    house.batch(connection)
+
+    with pytest.raises(ValueError, match="3 batches cannot be handed back: 2 are in hand"):
+        connection.hand_back(3)
+
+    connection.publish(actor={"weight": torch.zeros(2)})
+    house.turn()
+    assert house.ledger.totals.trained == 16, "both are in hand as before"
+
+
 def test_publishing_acknowledges_and_makes_the_next_version(house):
     connection = house.connect()
     house.batch(connection)
