@@ -316,6 +316,21 @@ def test_a_model_that_does_not_compile_is_computed_as_it_is(lines: Callable[[], 
         assert torch.equal(mine, its)
 
 
+def test_an_error_while_a_trial_is_timed_leaves_the_model_as_it_is(
+    lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gain(*_: Any) -> float:
+        raise torch.OutOfMemoryError("no memory left\nof the card")
+
+    plain, model = new_model(), new_model()
+    monkeypatch.setattr("pipeline.models.compiled_layers._gain", gain)
+
+    assert not compile_layers({model: TRAINED}, CPU, only_if_faster=True, backend=Graphs())
+
+    assert lines()[-1].endswith("reason=OutOfMemoryError: no memory left")
+    assert torch.equal(log_probs(model), log_probs(plain))
+
+
 class Slow(nn.Module):
     """A module that takes 20 ms longer while it is not compiled."""
 
