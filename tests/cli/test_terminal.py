@@ -175,21 +175,21 @@ class TestReport:
             '[[rewards]]\nname = "remote"\nurl = "https://judge.example/v1"\napi_key_variable = "VLLM_JUDGE"\n'
         )
         environ = {
-            "VLLM_JUDGE": "abc1",
-            "VLLM_BEARER": "abc2",
-            "NVIDIA_PAT": "abc3",
-            "RAY_DB_PWD": "abc4",
+            "VLLM_JUDGE": "sesame1",
+            "VLLM_BEARER": "sesame2",
+            "NVIDIA_PAT": "sesame3",
+            "RAY_DB_PWD": "sesame4",
             "VLLM_A": "5",
         }
 
         told = collect(tmp_path / "c.toml", (), environ, None)
 
         assert told["environment"] == {**dict.fromkeys(environ, "(hidden)"), "VLLM_A": "5"}
-        assert "abc" not in text(told)
+        assert "sesame" not in text(told)
 
     def test_secrets_in_addresses_are_masked_in_every_part(self, tmp_path: Path) -> None:
         (tmp_path / "c.toml").write_text(
-            '[[rewards]]\nname = "remote"\nurl = "https://judge.example/v1?key=abc1&rows=3"\n'
+            '[[rewards]]\nname = "remote"\nurl = "https://judge.example/v1?key=sesame1&rows=3"\n'
         )
         environ = {"HF_ENDPOINT": "https://me:ab/c3@hub.example/", "RLHFD_SAMPLES__PER_MINUTE": "7"}
 
@@ -197,7 +197,7 @@ class TestReport:
 
         assert 'url = "https://judge.example/v1?key=***&rows=3"' in told
         assert "HF_ENDPOINT: https://***@hub.example/" in told and "RLHFD_SAMPLES__PER_MINUTE: 7" in told
-        assert not any(secret in told for secret in ("abc1", "ab/c3"))
+        assert not any(secret in told for secret in ("sesame1", "ab/c3"))
 
 
 class TestLastErrors:
