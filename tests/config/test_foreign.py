@@ -597,6 +597,10 @@ class TestFiles:
         flags = "accelerate launch --num_processes 2 grpo.py --learning_rate 1e-6 --bf16 --report_to wandb"
         assert self.read(tmp_path, "t.sh", flags, "trl") == {"learning_rate": 1e-6, "bf16": True, "report_to": "wandb"}
 
+    def test_a_word_that_no_library_reads_as_a_list_is_a_text(self) -> None:
+        for word in ("[2026-13-01]", "{" * 2000):
+            assert files.scalar(word) == word
+
     @pytest.mark.parametrize(
         ("name", "text", "error"),
         [
@@ -605,6 +609,7 @@ class TestFiles:
             ("c.yaml", "- a\n- b", "c.yaml:1:1: must be options with their values, got \"['a', 'b']\""),
             ("c.json", "3", "c.json:1:1: must be options with their values, got '3'"),
             ("c.yaml", b"beta: 1\nx: \xff", "c.yaml:2: not UTF-8 but byte 0xff"),
+            ("c.yaml", "run_name: 2026-13-01", "c.yaml: month must be in 1..12"),
             ("c.yaml", "lr: 1", "c.yaml: no option of TRL is in the file"),
             ("c.sh", "a\n\n--beta 'x\nb", "c.sh:3: no closing quotation, for a word that begins here"),
             ("c.sh", "hello", "c.sh: no option of TRL is in the file"),

@@ -54,7 +54,7 @@ def scalar(text: str) -> Any:
     if text.startswith(("[", "{")):
         try:
             return _with_numbers(yaml.safe_load(text))
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             return text
     if (word := text.strip().lower()) in ("true", "false"):
         return word == "true"
@@ -87,6 +87,9 @@ def _loaded(path: Path, text: str) -> Mapping[str, Any]:
         mark = getattr(error, "problem_mark", None)
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{place}: {getattr(error, 'problem', None) or error}") from error
+    except ValueError as error:
+        # PyYAML makes dates and numbers of texts that are none, such as 2026-13-01.
+        raise ConfigError(f"{path}: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply") from error
     if not isinstance(value, dict):
