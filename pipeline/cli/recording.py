@@ -13,7 +13,7 @@ import click
 
 from pipeline.cli.options import finding, load, placing
 from pipeline.cli.runs import run_folder_of
-from pipeline.errors import ExitCode, RlhfdError
+from pipeline.errors import ExitCode, FieldError, RlhfdError
 
 if TYPE_CHECKING:
     from pipeline.storage.recording import Recording
@@ -171,6 +171,10 @@ def _train(folder: Path, path: Path | None, sets: tuple[str, ...], device: str) 
             replaying.train(config, folder, device, write=click.echo)
     except OSError as error:
         raise RlhfdError(f"the recorded rows cannot be trained on: {error}") from error
+    except FieldError as error:
+        has_kl = "base_action_log_probs" in str(error)
+        advice = "; rows of a run without a KL have no log-probs of a reference: trainer.kl_coef = 0" if has_kl else ""
+        raise RlhfdError(f"the recorded rows do not fit this configuration: {error}{advice}") from error
 
 
 def _folder_of(path: Path | None, runtime_dir: Path | None, run: str) -> Path:

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.main import main
+from pipeline.errors import FieldError
 from pipeline.storage.recording import Origin, RecordedBatch, RecordLine, Taken, encoded
 
 
@@ -58,3 +59,18 @@ def test_the_list_shows_what_each_step_was_made_of(tmp_path: Path) -> None:
     assert entry["batches"][0]["origins"] == [
         {"ticket": 4, "position": 8, "prompts": 2, "version": 5, "rows": [[0, 16]]}
     ]
+
+
+def test_rows_without_a_reference_are_told_with_the_key_that_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: object, **__: object) -> None:
+        raise FieldError("base_action_log_probs is missing")
+
+    monkeypatch.setattr("pipeline.trainer.recording.replay.train", train)
+    monkeypatch.setattr("pipeline.trainer.setup.prepare", lambda folder: None)
+
+    refused = CliRunner().invoke(main, ["replay", "--rows", "--run", f"{tmp_path}/"])
+
+    assert refused.exit_code == 1
+    assert "base_action_log_probs is missing" in refused.output and "trainer.kl_coef = 0" in refused.output
