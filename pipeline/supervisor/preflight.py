@@ -166,6 +166,8 @@ def _no_directory(loaded: LoadedConfig, source: Path) -> str:
     # Paths are absolute by now: an id has become one below the folder of the configuration.
     is_word = source.parent == folder
     name = "/".join(source.parts[-1 if is_word else -2 :]).partition("@")[0]
+    # The folder of models, as in the examples, and no owner.
+    name = re.sub(r"^(models|checkpoints)/", "OWNER/", name)
     may_be_id = folder in source.parents and not source.exists()
     if may_be_id and (re.search(r"[\d-]", name) if is_word else not source.parent.exists()):
         advice += f"; for a model of the hub: hf download {name} --local-dir FOLDER, and that folder here"

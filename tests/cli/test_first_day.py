@@ -288,6 +288,7 @@ def test_a_file_of_another_kind_is_named_with_the_way_out_wherever_one_is_named(
             f"model.actor: {folder}/templates/additional_chat_templates/tools.jinja{OF_LFS}",
         '[model]\nactor = "Qwen/Qwen2.5-0.5B@main"\n': "hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER, and that",
         '[model]\nactor = "https://huggingface.co/Qwen/Qwen3-8B"\n': "hf download Qwen/Qwen3-8B --local-dir FOLDER",
+        '[model]\nactor = "models/Qwen3-8B"\n': "hf download OWNER/Qwen3-8B --local-dir FOLDER, and that folder here",
         '[model]\nactor = "gpt2"\n': "for a model of the hub: hf download gpt2 --local-dir FOLDER, and that",
         '[model]\nactor = "cached"\n': f"no config.json in {folder}/cached: take {folder}/cached/snapshots/4d7a",
         f'{adapter}"a"\n': f"model.lora_adapter: {folder}/a/adapter_model.safetensors{OF_LFS}",
