@@ -25,9 +25,8 @@ const answers = JSON.parse(process.argv[2]);
 globalThis.fetch = async (path) => ({ ok: true, json: async () => answers[path.split("?")[0]] });
 await import(process.argv[1]);
 await new Promise((resolve) => setTimeout(resolve, 200));
-const text = (id) => elements.get(id).textContent;
-const ids = ["rollout-busy", "trainer-busy", "buffer-busy", "why"];
-console.log(JSON.stringify(Object.fromEntries(ids.map((id) => [id, text(id)]))));
+const shown = ["rollout-busy", "trainer-busy", "buffer-busy", "why"].map((id) => [id, elements.get(id).textContent]);
+console.log(JSON.stringify(Object.fromEntries(shown)));
 """
 
 
