@@ -179,9 +179,11 @@ class _Outboxes:
             self._open[client][1].send(message)
 
     def drop(self, client: str) -> None:
-        """Close a dead client's outbox."""
+        """Close a dead client's outbox, and remove its socket, whose name is never used again."""
         if client in self._open:
-            self._open.pop(client)[1].close()
+            socket, outbox = self._open.pop(client)
+            outbox.close()
+            (self._folder / f"{socket}.sock").unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close every outbox; each has 0.5 s to send its last messages."""

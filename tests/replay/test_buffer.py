@@ -589,6 +589,19 @@ def test_room_of_a_killed_producer_is_given_back(crew):
         assert buffer.stats().sealed == 0
 
 
+def test_a_killed_client_leaves_no_socket(crew):
+    with buffer_of(1) as buffer:
+        assert buffer.stats().sealed == 0
+        own = {*buffer.path.glob("client-*.sock")}
+        member = crew.start("hang_in_append", path=str(buffer.path), number=5)
+        crew.wait(member, "writing")
+        assert len({*buffer.path.glob("client-*.sock")} - own) == 1
+
+        crew.kill(member)
+
+        until(lambda: {*buffer.path.glob("client-*.sock")} == own)
+
+
 def test_a_fork_does_not_keep_its_dead_parent_alive(crew):
     with buffer_of(1) as buffer:
         free_bytes = buffer.stats().free_bytes
