@@ -64,6 +64,7 @@ class Evaluations:
     """The evaluation under way, and those that are due; nothing without a plan.
 
     Attributes:
+        plan: The held-out prompts; None: no version is ever due.
         completed: Evaluations completed by this buffer.
         abandoned: Evaluations that ended without a result, because of a newer version or a rollback.
         evaluated: Prompts with a result, of all evaluations.
@@ -77,42 +78,37 @@ class Evaluations:
 
         Args:
             context: The surroundings, shared with tickets and leases.
-            plan: The held-out prompts; None: no version is ever due.
+            plan: See `plan` of the class.
             book: The complete evaluations; given with a plan.
             incarnation: The buffer's: a ticket of an earlier one has another number.
         """
         self.completed = self.abandoned = self.evaluated = self.failed = 0
         self._context = context
-        self._plan = plan
+        self.plan = plan
         self._book = book
         self._capacity: dict[str, int] = {}
         self._round: _Round | None = None
         self._next_ticket = EVALUATION_TICKETS + ((incarnation % (1 << _INCARNATION_BITS)) << _TICKETS_BITS)
 
     @property
-    def plan(self) -> EvaluationPlan | None:
-        """The held-out prompts."""
-        return self._plan
-
-    @property
     def last(self) -> Evaluation | None:
         """The newest complete evaluation; None without one, or if it was made under another plan."""
         last = None if self._book is None else self._book.last
-        return last if last is not None and self._plan is not None and last.plan == self._plan.digest else None
+        return last if last is not None and self.plan is not None and last.plan == self.plan.digest else None
 
     @property
     def progress(self) -> tuple[int, int]:
         """Prompts done and all prompts of the evaluation under way; 0 and 0 without one."""
-        if self._plan is None or self._round is None:
+        if self.plan is None or self._round is None:
             return 0, 0
-        return self._round.done, sum(self._plan.prompts)
+        return self._round.done, sum(self.plan.prompts)
 
     def holds(self, version: int) -> bool:
         """Return whether the batches that follow a version must wait: it, or one before it, is due and not complete."""
         newest = self._context.ledger.totals.policy_version
-        if self._plan is None or newest < 0:
+        if self.plan is None or newest < 0:
             return False
-        every = self._plan.every
+        every = self.plan.every
         due = -(-newest // every) * every
         if due == newest and self._is_complete(newest):
             due += every
@@ -168,7 +164,7 @@ class Evaluations:
 
     def step(self, now_s: float, *, paused: bool) -> None:
         """Begin an evaluation that is due, hand out its tickets, and end it with its last one."""
-        if self._plan is None:
+        if self.plan is None:
             return
         ledger, found = self._context.ledger, self._round
         newest = ledger.totals.policy_version
@@ -179,11 +175,11 @@ class Evaluations:
             self.abandoned += 1
             found = self._round = None
         if found is None:
-            if fingerprint is None or newest % self._plan.every or self._is_complete(newest):
+            if fingerprint is None or newest % self.plan.every or self._is_complete(newest):
                 return
-            tasks = collections.deque(_Task(*ticket) for ticket in self._plan.tickets())
-            found = self._round = _Round(newest, fingerprint, tasks, {}, [[] for _ in self._plan.names])
-            log.info("evaluation: version=%d prompts=%d tickets=%d", newest, sum(self._plan.prompts), len(tasks))
+            tasks = collections.deque(_Task(*ticket) for ticket in self.plan.tickets())
+            found = self._round = _Round(newest, fingerprint, tasks, {}, [[] for _ in self.plan.names])
+            log.info("evaluation: version=%d prompts=%d tickets=%d", newest, sum(self.plan.prompts), len(tasks))
         if not paused:
             self._issue(found, now_s)
         if not found.pending and not found.out:
@@ -191,8 +187,8 @@ class Evaluations:
 
     def _is_complete(self, version: int) -> bool:
         fingerprint = self._context.ledger.versions.fingerprint_of(version)
-        assert self._plan is not None and self._book is not None
-        return fingerprint is not None and self._book.find(version, fingerprint, self._plan.digest) is not None
+        assert self.plan is not None and self._book is not None
+        return fingerprint is not None and self._book.find(version, fingerprint, self.plan.digest) is not None
 
     def _issue(self, found: _Round, now_s: float) -> None:
         held = collections.Counter(worker for _, worker in found.out.values())
@@ -222,26 +218,26 @@ class Evaluations:
             found.pending.append(task)
 
     def _give_up(self, found: _Round, task: _Task, reason: str) -> None:
-        assert self._plan is not None
+        assert self.plan is not None
         log.warning("held-out prompts without a result: file=%s position=%d prompts=%d attempts=%d reason=%s",
-                    self._plan.names[task.file], task.position, task.prompts, task.attempts, reason)  # fmt: skip
+                    self.plan.names[task.file], task.position, task.prompts, task.attempts, reason)  # fmt: skip
         found.done += task.prompts
         self.failed += task.prompts
 
     def _problem(self, found: _Round, task: _Task, report: Evaluated) -> str:
-        assert self._plan is not None
+        assert self.plan is not None
         if (report.policy_version, report.fingerprint) != (found.version, found.fingerprint):
             return f"it was rolled out with version {report.policy_version}"
         positions = [result.position for result in report.results]
         ours = range(task.position, task.position + task.prompts)
-        whole = all(result.is_possible and result.responses == self._plan.num_generations for result in report.results)
+        whole = all(result.is_possible and result.responses == self.plan.num_generations for result in report.results)
         if not whole or len(set(positions)) < len(positions) or not set(positions) <= set(ours):
             return "its results are impossible"
         return ""
 
     def _complete(self, found: _Round) -> None:
-        assert self._plan is not None and self._book is not None
-        evaluation = self._plan.evaluation(found.version, f"{found.fingerprint:016x}", found.results)
+        assert self.plan is not None and self._book is not None
+        evaluation = self.plan.evaluation(found.version, f"{found.fingerprint:016x}", found.results)
         self._book.add(evaluation)
         self._round = None
         self.completed += 1

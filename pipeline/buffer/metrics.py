@@ -33,19 +33,10 @@ class BufferMetrics(Telemetry):
         self._writer = writer
         self._pushes = writer.counter("rlhfd_buffer_pushes_total", result="accepted")
         self._aside = {
-            reason: writer.counter("rlhfd_quarantined_total", reason=reason)
-            for reason in (
-                "checksum",
-                "killed_trainer",
-                "fingerprint",
-                "rolled_back",
-                "invalid",
-                *get_args(FaultReason),
-            )
+            reason: writer.counter("rlhfd_quarantined_total", reason=reason) for reason in get_args(AsideReason)
         }
         self._files = {
-            result: writer.counter("rlhfd_quarantine_files_total", result=result)
-            for result in ("kept", "full", "error")
+            result: writer.counter("rlhfd_quarantine_files_total", result=result) for result in get_args(Kept)
         }
         self._snapshots = {
             whole: writer.counter("rlhfd_journal_writes_total", result="ok" if whole else "error")
@@ -59,12 +50,8 @@ class BufferMetrics(Telemetry):
             )
         }
         self._repeats = writer.counter("rlhfd_items_duplicate_total", point="push")
-        self._tickets = {
-            result: writer.counter("rlhfd_tickets_total", result=result) for result in ("sealed", "reissued", "failed")
-        }
-        self._leases = {
-            result: writer.counter("rlhfd_leases_total", result=result) for result in ("acked", "nacked", "holder_died")
-        }
+        self._tickets = {result: writer.counter("rlhfd_tickets_total", result=result) for result in get_args(TicketEnd)}
+        self._leases = {result: writer.counter("rlhfd_leases_total", result=result) for result in get_args(LeaseEnd)}
         self._requeued = {
             reason: writer.counter("rlhfd_items_requeued_total", reason=reason) for reason in ("holder_died", "nacked")
         }

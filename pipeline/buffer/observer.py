@@ -9,7 +9,7 @@ from pipeline.runtime.messages import FaultReason
 TicketEnd = Literal["sealed", "reissued", "failed"]
 LeaseEnd = Literal["acked", "nacked", "holder_died"]
 Kept = Literal["kept", "full", "error"]
-AsideReason = Literal["checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid"] | FaultReason
+AsideReason = Literal["checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid", FaultReason]
 
 
 class Observer(Protocol):

@@ -59,6 +59,9 @@ class LiveView:
     Args:
         stream: The output, standard output by default. A terminal gets the panel, any other stream lines.
         clock_s: Monotonic seconds.
+
+    Attributes:
+        is_gone: Whether the output's reader is gone, so that no more is shown.
     """
 
     def __init__(self, stream: TextIO | None = None, *, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -66,15 +69,10 @@ class LiveView:
         self._clock_s = clock_s
         self._console = Console(file=self._stream)
         self._live: Live | None = None
-        self._is_gone = False
+        self.is_gone = False
         self._latest: Snapshot | None = None
         self._shown: Snapshot | None = None
         self._shown_s = -_QUIET_S
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the output's reader is gone, so that no more is shown."""
-        return self._is_gone
 
     def start(self) -> None:
         """Start the panel; lines on a terminal's standard error appear above it from now on."""
@@ -130,7 +128,7 @@ class LiveView:
 
     def _is_writable(self) -> bool:
         """Return whether a write would not block: an unread pipe or a stopped terminal must not hold up the run."""
-        if self._is_gone:
+        if self.is_gone:
             return False
         try:
             descriptor = self._stream.fileno()
@@ -141,12 +139,12 @@ class LiveView:
         return bool(poll.poll(0))
 
     def _attempt(self, write: Callable[[], object]) -> None:
-        if self._is_gone:
+        if self.is_gone:
             return
         try:
             write()
         except (OSError, ValueError) as error:
-            self._is_gone = True
+            self.is_gone = True
             # Data still buffered in the stream would fail again at exit, and change the exit code.
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())

@@ -88,8 +88,8 @@ class PageData:
 
     def sample(self, now_s: float) -> None:
         """Add the supervisor's newest reading to the history."""
-        counts = self._status.conservation()
-        self._recorder.add(now_s, time.time(), self._status.reading, counts.ready_items if counts else 0)
+        reading, counts = self._status.reading, self._status.reading.conservation
+        self._recorder.add(now_s, time.time(), reading, counts.ready_items if counts else 0)
         if now_s - self._saved_s >= _SAVE_INTERVAL_S:
             self._saved_s = now_s
             self.save()

@@ -27,7 +27,6 @@ from pipeline.telemetry.evaluations import TOTAL
 from pipeline.telemetry.exposition import Exposition
 from pipeline.telemetry.history import learning_of
 from pipeline.telemetry.metric import EVALUATION_LABELS, NUMBER_LABELS, REWARD_LABELS
-from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.number_names import NumberNames
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
 from pipeline.telemetry.slab import MetricsSlab
@@ -50,6 +49,7 @@ class InstanceStatus:
 
     Attributes:
         state: ``"starting"``, ``"ready"`` or ``"draining"``.
+        reading: The newest reading of the metrics.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class InstanceStatus:
         self._gpus = GpuWatch()
         self._gpus.start()
         self._exposition = Exposition(self._reader)
-        self._reading: Reading = self._reader.read()
+        self.reading: Reading = self._reader.read()
         self._pace = Pace()
         self._steps = Steps(_HISTORY)
         self._learning: dict[str, float] = {}
@@ -119,10 +119,10 @@ class InstanceStatus:
         if (names := self._number_names.names) != self._named:
             self._named = list(names)
             self._reader.name(dict(zip(NUMBER_LABELS, names, strict=False)))
-        self._reading = self._reader.read()
-        spent = self._reading.families["rlhfd_process_time_seconds_total"]
+        self.reading = self._reader.read()
+        spent = self.reading.families["rlhfd_process_time_seconds_total"]
         self._watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
-        self._watchdog.engines.add(now_s, self._reading)
+        self._watchdog.engines.add(now_s, self.reading)
         self._watchdog.idle_steps = int(self._value("rlhfd_train_steps_since_signal") or 0)
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
         self._policy_version = self._policy_version if version is None else int(version)
@@ -134,8 +134,8 @@ class InstanceStatus:
         can_roll = any(slot.state == "ready" for slot in self._fleet.of("rollout"))
         self._pace.add(now_s, tokens, steps, can_roll=can_roll)
         # A rank that has ended has no gauges any more; their last values are still the newest.
-        self._learning = learning_of(self._reading) or self._learning
-        parts = self._reading.families["rlhfd_reward_function_mean"].items()
+        self._learning = learning_of(self.reading) or self._learning
+        parts = self.reading.families["rlhfd_reward_function_mean"].items()
         self._reward_functions = {
             labels[-1]: value for labels, value in parts if labels[0] == "trainer" and isinstance(value, float)
         } or self._reward_functions
@@ -154,15 +154,6 @@ class InstanceStatus:
         self._writer.gauge("rlhfd_process_up", **labels).set(float(slot.state == "ready"))
         wait_s = slot.due_s - self._fleet.now_s() if slot.state == "backoff" else 0.0
         self._writer.gauge("rlhfd_process_backoff_seconds", **labels).set(max(0.0, wait_s))
-
-    @property
-    def reading(self) -> Reading:
-        """The newest reading of the metrics."""
-        return self._reading
-
-    def conservation(self) -> Conservation | None:
-        """Return the counts of rows by state; None before the buffer has published them."""
-        return self._reading.conservation
 
     @property
     def phase(self) -> str:
@@ -212,7 +203,7 @@ class InstanceStatus:
 
     def snapshot(self) -> Snapshot:
         """Return the reading for the terminal."""
-        counts = self._reading.conservation
+        counts = self.reading.conservation
         rollout = list(self._fleet.of("rollout"))
         return Snapshot(
             state=self.shown_state,
@@ -238,7 +229,7 @@ class InstanceStatus:
     def status(self) -> dict[str, Any]:
         """Return the answer of `rlhfd status`."""
         # All from one reading: rows that were read later than the steps would not add up with them.
-        shot, counts = self.snapshot(), self._reading.conservation
+        shot, counts = self.snapshot(), self.reading.conservation
         return {
             "state": self.shown_state,
             "run_id": self._workspace.run.run_id,
@@ -341,10 +332,10 @@ class InstanceStatus:
         }
 
     def _value(self, name: str, **labels: str) -> float | None:
-        return self._reading.value(name, **labels)
+        return self.reading.value(name, **labels)
 
     def _staleness(self) -> float | None:
-        return self._reading.histogram_mean("rlhfd_policy_staleness_versions", point="train")
+        return self.reading.histogram_mean("rlhfd_policy_staleness_versions", point="train")
 
     def _process(self, slot: Slot) -> dict[str, Any]:
         return {
