@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -426,8 +427,10 @@ class InstanceStatus:
         ):
             if path.exists():
                 self._writer.gauge("rlhfd_shm_bytes", kind=kind).set(path.stat().st_size)
-        system = os.statvfs(self._workspace.folder)
-        self._writer.gauge("rlhfd_shm_available_bytes").set(system.f_bavail * system.f_frsize)
+        # The supervisor's next tick ends a run whose folder was removed.
+        with contextlib.suppress(FileNotFoundError):
+            system = os.statvfs(self._workspace.folder)
+            self._writer.gauge("rlhfd_shm_available_bytes").set(system.f_bavail * system.f_frsize)
 
 
 def trend(rewards: tuple[float, ...]) -> float | None:

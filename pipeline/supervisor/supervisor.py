@@ -396,6 +396,8 @@ class Supervisor:
         now_s = monotonic_s()
         own = [slot.child.pid for slot in self._fleet.slots if slot.child is not None]
         reap_orphans([*own, *self._trackers.pids])
+        if not self._workspace.folder.exists():
+            self._shared_memory_gone()
         if not self._shutdown.under_way:
             self._restart_due()
             self._trackers.tick()
@@ -468,6 +470,20 @@ class Supervisor:
             self._shutdown.begin()
         if path.name == ARENA:
             self._fleet.signal(self._fleet.alive("buffer"), signal.SIGKILL)
+
+    def _shared_memory_gone(self) -> None:
+        """End the run after another program has removed its folder: no process can go on, or write a checkpoint."""
+        if not self._shutdown.is_damaged:
+            self._shutdown.is_damaged = True
+            self._shutdown.fail(
+                ExitCode.FAILED,
+                f"shared memory was removed by another program: {self._workspace.folder} is gone, and the next start "
+                "resumes from the last checkpoint; logind removes that of a user at the last logout, unless "
+                "`loginctl enable-linger` keeps it",
+            )
+            self._news.set()
+            self._status.state = "draining"
+            self._shutdown.kill_all()
 
     # The shutdown.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -319,6 +320,26 @@ def test_a_file_in_shared_memory_that_is_cut_off_ends_the_run_which_names_it_and
             assert again.wait() == 0, again.errors
     written = [*daemon.run_dir.glob("checkpoints/step-*")]
     assert bool(written) == (name in ("metrics", "arena")), "weights and training state are whole there"
+
+
+def test_a_folder_in_shared_memory_that_is_removed_ends_the_run_which_names_it_and_leaves_nothing(
+    tmp_path: Path, task: Path
+) -> None:
+    """As logind removes it at the last logout of its user; children have errors of their own meanwhile."""
+    settings = (*SMALL_ARENA, "trainer.save_every=1", *telling_reward(tmp_path))
+    with Daemon(tmp_path, *settings, "trainer.max_steps=0", task=task) as daemon:
+        wait_steps(daemon, 2)
+        daemon.wait_until((daemon.run_dir / "checkpoints/latest.json").exists, "there is a checkpoint")
+        shutil.rmtree(daemon.shm_dir)
+
+        assert daemon.wait() == FAILED, daemon.errors
+
+    assert f"shared memory was removed by another program: {daemon.shm_dir} is gone" in daemon.errors.splitlines()[-1]
+    assert "unexpected error" not in daemon.errors
+    assert not daemon.shm_dir.exists() and not any(daemon.runtime_dir.iterdir())
+    with Daemon(tmp_path, *settings, "trainer.max_steps=4", task=task) as again:
+        assert again.wait() == 0, again.errors
+    assert "prompts go on from the checkpoint" in again.errors
 
 
 def counted_errors(daemon: Daemon) -> float:
