@@ -7,6 +7,7 @@ more is written; neither stops the supervisor's loop.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import select
@@ -65,11 +66,12 @@ class LiveView:
     """
 
     def __init__(self, stream: TextIO | None = None, *, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._stream = sys.stdout if stream is None else stream
+        # Without a standard output, as after ``>&-``, Python has None in its place.
+        self._stream = stream or sys.stdout or io.StringIO()
         self._clock_s = clock_s
         self._console = Console(file=self._stream)
         self._live: Live | None = None
-        self.is_gone = False
+        self.is_gone = stream is None and sys.stdout is None
         self._latest: Snapshot | None = None
         self._shown: Snapshot | None = None
         self._shown_s = -_QUIET_S

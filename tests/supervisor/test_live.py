@@ -93,6 +93,17 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     terminal.close()
 
 
+def test_without_a_standard_output_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+
+    view = LiveView()
+    view.start()
+    view.update(SNAPSHOT)
+    view.stop()
+
+    assert view.is_gone and view._stream.getvalue() == ""  # type: ignore[attr-defined]
+
+
 def step(number: int) -> Snapshot:
     return dataclasses.replace(SNAPSHOT, step=number)
 
