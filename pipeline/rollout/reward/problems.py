@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from pipeline.progress import Telemetry
 from pipeline.rollout.reward.wire import RowScore
 
+_MOST_CAUSES = 1000
+_FURTHER = f"a cause beyond the first {_MOST_CAUSES:,}"
+"""A function may give each row a cause of its own, such as the keys of its result: these are counted as one."""
+
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +52,8 @@ class RewardProblems:
         for row, score in problems:
             self.last_location = self._locations[row] if row < len(self._locations) else ""
             cause = score.cause or score.problem
+            if cause not in self._counts and len(self._counts) >= _MOST_CAUSES:
+                cause = _FURTHER
             self._counts[cause] += 1
             count = self._counts[cause]
             if count == 1:

@@ -33,6 +33,7 @@ from pipeline.rollout.reward.parts import RewardParts
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.summed import SummedReward
+from pipeline.rollout.reward.wire import RowScore
 from pipeline.rollout.roller import LocalRoller
 from pipeline.telemetry.exposition import Exposition
 from pipeline.telemetry.metric import REWARD_LABELS, SlotName
@@ -265,3 +266,15 @@ def test_a_single_function_beside_the_rewards_of_turns_has_a_column() -> None:
     ]  # fmt: skip
     config["rewards"] = []
     assert part_labels(Config.model_validate({**config, "model": {"reward": "model"}})) == ["model"]
+
+
+def test_causes_without_end_are_counted_together_and_hold_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+    problems = RewardProblems(Telemetry(log_texts=True))
+
+    for row in range(3000):
+        score = RowScore(problem="invalid", text=f"no reward in the result of key_{row}", cause=f"keys: key_{row}")
+        problems.report(1, [(0, score)])
+
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1000 + 1 + 3
+    assert said[-1] == "reward errored again: cause=a cause beyond the first 1,000 times=1000"
