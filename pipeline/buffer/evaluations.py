@@ -245,6 +245,6 @@ class Evaluations:
         if total.pass_at_1 is None:
             log.error("no held-out prompt has a result; the log says why: version=%d", found.version)
             return
-        log.info("evaluated: version=%d pass_at_1=%.4f pass_at_%d=%.4f reward=%.4f prompts=%d failed=%d", found.version,
-                 total.pass_at_1, evaluation.k, total.pass_at_k, total.reward_mean, total.prompts,
-                 total.failed)  # fmt: skip
+        of_k = f" pass_at_{evaluation.k}={total.pass_at_k:.4f}" if evaluation.k > 1 else ""
+        log.info("evaluated: version=%d pass_at_1=%.4f%s reward=%.4f prompts=%d failed=%d", found.version,
+                 total.pass_at_1, of_k, total.reward_mean, total.prompts, total.failed)  # fmt: skip

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Final
 from pipeline.buffer.observer import Kept
 from pipeline.storage import extent_file
 from pipeline.storage.arena import Arena
+from pipeline.storage.files import not_taken
 from pipeline.storage.records import Chosen
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,7 @@ class Quarantine:
         name = f"{time.strftime('%Y%m%dT%H%M%S')}-{reason}-ticket-{chosen[0][0].ticket}"
         try:
             # A ticket may be refused twice in a second.
-            names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-            paths = (self._folder / f"{each}{extent_file.SUFFIX}" for each in names)
-            path = next(path for path in paths if not path.exists())
+            path = not_taken(self._folder / f"{name}{extent_file.SUFFIX}")
             used_bytes = sum(path.stat().st_size for path in self._folder.glob(f"*{extent_file.SUFFIX}"))
             if used_bytes + needed_bytes > self._most_bytes:
                 log.warning("not kept in quarantine: %d B beside %d B, at most %d B",

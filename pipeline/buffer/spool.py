@@ -36,6 +36,7 @@ from pipeline.storage import extent_file
 from pipeline.storage.allocator import Extent, ExtentAllocator
 from pipeline.storage.arena import Arena
 from pipeline.storage.extent_file import ExtentFile, SavedExtent
+from pipeline.storage.files import not_taken
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import LAYOUT_VERSION, Chosen
 from pipeline.storage.tables import PromptRange, between
@@ -260,7 +261,7 @@ class Spool:
         """Move a damaged file to the quarantine's folder."""
         folder = run_dir(self._config) / "quarantine"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept = folder / f"{path.parent.name}-{path.name}"
+        kept = not_taken(folder / f"{path.parent.name}-{path.name}")
         path.rename(kept)
         log.error("damaged %s kept: path=%s", path.parent.name, kept)
 

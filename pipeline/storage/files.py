@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,13 +84,21 @@ def replacing(path: Path, *, temporary: Path | None = None, mode: int = 0o600, f
         raise
 
 
-def write_whole(path: Path, data: bytes, temporary: Path, *, mode: int = 0o600, flush: bool = True) -> None:
+def write_whole(
+    path: Path, data: bytes, temporary: Path | None = None, *, mode: int = 0o600, flush: bool = True
+) -> None:
     """Write a file, whole or not at all; see `replacing`."""
     with (
         replacing(path, temporary=temporary, mode=mode, flush=flush) as descriptor,
         open(descriptor, "wb", closefd=False) as file,
     ):
         file.write(data)
+
+
+def not_taken(path: Path) -> Path:
+    """Return a path, or the first with a number behind its name, from 2 on, at which nothing is."""
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], names) if not each.exists())
 
 
 def flush_folder(folder: Path) -> None:

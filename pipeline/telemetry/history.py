@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeline.storage.files import UNREADABLE, replacing
+from pipeline.storage.files import UNREADABLE, write_whole
 from pipeline.telemetry.metric import OTHER
 from pipeline.telemetry.reader import HistogramReading, Reading
 
@@ -180,8 +180,7 @@ class History:
             OSError: If it cannot be written.
         """
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with replacing(self._path) as descriptor, open(descriptor, "wb", closefd=False) as file:
-            file.write(msgspec.msgpack.encode(_Kept(self._identity, self._levels)))
+        write_whole(self._path, msgspec.msgpack.encode(_Kept(self._identity, self._levels)), flush=False)
 
     def _load(self) -> list[list[Point]]:
         with contextlib.suppress(OSError, *UNREADABLE):

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from pipeline.storage.files import UNREADABLE, replacing
+from pipeline.storage.files import UNREADABLE, write_whole
 from pipeline.telemetry.samples import SampleReader, folder_of
 
 _METRICS: Final = "metrics.jsonl"
@@ -74,11 +74,7 @@ def read_progress(path: Path) -> Progress:
 def write_progress(path: Path, progress: Progress) -> None:
     """Write a progress; the file is replaced as a whole."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (
-        replacing(path, temporary=path.with_name(f".{path.name}.new")) as descriptor,
-        open(descriptor, "wb", closefd=False) as file,
-    ):
-        file.write(msgspec.json.encode(progress) + b"\n")
+    write_whole(path, msgspec.json.encode(progress) + b"\n", path.with_name(f".{path.name}.new"), flush=False)
 
 
 class LineFollower:

@@ -379,14 +379,18 @@ def test_a_damaged_extent_costs_its_rows_and_its_prompts_come_again(starts):
     first.spool.path.write_bytes(data)
 
     second = starts("second")
+    # Of an earlier stop, whose spool was damaged too.
+    folder, name = run_dir(second.config) / "quarantine", f"spool-{first.spool.path.name}"
+    folder.mkdir(parents=True)
+    (folder / name).write_bytes(b"earlier")
     second.take_in()
 
     assert {ticket for ticket, _, _ in second.view()[0]} == {0, 2, 3}
     assert second.ledger.redo == [PromptRange(2, 2), PromptRange(8, 4)]
     assert second.damaged == [4]
-    assert [path.name for path in (run_dir(second.config) / "quarantine").iterdir()] == [
-        f"spool-{first.spool.path.name}"
-    ]
+    assert (folder / name).read_bytes() == b"earlier"
+    kept = folder / name.replace(".", "-2.")
+    assert {path.name for path in folder.iterdir()} == {name, kept.name} and kept.read_bytes() == data
     assert not first.spool.path.exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.storage.files import replacing, round_up
+from pipeline.storage.files import not_taken, replacing, round_up
 
 
 def test_a_file_is_replaced_at_the_end_of_the_block_alone(tmp_path: Path) -> None:
@@ -23,6 +23,16 @@ def test_a_file_is_replaced_at_the_end_of_the_block_alone(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_name_that_is_taken_gets_the_next_number(tmp_path: Path) -> None:
+    path = tmp_path / "kept.tar"
+    names = []
+    for _ in range(3):
+        not_taken(path).write_bytes(b"")
+        names = sorted(each.name for each in tmp_path.iterdir())
+
+    assert names == ["kept-2.tar", "kept-3.tar", "kept.tar"]
 
 
 def test_a_block_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
