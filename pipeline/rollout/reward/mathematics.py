@@ -20,6 +20,7 @@ from pipeline.rollout.reward import math_process
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 
 _START_TIMEOUT_S: Final = 120.0
+_KILL_S: Final = 10.0
 _MEMORY_BYTES: Final = 1 << 30
 """Maximum memory in which a row is read and compared; a response that needs more has 0."""
 _SLOWEST: Final = 20.0
@@ -122,7 +123,8 @@ def _ended(process: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() != owner:
         return
     process.kill()
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_S)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):

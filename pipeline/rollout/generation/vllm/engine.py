@@ -205,7 +205,9 @@ class EngineProcess:
         """End it."""
         self.link.close()
         self.child.kill()
-        self.child.wait()
+        # A process that waits for a driver ends later.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(_KILL_S)
         if self.settings.scratch:
             shutil.rmtree(self.settings.scratch, ignore_errors=True)
 
