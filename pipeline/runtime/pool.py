@@ -80,6 +80,8 @@ class PoolProcess(Generic[M]):
         self.pid = 0
         self.facts: dict[str, Any] | None = None
         self._link: Link[Ready | M] | None = None
+        # A link to which code of the user has written: it is read no more.
+        self._damaged_link: Link[Ready | M] | None = None
         self._early_ends = 0
         self._watch(STARTUP_TIMEOUT_S)
 
@@ -236,6 +238,9 @@ class ProcessPool(Generic[M]):
                 while (left_s := deadline_s - time.monotonic()) > 0:
                     link.receive(left_s)
             link.close()
+        for process in self.processes:
+            if process._damaged_link is not None:
+                process._damaged_link.close()
 
     def _heard(self, process: PoolProcess[M]) -> list[Event[M]]:
         """Return the messages of a process."""
@@ -243,12 +248,15 @@ class ProcessPool(Generic[M]):
         try:
             messages = process._link.receive()
         except (LinkEndedError, DecodeError) as error:
-            process._link.close()
-            process._link = None
+            link, process._link = process._link, None
             # The end of a process is told next, whether it was within a message or not. One that goes on, whose code
-            # has written to the link, is overdue.
+            # has written to the link, is overdue. It would end by itself, as if nothing had been wrong, if it found
+            # its link closed before it is killed.
             if isinstance(error, DecodeError) and process.is_ready:
+                process._damaged_link = link
                 process.watch(0.0)
+            else:
+                link.close()
             return []
         if process.is_ready:
             # The process answers, it does not hang: its time begins anew.
@@ -284,9 +292,10 @@ class ProcessPool(Generic[M]):
         return (_forked.decode(data), Link(socket.socket(fileno=descriptors[0]), self._decoder)) if data else None
 
     def _replace_link(self, process: PoolProcess[M], link: Link[Ready | M]) -> None:
-        if process._link is not None:
-            process._link.close()
-        process._link = link
+        for former in (process._link, process._damaged_link):
+            if former is not None:
+                former.close()
+        process._link, process._damaged_link = link, None
 
     def _count_early_end(self, process: PoolProcess[M], code: int) -> None:
         process._early_ends += 1

@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.rollout.environment import pool as environment_pool
 from pipeline.rollout.environment.pool import EnvironmentPool, row_json
 from pipeline.rollout.environment.wire import Answer
+from pipeline.runtime.pool import ProcessPool
 from tests.support.daemon import descendants, is_alive, wait_until
 from tests.support.told import Told
 
@@ -246,6 +247,24 @@ def test_a_step_that_fails_costs_its_own_row_alone(new_pool) -> None:
 
     (answer,) = Rows(pool, 1).say("array")
     assert answer.problem == "exception" and answer.text.startswith("ValueError: The truth value of an array")
+
+
+def test_a_process_whose_code_wrote_to_its_link_is_killed_and_does_not_end_by_itself_before(
+    new_pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an exit code of 0 nobody would see what was wrong."""
+    kill = ProcessPool._kill_if_overdue
+
+    def kill_late(pool: Any, process: Any) -> None:
+        if time.monotonic() >= process._deadline_s:
+            time.sleep(0.5)
+        kill(pool, process)
+
+    monkeypatch.setattr(ProcessPool, "_kill_if_overdue", kill_late)
+
+    (answer,) = Rows(new_pool(), 1).say("speak")
+
+    assert answer.text == FAILURES["speak"][1]
 
 
 def test_a_row_whose_step_takes_too_long_is_late_and_the_others_are_not(new_pool) -> None:
