@@ -98,8 +98,11 @@ def test_a_step_takes_the_updates_of_the_formulas(algorithm: Algorithm, epochs: 
 
     stats = learner.update([experience])
 
-    # Adam scales a gradient near 0, all of whose digits are rounding, to a part of the learning rate of 1e-3.
-    assert_same(weights(learner), expected, tolerance=5e-5)
+    # Adam scales a gradient near 0, all of whose digits are rounding, to a part of the learning rate of 1e-3: on some
+    # processors that is one weight of 9,985.
+    found = weights(learner)
+    assert_same(found, expected, tolerance=5e-5)
+    assert sum(int(((one - other).abs() > 1e-5).sum()) for one, other in zip(found, expected, strict=True)) <= 2
     assert any((one - other).abs().max() > 5e-4 for one, other in zip(of_one_update, expected, strict=True))
     assert stats.loss == pytest.approx(loss, rel=1e-4)
     assert (stats.updates, stats.step, learner.step) == (epochs * mini_batches, 1, 1)
