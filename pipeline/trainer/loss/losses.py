@@ -143,30 +143,26 @@ def moments_of(values: Tensor) -> Tensor:
     return torch.stack([exact.new_tensor(exact.numel()), exact.sum(), exact.square().sum()])
 
 
-def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `moments_of` the masked elements; the others may be NaN."""
-    return moments_of(values[mask])
-
-
 def mean_and_stddev(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population standard deviation from `masked_moments`, both 0 if the count is 0."""
+    """Mean and population standard deviation from `moments_of`, both 0 if the count is 0."""
     count = moments[0].clamp(min=1)
     mean = moments[1] / count
     return mean, (moments[2] / count - mean.square()).clamp(min=0).sqrt()
 
 
-def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, moments: Tensor | None = None) -> Tensor:
     """Shift and scale the masked elements to mean 0 and variance 1, (x - mean) / sqrt(variance + 1e-8).
 
     Args:
-        values: ``(B, A)`` float32.
+        values: ``(B, A)`` float32; it may be NaN outside the mask.
         mask: ``(B, A)`` bool.
-        moments: ``(3,)`` float64 from `masked_moments`, of this batch or summed over all batches of the step.
+        moments: ``(3,)`` float64, count, sum and sum of squares of the masked elements of all batches of a step; None
+            for those of this batch.
 
     Returns:
         ``(B, A)`` float32, 0 outside the mask.
     """
-    return whitened(values, moments).masked_fill(~mask, 0.0)
+    return whitened(values, moments_of(values[mask]) if moments is None else moments).masked_fill(~mask, 0.0)
 
 
 def whitened(values: Tensor, moments: Tensor) -> Tensor:
