@@ -82,6 +82,7 @@ def compile_layers(
     *,
     only_if_faster: bool = False,
     backend: Any = "inductor",
+    clock_s: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Compile the decoder layers of models, each that can be, and log which, or why not.
 
@@ -93,6 +94,7 @@ def compile_layers(
         device: Their device.
         only_if_faster: Whether a model is left as it is unless its passes take less time compiled.
         backend: The backend of torch.compile.
+        clock_s: Seconds, by which passes are compared.
 
     Returns:
         The number of layers that are compiled.
@@ -113,7 +115,7 @@ def compile_layers(
         gain = ""
         if problem is None and only_if_faster:
             try:
-                times_as_fast = _gain(model, code, uses, device)
+                times_as_fast = _gain(model, code, uses, device, clock_s)
             except Exception as error:  # noqa: BLE001 - as of the trial: another process may have taken the memory since
                 problem = first_line(error)
             else:
@@ -132,7 +134,9 @@ def compile_layers(
     return total
 
 
-def _gain(model: nn.Module, code: LayerCode, uses: Uses, device: torch.device) -> float:
+def _gain(
+    model: nn.Module, code: LayerCode, uses: Uses, device: torch.device, clock_s: Callable[[], float]
+) -> float:
     """Return how many times as fast as without it compiled code computes the first use of a model."""
     sizes = _sizes(uses, device)
     rows, columns = max(((rows, columns) for rows, columns in sizes if rows * columns <= _TIMED_TOKENS), key=math.prod)
@@ -143,10 +147,10 @@ def _gain(model: nn.Module, code: LayerCode, uses: Uses, device: torch.device) -
         for is_used in (True, False) * _TIMES:
             code.is_used = is_used
             _wait(device)
-            began_s = time.perf_counter()
+            began_s = clock_s()
             run()
             _wait(device)
-            times[is_used].append(time.perf_counter() - began_s)
+            times[is_used].append(clock_s() - began_s)
     finally:
         code.is_used = True
     return statistics.median(times[False]) / statistics.median(times[True])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,16 +45,16 @@ class Graphs(CompileCounterWithBackend):
     """A backend that counts graphs, and computes them as torch does, or times a factor.
 
     With `aot` it derives backward graphs and plain operators, as Inductor does, which takes most of its time. With a
-    bound it chooses by the tokens of a pass, as Inductor does: a graph serves those on one side of it. With a delay its
-    code takes so many seconds longer.
+    bound it chooses by the tokens of a pass, as Inductor does: a graph serves those on one side of it. With a clock its
+    code takes a second longer by it.
     """
 
     def __init__(
-        self, factor: float | None = None, *, aot: bool = False, bound: int | None = None, delay_s: float = 0.0
+        self, factor: float | None = None, *, aot: bool = False, bound: int | None = None, slow: Clock | None = None
     ) -> None:
         super().__init__("aot_eager" if aot else "eager")
         self._factor = factor
-        self._delay_s = delay_s
+        self._slow = slow
         self._bound = bound
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -66,8 +64,13 @@ class Graphs(CompileCounterWithBackend):
                 if isinstance(size, torch.SymInt):
                     # A condition of the graph.
                     bool(size <= self._bound)
-        if self._delay_s:
-            return lambda *given: (time.sleep(self._delay_s), run(*given))[1]
+        if (clock := self._slow) is not None:
+
+            def late(*given: Any) -> Any:
+                clock.now_s += 1.0
+                return run(*given)
+
+            return late
         factor = self._factor
         return run if factor is None else lambda *given: [output * factor for output in run(*given)]
 
@@ -331,41 +334,51 @@ def test_an_error_while_a_trial_is_timed_leaves_the_model_as_it_is(
     assert torch.equal(log_probs(model), log_probs(plain))
 
 
-class Slow(nn.Module):
-    """A module that takes 20 ms longer while it is not compiled."""
+class Clock:
+    """A clock that runs 0.01 s a look, and is put forward by what is slow."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.01
+        return self.now_s
+
+
+class Slow(nn.Module):
+    """A module that takes a second while it is not compiled."""
+
+    def __init__(self, module: nn.Module, clock: Clock) -> None:
         super().__init__()
         self.module = module
+        self._clock = clock
 
     def forward(self, states: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            time.sleep(0.02)
+            self._clock.now_s += 1.0
         return self.module(states)
 
 
 def test_layers_stay_compiled_where_a_trial_is_faster_with_them(lines: Callable[[], list[str]]) -> None:
-    model = new_model()
+    model, clock = new_model(), Clock()
     for layer in decoder_layers(model):
-        layer.mlp = Slow(layer.mlp)
+        layer.mlp = Slow(layer.mlp, clock)
 
-    assert compile_layers({model: TRAINED}, CPU, only_if_faster=True, backend=Graphs()) == 2
+    assert compile_layers({model: TRAINED}, CPU, only_if_faster=True, backend=Graphs(), clock_s=clock) == 2
 
-    found = re.fullmatch(r"layers are compiled: .* times_as_fast=([\d.]+)", lines()[-1])
-    assert found and float(found[1]) > 2
+    # Two layers of a second each, and one look.
+    assert lines()[-1].endswith(" times_as_fast=201.00")
     assert code_of(model).is_used
 
 
 def test_layers_that_a_trial_computes_no_faster_are_left_as_they_are(
     lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, model = new_model(), new_model()
+    plain, model, clock = new_model(), new_model(), Clock()
 
-    assert not compile_layers({model: TRAINED}, CPU, only_if_faster=True, backend=Graphs(delay_s=0.02))
+    assert not compile_layers({model: TRAINED}, CPU, only_if_faster=True, backend=Graphs(slow=clock), clock_s=clock)
 
-    assert re.fullmatch(
-        r"layers are not compiled: model=LlamaForCausalLM reason=its passes are 0\.\d\d times as fast", lines()[-1]
-    )
+    assert lines()[-1] == ("layers are not compiled: model=LlamaForCausalLM reason=its passes are 0.00 times as fast")
     assert torch.equal(log_probs(model), log_probs(plain))
     assert all("forward" not in vars(layer) for layer in decoder_layers(model))
     assert all(record.levelno < logging.WARNING for record in caplog.records if record.name in LOGGERS)
