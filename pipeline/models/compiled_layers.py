@@ -134,9 +134,7 @@ def compile_layers(
     return total
 
 
-def _gain(
-    model: nn.Module, code: LayerCode, uses: Uses, device: torch.device, clock_s: Callable[[], float]
-) -> float:
+def _gain(model: nn.Module, code: LayerCode, uses: Uses, device: torch.device, clock_s: Callable[[], float]) -> float:
     """Return how many times as fast as without it compiled code computes the first use of a model."""
     sizes = _sizes(uses, device)
     rows, columns = max(((rows, columns) for rows, columns in sizes if rows * columns <= _TIMED_TOKENS), key=math.prod)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -13,6 +13,9 @@ from pipeline.errors import FieldError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.position_limits import check_rows
 from pipeline.models.vision_inputs import vision_backbone, vision_inputs
+
+CACHE_KEYWORDS: Final = ("cache", "past_key_values")
+"""Names of the argument for keys and values of earlier tokens: from transformers 5.24 on, and before."""
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
@@ -42,6 +45,12 @@ def accepted_keywords(function: Callable[..., Any], keywords: dict[str, Any]) ->
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return keywords
     return {name: value for name, value in keywords.items() if name in parameters}
+
+
+def cache_keyword(model: nn.Module) -> str:
+    """Return the one of `CACHE_KEYWORDS` that a model takes."""
+    new, old = CACHE_KEYWORDS
+    return new if new in inspect.signature(model.forward).parameters else old
 
 
 def model_inputs(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models.card_attention import Kernel
+from pipeline.models.inputs import CACHE_KEYWORDS
 from pipeline.models.layer_streaming import decoder_layers
 
 _MOST_GRAPHS: Final = 64
@@ -77,7 +78,7 @@ class LayerCode:
         # Sizes of 1 are constants to torch.
         if not isinstance(states, Tensor) or states.dim() != 3 or states.shape[1] < 2:
             return False
-        if keywords.get("past_key_values") is not None or keywords.get("prefix_layout") is not None:
+        if any(keywords.get(name) is not None for name in (*CACHE_KEYWORDS, "prefix_layout")):
             return False
         is_packed = keywords.get("cu_seq_lens_q") is not None
         if self._packed:

@@ -12,6 +12,7 @@ from transformers import LlamaForSequenceClassification
 
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
+from pipeline.models.inputs import cache_keyword
 from pipeline.models.pass_size import width_multiple
 from pipeline.models.reward_model import SequenceReward
 from pipeline.rollout.generation.interface import Sampling
@@ -93,8 +94,8 @@ def test_the_columns_of_prompts_and_of_fixed_caches_are_rounded(fixed_shapes: bo
         widths = widths_of(model)
         rooms: set[int] = set()
         model.register_forward_hook(
-            lambda _, words, keywords, output, rooms=rooms: rooms.add(  # type: ignore[misc]
-                keywords["past_key_values"].layers[0].keys.shape[2]
+            lambda model, words, keywords, output, rooms=rooms: rooms.add(  # type: ignore[misc]
+                keywords[cache_keyword(model)].layers[0].keys.shape[2]
             ),
             with_kwargs=True,
         )

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.attention_kernels import without_cudnn_attention
-from pipeline.models.inputs import accepted_keywords, model_inputs
+from pipeline.models.inputs import accepted_keywords, cache_keyword, model_inputs
 from pipeline.models.pass_size import width_multiple
 from pipeline.models.position_limits import check_generation
 from pipeline.models.varlen_attention import use_varlen_attention
@@ -116,6 +116,7 @@ class TransformersGenerator:
         self._width_multiple = width_multiple
         self._model = model
         self._telemetry = telemetry
+        self._cache = cache_keyword(model)
         self._takes = accepted_keywords(model, {"position_ids": None, "logits_to_keep": None}).keys()
         self._vision_backbone = vision_backbone(model)
         self._capture: GraphCapture | None = None
@@ -307,8 +308,8 @@ class TransformersGenerator:
         output = self._model(
             input_ids=input_ids,
             attention_mask=mask,
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache: cache},
             **{name: optional[name] for name in self._takes},
             **pixels,
         )

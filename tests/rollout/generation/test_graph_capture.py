@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import MistralConfig, MistralForCausalLM
 
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.inputs import cache_keyword
 from pipeline.models.pass_size import release_memory
 from pipeline.rollout.generation import cuda_graphs
 from pipeline.rollout.generation.graph_capture import GraphCapture
@@ -422,7 +423,7 @@ def test_only_full_attention_by_sdpa_has_fixed_shapes() -> None:
     model = tiny.llama()
     cache = preallocated_cache(model.config)
     assert not cuda_graphs.can_run_fixed_shapes(model, cache), "a cache without a prompt has no tensors yet"
-    model(input_ids=PROMPTS, past_key_values=cache, use_cache=True)
+    model(input_ids=PROMPTS, use_cache=True, **{cache_keyword(model): cache})
     assert cuda_graphs.can_run_fixed_shapes(model, cache)
 
     model.config._attn_implementation = "eager"
@@ -435,7 +436,7 @@ def test_only_full_attention_by_sdpa_has_fixed_shapes() -> None:
     ).eval()  # fmt: skip
     cache = preallocated_cache(windows.config)
     assert not any(isinstance(layer, PreallocatedLayer) for layer in cache.layers), "a window drops old tokens"
-    windows(input_ids=PROMPTS, past_key_values=cache, use_cache=True)
+    windows(input_ids=PROMPTS, use_cache=True, **{cache_keyword(windows): cache})
     assert not cuda_graphs.can_run_fixed_shapes(windows, cache)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pipeline.config.model_files import processors_of
 from pipeline.errors import FieldError, ShapeError
+from pipeline.models.inputs import cache_keyword
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
@@ -257,11 +259,12 @@ def test_in_steps_of_fixed_shapes_nothing_changes_its_place_but_when_room_or_row
     """A CUDA graph requires that the tensors of a step are those of the step before."""
     model = tiny.llama()
     places: list[tuple[int, ...]] = []
-    forward = model.forward
+    forward, cache = model.forward, cache_keyword(model)
 
+    @functools.wraps(forward)
     def recorded(**keywords: Any) -> Any:
         output = forward(**keywords)
-        layer = keywords["past_key_values"].layers[0]
+        layer = keywords[cache].layers[0]
         given = (keywords["input_ids"], keywords["attention_mask"], keywords["position_ids"], layer.keys, layer.values)
         places.append((*(tensor.data_ptr() for tensor in given), layer.keys.shape[2]))
         return output
