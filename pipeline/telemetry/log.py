@@ -23,7 +23,7 @@ from typing import TextIO
 
 _PLACEHOLDER = re.compile(r"%(?!%)")
 _FIELD = re.compile(r"(\w+)=%[-+ #0-9.]*[a-z]\b")
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+_ADDED = {"message", "asctime", "taskName", "color_message"}
 
 
 def configure(process: str, *, level: str = "info", json: bool = False, stderr: bool = True) -> None:
@@ -134,7 +134,9 @@ def _event_and_fields(record: logging.LogRecord) -> tuple[str, dict[str, object]
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    # Of a record that is made now: Ray's factory, for one, gives each record an attribute more.
+    standard = vars(logging.makeLogRecord({})).keys() | _ADDED
+    return {name: value for name, value in vars(record).items() if name not in standard}
 
 
 def _plain(value: object) -> object:

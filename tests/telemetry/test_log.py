@@ -128,6 +128,28 @@ def test_field_cannot_overwrite_what_every_line_has(stderr: Captured) -> None:
     assert (line["process_"], line["event_"]) == ("rollout-0", 1)
 
 
+def test_an_attribute_that_a_library_gives_each_record_is_no_field(stderr: Captured) -> None:
+    """Ray sets such a factory when it is imported."""
+
+    def stamped(*arguments: Any, **keywords: Any) -> logging.LogRecord:
+        record = logging.LogRecord(*arguments, **keywords)
+        record.timestamp_ns = 1
+        return record
+
+    previous = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(stamped)
+    try:
+        for json_lines in (False, True):
+            logs.configure("supervisor", json=json_lines)
+            log.info("ready: at=%d", 5, extra={"more": 6})
+    finally:
+        logging.setLogRecordFactory(previous)
+
+    text, parsed = stderr.getvalue().splitlines()
+    assert text.endswith("ready: at=5 more=6")
+    assert json.loads(parsed).keys() == {"time", "level", "process", "logger", "event", "at", "more"}
+
+
 def test_json_holds_no_nan_and_writes_unknown_values_as_text(stderr: Captured) -> None:
     logs.configure("supervisor", json=True)
 
