@@ -49,7 +49,7 @@ class VisionPrompts:
             tokenizer: Tokenizer of the actor.
 
         Raises:
-            ConfigError: If the directory has no image processor, or pillow is not installed.
+            ConfigError: If the directory has no image processor, or a package that reads images is not installed.
         """
         try:
             import PIL.Image  # noqa: F401 - the image processor imports it at its first image only
@@ -63,8 +63,10 @@ class VisionPrompts:
             # Named: the default is torchvision's backend if that is installed, and its pixels differ by rounding.
             self._processor = AutoImageProcessor.from_pretrained(str(path), local_files_only=True, backend="pil")
             config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.actor: cannot load an image processor from {path}: {error}") from error
+        except (OSError, ValueError, ImportError) as error:
+            # An ImportError: earlier transformers, such as 5.17, want torchvision although another backend is named.
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"model.actor: cannot load an image processor from {path}: {reason}") from error
         self._tokenizer = tokenizer
         self._image_token: int = config.image_token_id
         self._merged_patches: int = config.vision_config.spatial_merge_size**2

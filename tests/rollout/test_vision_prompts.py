@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from pipeline.config.lengths import Lengths
@@ -140,6 +141,18 @@ def test_a_directory_without_an_image_processor_is_refused(tmp_path: Path) -> No
 
     with pytest.raises(ConfigError, match=r"model\.actor: cannot load an image processor from "):
         VisionPrompts(tmp_path, load_tokenizer(tmp_path))
+
+
+def test_a_package_that_an_image_processor_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, model_directory: Path
+) -> None:
+    def without_torchvision(*_: object, **__: object) -> None:
+        raise ImportError("\nAutoImageProcessor requires the Torchvision library\nbut it was not found.\n")
+
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", without_torchvision)
+
+    with pytest.raises(ConfigError, match=r"requires the Torchvision library but it was not found\.$"):
+        VisionPrompts(model_directory, load_tokenizer(model_directory))
 
 
 # The roller.

@@ -151,6 +151,7 @@ def test_finished_rows_leave_the_batch_and_change_nothing() -> None:
     widths: list[int] = []
     forward = model.forward
 
+    @functools.wraps(forward)
     def counted(**keywords: Any) -> Any:
         widths.append(len(keywords["input_ids"]))
         return forward(**keywords)
@@ -173,6 +174,7 @@ def test_each_prompt_is_encoded_once_for_its_group() -> None:
     encoded: list[tuple[int, ...]] = []
     forward = model.forward
 
+    @functools.wraps(forward)
     def recorded(**keywords: Any) -> Any:
         encoded.append(tuple(keywords["input_ids"].shape))
         return forward(**keywords)
@@ -188,6 +190,7 @@ def test_prompts_of_similar_length_share_a_mini_batch() -> None:
     encoded: list[tuple[int, ...]] = []
     forward = model.forward
 
+    @functools.wraps(forward)
     def recorded(**keywords: Any) -> Any:
         encoded.append(tuple(keywords["input_ids"].shape))
         return forward(**keywords)
