@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 POLICY_LOSSES: Final = ("ppo", "gspo", "cispo", "reinforce")
 GROUP_ADVANTAGES: Final = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 ZERO_WITHOUT_SIGNAL: Final = ("grpo", "dr_grpo", "rloo")
+"""The estimators whose advantages are 0 in a group of equal rewards, so that its rows need no training."""
 ADVANTAGES: Final = (*GROUP_ADVANTAGES, "gae")
 PROBE_EVERY: Final = 16
 """Versions between the trainer's answers to the probe, which workers compare with theirs."""

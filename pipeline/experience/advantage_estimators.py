@@ -92,9 +92,6 @@ ADVANTAGES: Final[Mapping[str, AdvantageFunction]] = {
 }
 """The estimators by their names in `rollout.advantages`."""
 
-ZERO_WITHOUT_SIGNAL: Final = frozenset({"grpo", "dr_grpo", "rloo"})
-"""The estimators whose advantages are 0 in a group of equal rewards, so that its rows need no training."""
-
 
 def overlong_rewards(lengths: Tensor, longest: int, buffer_tokens: int, penalty: float) -> Tensor:
     """Return the reward that each response loses by its length (soft overlong punishment, arXiv:2503.14476 eq. 13).

@@ -18,7 +18,6 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.experience.advantage_estimators import (
     ADVANTAGES,
-    ZERO_WITHOUT_SIGNAL,
     AdvantageFunction,
     AdvantageInputs,
     grpo,
@@ -37,7 +36,6 @@ class Shaping:
 
     Attributes:
         advantages: The estimator; None for the algorithm's own.
-        trains_all_groups: Whether rows of groups with equal scores are trained too.
         kl_estimator: Estimator of the KL in the reward.
         overlong_buffer_tokens: Tokens before the longest length over which a response loses reward; 0 for none.
         overlong_penalty: The reward that a response of the longest length loses.
@@ -55,7 +53,6 @@ class Shaping:
     """
 
     advantages: AdvantageFunction | None = None
-    trains_all_groups: bool = False
     kl_estimator: KlEstimator = k1_kl
     overlong_buffer_tokens: int = 0
     overlong_penalty: float = 1.0
@@ -103,15 +100,16 @@ class Shaping:
         kl = kl_rewards(self.kl_estimator(log_ratios, rows.action_mask), rows.action_mask, kl_coef)
         rewards = shaped + kl
         advantages = self.estimate(AdvantageInputs(rewards, group_size, rows.action_mask)).float()
-        mixed = group_mixed(shaped, group_size)
-        if self.trains_all_groups:
-            mixed = torch.ones_like(mixed)
         return {
             "values": rewards.float(),
             "reward": rewards.float(),
             "kl": kl,
             "advantages": advantages,
-            "info": {"score": scores.float(), "group_mixed": mixed, **self.clipped(self.scaled(scores))},
+            "info": {
+                "score": scores.float(),
+                "group_mixed": group_mixed(shaped, group_size),
+                **self.clipped(self.scaled(scores)),
+            },
         }
 
     def estimate(self, inputs: AdvantageInputs) -> Tensor:
@@ -151,8 +149,6 @@ def shaping_of(config: Config) -> Shaping:
     rollout, name, by = config.rollout, config.advantages, log_probs_by(config)
     return Shaping(
         advantages=None if name in ("grpo", "gae") else load_advantages(name),
-        # An estimator of the user's may use more than the scores of the group.
-        trains_all_groups=name not in ZERO_WITHOUT_SIGNAL,
         kl_estimator=KL_ESTIMATORS[rollout.kl_estimator],
         overlong_buffer_tokens=rollout.overlong_buffer_tokens,
         overlong_penalty=rollout.overlong_penalty,

@@ -12,7 +12,6 @@ from pipeline.config import losses as config
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.advantage_estimators import (
     ADVANTAGES,
-    ZERO_WITHOUT_SIGNAL,
     AdvantageInputs,
     overlong_rewards,
 )
@@ -89,7 +88,7 @@ def test_generalized_advantages_are_discounted_sums_of_errors(seed: int) -> None
 def test_the_estimators_that_leave_groups_out_give_them_no_advantage() -> None:
     equal = AdvantageInputs(torch.full((G,), 0.5), G, torch.ones(G, 2, dtype=torch.bool))
 
-    for name in ZERO_WITHOUT_SIGNAL:
+    for name in config.ZERO_WITHOUT_SIGNAL:
         assert ADVANTAGES[name](equal).tolist() == [0.0] * G
 
 

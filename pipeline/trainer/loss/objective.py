@@ -54,13 +54,16 @@ class Objective:
     constant_tokens: int
 
     @classmethod
-    def of(cls, trainer: TrainerConfig, *, whitens: bool, response_tokens: int | None = None) -> Self:
+    def of(
+        cls, trainer: TrainerConfig, *, whitens: bool, response_tokens: int | None = None, equal_groups: bool = False
+    ) -> Self:
         """Return the objective of a configuration.
 
         Args:
             trainer: The settings.
             whitens: Whether advantages are whitened.
             response_tokens: Tokens of the longest response, the constant length unless the settings have another.
+            equal_groups: Whether rows of groups with equal scores stay, whatever the settings say.
 
         Raises:
             ConfigError: If the policy loss is a function that does not exist.
@@ -78,7 +81,7 @@ class Objective:
             dual_clip=trainer.dual_clip,
             entropy_coef=trainer.entropy_coef,
             skip_cut=trainer.mask_cut_responses,
-            equal_groups=trainer.loss_rows == "all",
+            equal_groups=equal_groups or trainer.loss_rows == "all",
             correction=trainer.importance_correction,
             cap=trainer.importance_cap,
             floor=ICEPOP_FLOOR,

@@ -300,3 +300,25 @@ def test_advantages_are_whitened_for_ppo_and_reinforce_plus_plus(
     rollout: dict[str, Any], trainer: dict[str, Any], whitens: bool
 ) -> None:
     assert objective_of(Config.model_validate({"rollout": rollout, "trainer": trainer})).whitens == whitens
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "trained"),
+    [
+        ({}, {}, 6),
+        ({"advantages": "rloo"}, {}, 6),
+        ({"advantages": "rloo"}, {"loss_rows": "all"}, 8),
+        ({"advantages": "reinforce_baseline"}, {}, 8),
+        ({"advantages": "my_advantages:of_mine"}, {}, 8),
+    ],
+)
+def test_groups_of_equal_scores_are_trained_where_their_advantages_need_not_be_0(
+    rollout: dict[str, Any], trainer: dict[str, Any], trained: int
+) -> None:
+    config = Config.model_validate({"rollout": rollout, "trainer": trainer})
+    learner = Learner(TRAINER, "grpo", tiny.llama(), objective=objective_of(config))
+
+    stats = learner.update([sampled()])
+
+    # The rows say of two that the scores of their group are equal, whatever the estimator.
+    assert (stats.rows, stats.rows_trained) == (8, trained)
