@@ -6,7 +6,7 @@ line is sent at least once: a process that is killed between a line and its note
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -19,6 +19,7 @@ from pipeline.telemetry.samples import SampleReader, folder_of
 _METRICS: Final = "metrics.jsonl"
 _MOST_SAMPLES: Final = 8
 _MOST_CHARACTERS: Final = 2000
+_PIECE_BYTES: Final = 1 << 20
 COLUMNS: Final = ("version", "position", "prompt", "response", "answer", "reward", "stopped")
 """The columns of a table of samples."""
 
@@ -94,29 +95,31 @@ class LineFollower:
         self._end = 0
         self._last = b""
 
-    def read(self) -> list[Record]:
-        """Return the new lines, the oldest first; a line that is being written is left for later."""
-        try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return []
-        try:
-            return list(self._records(descriptor))
-        finally:
-            os.close(descriptor)
-
-    def _records(self, descriptor: int) -> Iterator[Record]:
-        is_cut = os.pread(descriptor, len(self._last), self._end - len(self._last)) != self._last
-        if is_cut:
-            self._end, self._last = 0, b""
-        after_unix_s = self._after_unix_s if not self._end else -1.0
-        while (data := os.pread(descriptor, 1 << 20, self._end)) and (whole := data.rfind(b"\n") + 1):
-            for line in data[:whole].splitlines(keepends=True):
+    def read(self) -> Iterator[Record]:
+        """Yield the new lines, the oldest first; a line that is being written is left for later."""
+        after_unix_s = -math.inf
+        while lines := self._next_lines():
+            if not self._end:
+                after_unix_s = self._after_unix_s
+            for line in lines:
                 self._end, self._last = self._end + len(line), line
                 record = record_of(line)
                 if record is not None and record.unix_s > after_unix_s:
                     self._after_unix_s = record.unix_s
                     yield record
+
+    def _next_lines(self) -> list[bytes]:
+        """Return some whole lines behind the last one that was read; those of a month are not held at once."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._end - len(self._last))
+                if file.read(len(self._last)) != self._last:
+                    self._end, self._last = 0, b""
+                    file.seek(0)
+                lines = file.readlines(_PIECE_BYTES)
+        except OSError:
+            return []
+        return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
 def record_of(line: bytes) -> Record | None:
@@ -146,15 +149,21 @@ class SampleFollower:
     Args:
         run_dir: Folder of the run.
         after_unix_s: Samples up to this time were read before.
+
+    Attributes:
+        after_unix_s: Unix time of the last sample that was read.
     """
 
     def __init__(self, run_dir: Path, *, after_unix_s: float = 0.0) -> None:
         self._reader = SampleReader(folder_of(run_dir), newest=_MOST_SAMPLES)
+        self._is_first = True
         self.after_unix_s = after_unix_s
 
     def read(self) -> list[tuple[Any, ...]]:
         """Return a row for each response of the newest samples, at most 8 of them."""
-        samples = [sample for sample in self._reader.read() if sample.unix_s > self.after_unix_s][-_MOST_SAMPLES:]
+        # Later ones are new whatever their time: the wall clock may have stepped back.
+        after_unix_s, self._is_first = self.after_unix_s if self._is_first else -math.inf, False
+        samples = [sample for sample in self._reader.read() if sample.unix_s > after_unix_s][-_MOST_SAMPLES:]
         if samples:
             self.after_unix_s = samples[-1].unix_s
         return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,41 @@ def test_a_successor_goes_on_behind_the_last_line_that_was_sent(tmp_path: Path) 
     add(path, *(line(step, float(step)) for step in range(1, 6)))
 
     assert steps(LineFollower(tmp_path, after_unix_s=3.0)) == [4, 5]
+
+
+def test_a_line_of_more_than_a_mebibyte_and_those_behind_it_come(tmp_path: Path) -> None:
+    path, follower = tmp_path / "metrics.jsonl", LineFollower(tmp_path)
+    add(path, line(1, 1.0), line(2, 2.0, nonfinite=["x" * (3 << 20)])[:-1])
+
+    assert steps(follower) == [1]
+    add(path, b"\n", line(3, 3.0))
+    assert steps(follower) == [2, 3]
+
+
+def test_the_lines_of_a_long_run_are_not_held_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    add(path, *(line(step, float(step), loss=0.5, name="x" * 1000) for step in range(1, 16 << 10)))
+    tracemalloc.start()
+
+    seen = sum(1 for _ in LineFollower(tmp_path).read())
+
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert seen == (16 << 10) - 1 and most_bytes < path.stat().st_size / 4
+
+
+def test_lines_and_samples_come_though_the_wall_clock_has_stepped_back(tmp_path: Path) -> None:
+    path, writer = tmp_path / "metrics.jsonl", SampleWriter(folder_of(tmp_path), 0, 1 << 20)
+    lines, samples = LineFollower(tmp_path), SampleFollower(tmp_path)
+    add(path, line(1, 5000.0))
+    writer.write(sample(5000.0, "2"))
+    assert (steps(lines), len(samples.read())) == ([1], 1)
+
+    add(path, line(2, 1000.0))
+    writer.write(sample(1000.0, "3"))
+
+    assert (steps(lines), len(samples.read())) == ([2], 1)
+    writer.close()
 
 
 def test_progress_is_kept_and_a_damaged_one_is_that_of_a_new_run(tmp_path: Path) -> None:
