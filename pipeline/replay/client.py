@@ -101,12 +101,15 @@ def make_folder(settings: Settings, arena_bytes: int) -> tuple[Path, int]:
 
 
 def sweep() -> None:
-    """Remove the folders of this user's buffers whose owner died and whose server died before it could remove them."""
+    """Remove the folders of this user's buffers whose owner died and whose server died before it could remove them.
+
+    One without a lock is not made whole, or not removed whole, by a process that died.
+    """
     for folder in SHARED_MEMORY.glob(f"{_prefix()}*"):
-        with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
+        with contextlib.suppress(OSError):
             unfinished = folder.suffix == ".new" and time.time() - folder.stat().st_mtime < _ABANDONED_S
             if not unfinished and folder.stat().st_uid == os.getuid():
-                lock = _lock(folder / "owner.lock", create=False)
+                lock = _lock(folder / "owner.lock")
                 shutil.rmtree(folder, ignore_errors=True)
                 unlock(lock)
 
@@ -167,8 +170,8 @@ def _prefix() -> str:
     return f"rlhfd-replay-{os.getuid()}-"
 
 
-def _lock(path: Path, *, create: bool = True) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT * create | os.O_CLOEXEC, 0o600)
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,9 +4,11 @@ import dataclasses
 import errno
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from pipeline.errors import (
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import BufferItem, Experience, ExperienceVL
 from pipeline.replay.buffer import ROWS_PER_EXTENT
+from pipeline.replay.client import sweep
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
 from tests.support.daemon import is_alive
@@ -676,6 +679,26 @@ def test_what_a_killed_owner_and_a_killed_server_left_is_swept(crew):
             assert not Path(path).exists()
             buffer.append(numbered([1]))
         living.append(numbered([1]))
+
+
+@pytest.mark.parametrize(("suffix", "held", "age_s", "stays"), [
+    (".new", (), 3600, False),  # killed before it had locked the folder
+    (".new", (), 0, True),  # it may be about to lock it
+    ("", ("arena",), 0, False),  # killed while it removed the folder, the lock first
+])  # fmt: skip
+def test_a_folder_that_a_killed_process_left_without_a_lock_is_swept(suffix, held, age_s, stays):
+    folder = Path(f"/dev/shm/rlhfd-replay-{os.getuid()}-{uuid.uuid4().hex[:16]}{suffix}")
+    folder.mkdir(mode=0o700)
+    try:
+        for name in held:
+            (folder / name).touch()
+        os.utime(folder, (time.time() - age_s,) * 2)
+
+        sweep()
+
+        assert folder.exists() == stays
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_server_that_dies_again_and_again_is_given_up_with_its_reason():
