@@ -33,6 +33,7 @@ from pipeline.progress import Telemetry
 from pipeline.runtime.checkpoint_note import NOTE, CheckpointNote, FileNote, checksum, of_run
 from pipeline.runtime.latest_checkpoint import (
     REPLACED,
+    Latest,
     best_checkpoint,
     put_back_replaced,
     read_latest,
@@ -88,7 +89,8 @@ def save_checkpoint(
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(root)
-        run = _run_of(root) or secrets.token_hex(4)
+        before = _latest(root)
+        run = (before is not None and before.run) or secrets.token_hex(4)
         with _reporting_growth(temporary, telemetry):
             actor.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
@@ -101,8 +103,7 @@ def save_checkpoint(
         note = msgspec.structs.replace(note, run=run, written_by=libraries(), files=_files(temporary, telemetry))
         (temporary / NOTE).write_bytes(sealed_json.encode(note))
         _flush(temporary, telemetry)
-        _put_in_place(temporary, target)
-        write_latest(root, note.latest(target))
+        _put_in_place(temporary, target, note.latest(target))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(_write_failure(target, temporary, error)) from error
     finally:
@@ -186,15 +187,14 @@ def load_whole(
     load_state(folder, state, optional)
 
 
-def _run_of(root: Path) -> str:
-    """Return the id of the latest checkpoint's run, "" if it is not recorded."""
+def _latest(root: Path) -> Latest | None:
+    """Return the record of the latest checkpoint, None if there is none that can be read."""
     try:
-        latest = read_latest(root)
+        return read_latest(root)
     except ConfigError as error:
         # The checkpoint being written replaces this record, whatever its fault.
         log.warning("%s", error)
-        return ""
-    return "" if latest is None else latest.run
+        return None
 
 
 def _files(folder: Path, telemetry: Telemetry) -> dict[str, FileNote]:
@@ -257,16 +257,25 @@ def _flush_pieces(path: Path, telemetry: Telemetry) -> None:
             telemetry.progress()
 
 
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename the folder into place; replacing a folder takes two renames.
+def _put_in_place(temporary: Path, target: Path, latest: Latest) -> None:
+    """Rename the folder into place and record it as the latest; replacing a folder takes two renames.
 
-    After a kill between the two renames the former folder is put back (`put_back_replaced`).
+    After a kill between the two renames the former folder is put back (`put_back_replaced`), and so it is, with the new
+    one under its temporary name, if the record cannot be written.
     """
-    replaced = target.with_name(f".{target.name}{REPLACED}{os.getpid()}")
-    if target.exists():
-        target.rename(replaced)
-    temporary.rename(target)
-    flush_folder(target.parent)
+    root, replaced = target.parent, target.with_name(f".{target.name}{REPLACED}{os.getpid()}")
+    try:
+        if target.exists():
+            target.rename(replaced)
+        temporary.rename(target)
+        flush_folder(root)
+        write_latest(root, latest)
+    except OSError:
+        # A record that is in place, but not flushed, names the new folder.
+        if not temporary.exists() and _latest(root) != latest:
+            target.rename(temporary)
+        put_back_replaced(root)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 

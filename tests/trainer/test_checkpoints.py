@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, found again, verified before use."""
 
 import contextlib
+import errno
 import json
 import resource
 import shutil
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.progress import Telemetry
 from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, read_note, verify
-from pipeline.runtime.latest_checkpoint import Latest, read_latest
+from pipeline.runtime.latest_checkpoint import Latest, read_latest, write_latest
 from pipeline.trainer import checkpoints
 from pipeline.trainer.checkpoints import load_state, save_checkpoint
 from tests.support import tiny
@@ -118,6 +119,36 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-000001"]
     assert read_latest(tmp_path).step == 1
     assert save(tmp_path, 2).exists(), "with room again it is written"
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_one_that_cannot_be_recorded_as_the_latest_is_not_left_and_the_one_of_its_step_is_put_back(tmp_path, step):
+    save(tmp_path, 1, value=1.0)
+    # The record is written under this name first.
+    (tmp_path / ".latest.new").mkdir()
+
+    with pytest.raises(CheckpointError, match=f"step-{step:06d} could not be written"):
+        save(tmp_path, step, value=2.0, fingerprint="0c")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".latest.new", "latest.json", "step-000001"]
+    assert read_latest(tmp_path).step == 1
+    found = state()
+    load_state(tmp_path / "step-000001", found)
+    assert found["actor.step.a"] == 1.0
+
+
+def test_one_whose_record_is_in_place_stays_though_the_record_is_not_flushed(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def failing(root, latest):
+        write_latest(root, latest)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoints, "write_latest", failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path, 2)
+
+    assert read_latest(tmp_path).step == 2 and (tmp_path / "step-000002").is_dir()
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
