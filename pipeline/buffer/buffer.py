@@ -219,7 +219,7 @@ class Buffer:
         self.evaluations.step(now_s, paused=self.paused)
         self._leases.lease_batches(now_s)
         self._tickets.issue(now_s, paused=self.paused)
-        self._leases.tell_exhausted(self.limits)
+        self._leases.tell_exhausted()
 
     def finish(self, spool: Spool | None = None) -> bool:
         """Remove all rows that no trainer will get, so that ``sealed = trained + dropped``.

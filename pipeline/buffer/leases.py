@@ -32,8 +32,8 @@ class Leases:
             holds: Returns whether the batches that a version trains on must wait.
         """
         self._holds = holds
+        self._context = context
         self._ledger = context.ledger
-        self._limits = context.limits
         self._peers = context.peers
         self._send = context.send
         self._observer = context.observer
@@ -43,6 +43,11 @@ class Leases:
         self._leased_s: dict[int, float] = {}
         # The incarnation of each rank that knows that no lease from this number on follows.
         self._told: dict[str, tuple[int, int]] = {}
+
+    @property
+    def _limits(self) -> admission.Limits:
+        # Not kept: they are replaced, and have the end of the prompts once the first weights are published.
+        return self._context.limits
 
     def credit(self, credit: Credit) -> None:
         """Record the number of batches that a rank can hold."""
@@ -87,8 +92,9 @@ class Leases:
             outstanding[trainer] = outstanding.get(trainer, 0) + 1
             self._send_lease(trainer, lease, chosen)
 
-    def tell_exhausted(self, limits: admission.Limits) -> None:
+    def tell_exhausted(self) -> None:
         """Tell each rank, once, that no further batch can fill."""
+        limits = self._limits
         if not admission.is_exhausted(self._ledger, limits):
             return
         through = min([self._ledger.totals.leases, *self._ledger.vacant[:1]])

@@ -28,6 +28,7 @@ from pipeline.runtime.messages import (
     Welcome,
 )
 from pipeline.storage.records import DROP_REASONS, Item
+from pipeline.storage.tables import PromptRange
 from tests.support.protocol import LIMITS, Bench, one_step, seal_of, sealed, trainer, worker
 
 
@@ -743,3 +744,23 @@ def test_each_trainer_is_told_once_that_the_passes_are_over_and_so_is_its_succes
     assert bench.buffer.finish()
     assert (bench.ledger.totals.trained, bench.ledger.totals.dropped[DROP_REASONS.index("cleared")]) == (8, 6)
     assert bench.balanced
+
+
+def test_prompts_that_come_again_beyond_the_last_pass_keep_no_batch_waiting():
+    """A run that was stopped in its third pass is gone on with under `trainer.max_epochs` = 2, with K = 0."""
+    bench = Bench(dataclasses.replace(LIMITS, rows_per_version=16))
+    bench.ledger.resume(position=10, redo=[], versions=[], spool=0)
+    bench.say(Published(0, 9, 0), *worker(tickets=4))
+    cut, *tickets = bench.heard("worker-0", Ticket)
+    bench.say(*map(sealed, tickets[:2]))
+    bench.ledger.abandon(bench.ledger.extents[cut.ticket], redo=PromptRange(cut.position, cut.prompts))
+    bench.ledger.abandon(bench.ledger.extents[tickets[2].ticket])
+
+    bench.options["last_position"] = lambda: 5
+    bench.restart()
+    bench.say(*worker(2), *trainer(2))
+
+    assert not bench.heard("worker-0", Ticket)
+    (lease,) = bench.heard("trainer-0", Lease)
+    assert [part.position for part in lease.parts] == [12, 14]
+    assert bench.heard("trainer-0", Exhausted)
