@@ -41,7 +41,7 @@ async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
 
     Args:
         path: Path of the socket, mode 0600; a socket of a dead process is replaced.
-        handler: Returns the answer to a request; an `RlhfdError` becomes the answer ``{"error": ...}``.
+        handler: Returns the answer to a request; an `RlhfdError` or `OSError` becomes the answer ``{"error": ...}``.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -139,7 +139,8 @@ async def _answer(line: bytes, handler: Handler) -> dict[str, Any]:
         return {"error": f"no request of one JSON line: {error}"}
     try:
         return await handler(request)
-    except RlhfdError as error:
+    except (RlhfdError, OSError) as error:
+        # As of `rlhfd pause` where shared memory is full: the client would get no answer, and the log no line.
         return {"error": str(error)}
 
 

@@ -41,12 +41,13 @@ class Pause:
         Raises:
             OSError: If the file cannot be made.
         """
-        if on != self.is_on():
-            log.info("paused: no tickets are issued until `rlhfd resume`" if on else "resumed: tickets are issued")
+        is_change = on != self.is_on()
         if on:
             self._path.touch(mode=0o600)
         else:
             self._path.unlink(missing_ok=True)
+        if is_change:
+            log.info("paused: no tickets are issued until `rlhfd resume`" if on else "resumed: tickets are issued")
         until_s = time.monotonic() + _SEEN_TIMEOUT_S
         while seen() is (not on) and time.monotonic() < until_s:
             await asyncio.sleep(_POLL_S)

@@ -6,6 +6,7 @@ import socket
 import time
 
 from pipeline.runtime import control
+from pipeline.runtime.pause import Pause
 
 _TIMEOUT_S = 0.2
 
@@ -14,7 +15,7 @@ async def handler(request):
     return {"heard": request["command"]}
 
 
-def served(path, client):
+def served(path, client, handler=handler):
     """Return the answer that `client`, a function of the connected socket, makes the server give."""
 
     async def run():
@@ -43,6 +44,23 @@ def test_a_request_that_arrives_while_the_loop_is_busy_for_the_whole_time_is_ans
         time.sleep(2 * _TIMEOUT_S)  # As a fork that is not answered does.
 
     assert served(tmp_path / "control.sock", client) == {"heard": "status"}
+
+
+def test_a_command_that_shared_memory_has_no_room_for_is_answered_with_that_and_logged_as_no_pause(tmp_path, caplog):
+    caplog.set_level("INFO")
+    # Nobody may make a file there.
+    pause = Pause(tmp_path / "gone")
+
+    async def paused(request):
+        return {"in_force": await pause.turn(True, lambda: True)}
+
+    async def client(connected):
+        connected.send(b'{"command": "pause"}\n')
+
+    answer = served(tmp_path / "control.sock", client, paused)
+
+    assert answer == {"error": f"[Errno 2] No such file or directory: '{tmp_path / 'gone' / 'paused'}'"}
+    assert "paused" not in caplog.text
 
 
 def test_a_client_that_sends_no_line_is_told_so(tmp_path, monkeypatch):
