@@ -88,6 +88,16 @@ def inputs_of(config: Config) -> dict[str, str]:
             if source.exists() and own not in source.parents:
                 files = sorted(source.rglob("*")) if source.is_dir() else [source]
                 digests[f"{key} {source}"] = _digest_of_files([file for file in files if file.is_file()])
+    return digests | code_of(config)
+
+
+def code_of(config: Config) -> dict[str, str]:
+    """Return the digest of each module of the user's own that the configuration names, not of those that it imports.
+
+    Raises:
+        OSError: If a file cannot be read.
+    """
+    digests = {}
     functions = [reward.name for reward in reward_functions(config)]
     for function in (*functions, config.rollout.environment, config.rollout.advantages, config.trainer.policy_loss):
         file = user_modules.file_of(function) if function and ":" in function else None

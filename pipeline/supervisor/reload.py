@@ -23,12 +23,11 @@ from pipeline.config.changes import Change, compare, with_live
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.runtime import run_inputs
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.preflight import problems_of_files
 from pipeline.supervisor.web.server import HttpServer
 from pipeline.telemetry.slab import SlotWriter
-
-CODE = "code is not loaded again: changed reward functions, losses and environments are in force after a restart"
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +69,7 @@ class Reload:
         self._on_reloaded = on_reloaded
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self._lock = asyncio.Lock()
+        self._code = _code_of(config)
         self._successful = writer.gauge("rlhfd_config_last_reload_successful")
         self._success_unix_s = writer.gauge("rlhfd_config_last_reload_success_timestamp_seconds")
         self._successful.set(1.0)
@@ -103,6 +103,8 @@ class Reload:
                 log.warning("configuration reloaded, these need a restart: %s", ", ".join(self.pending))
             elif not changes.live:
                 log.info("configuration reloaded: nothing has changed")
+            if note := self._note():
+                log.warning("configuration reloaded: %s", note)
             overridden = config_load.overridden(reloaded)
             for key, location in overridden.items():
                 log.warning("configuration reloaded: the file's value of %s is not in force, %s stands above it",
@@ -113,8 +115,14 @@ class Reload:
                 "in_force": [_shown(change) for change in changes.live],
                 "needs_restart": [_shown(change) for change in changes.restart],
                 "overridden": overridden,
-                "note": CODE,
+                "note": note,
             }
+
+    def _note(self) -> str:
+        """Return what is to be said of code that has changed since the start; "" if none has."""
+        now = _code_of(self._config)
+        changed = [name for name, before in self._code.items() if now.get(name) != before]
+        return f"code is not loaded again, it is in force after a restart: {', '.join(changed)}" if changed else ""
 
     def _put_in_force(self, config: Config) -> None:
         staged = self._workspace.stage_config(config)
@@ -130,6 +138,14 @@ class Reload:
         for line in errors:
             log.error("configuration not reloaded, the previous one stays in force: %s", line)
         return {"ok": False, "config": str(self._loaded.path or ""), "errors": errors}
+
+
+def _code_of(config: Config) -> dict[str, str]:
+    try:
+        return run_inputs.code_of(config)
+    except OSError as error:
+        log.warning("nothing tells whether code has changed: %s", error)
+        return {}
 
 
 def _shown(change: Change) -> dict[str, Any]:
