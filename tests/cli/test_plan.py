@@ -96,6 +96,12 @@ def test_the_disk_of_the_state_directory_is_a_place_of_the_plan(folder: Path, tm
     # bfloat16 weights, their float32 copies, two moments: 14 bytes; two are kept, one is being written.
     assert re.search(rf"checkpoints, 2 and the next one +{3 * 14 * parameters / 1e6:,.1f} MB\n", output)
     assert f"disk of {tmp_path}: " in fits and "1,000.0 GB, fits" in fits
+    held_out = ("--set", f"evaluation.files={[str(folder / 'prompts.jsonl')]}")
+    _, output = planned(folder, *machine, "--disk", "1MB", "--set", "trainer.keep_checkpoints=2", *held_out)
+    assert re.search(rf"checkpoints, 2, the best and the next one +{4 * 14 * parameters / 1e6:,.1f} MB\n", output)
+    all_of_them = ("trainer.keep_checkpoints=0", "trainer.save_every=50", "trainer.max_steps=420")
+    _, output = planned(folder, *machine, "--disk", "1MB", *(part for each in all_of_them for part in ("--set", each)))
+    assert re.search(rf"checkpoints, 9 and the next one +{10 * 14 * parameters / 1e6:,.1f} MB\n", output)
 
 
 def test_a_check_names_a_disk_that_a_run_may_fill(

@@ -33,8 +33,9 @@ def disk_budget(config: Config, models: Models, capacity_bytes: int | None = Non
         "quarantine, samples, log": quarantine.MOST_BYTES + samples.MOST_BYTES + log_file.MOST_BYTES,
     }
     if config.trainer.kind == "builtin":
-        kept = config.trainer.keep_checkpoints or 1
-        terms = {f"checkpoints, {kept} and the next one": (kept + 1) * checkpoint_bytes(config, models), **terms}
+        kept, best = _kept(config), config.evaluation.keep_best and bool(config.evaluation.files)
+        name = f"checkpoints, {kept}{', the best' if best else ''} and the next one"
+        terms = {name: (kept + best + 1) * checkpoint_bytes(config, models), **terms}
     if config.trainer.record == "rows":
         terms["recorded rows"] = recording.MOST_BYTES
     return Budget(f"disk of {folder}", terms, _room(config) if capacity_bytes is None else capacity_bytes)
@@ -57,6 +58,14 @@ def disk_notes(config: Config) -> list[str]:
         f"daemon.state_dir: the {budget.name} has {size(budget.capacity_bytes)} for this run, which may write "
         f"{size(budget.total_bytes)}: {parts}; lower trainer.keep_checkpoints, or take a larger disk"
     ]
+
+
+def _kept(config: Config) -> int:
+    """Return the checkpoints that a run keeps, of one that keeps all those until its last step, if it is known."""
+    trainer = config.trainer
+    if trainer.keep_checkpoints or not (trainer.save_every and trainer.max_steps):
+        return trainer.keep_checkpoints or 1
+    return -(-trainer.max_steps // trainer.save_every)
 
 
 def _room(config: Config) -> int:
