@@ -299,8 +299,11 @@ def _remove_old(root: Path, note: CheckpointNote, keep: int) -> None:
 
 def _write_failure(target: Path, temporary: Path, error: Exception) -> str:
     written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
-    existing = next((folder for folder in target.parents if folder.is_dir()), Path("/"))
+    found = os.statvfs(next((folder for folder in target.parents if folder.is_dir()), Path("/")))
+    # Without a free inode no file can be made, however many bytes are free.
+    inodes = ", but no inode" if found.f_files and not found.f_favail else ""
+    free_bytes = found.f_bavail * found.f_frsize
     return (
         f"checkpoint {target} could not be written: {error}; "
-        f"{written:,} B were written, {shutil.disk_usage(existing).free:,} B are free"
+        f"{written:,} B were written, {free_bytes:,} B are free{inodes}"
     )

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import resource
 import shutil
 import threading
@@ -119,6 +120,16 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-000001"]
     assert read_latest(tmp_path).step == 1
     assert save(tmp_path, 2).exists(), "with room again it is written"
+
+
+def test_a_disk_without_an_inode_is_named_as_such(tmp_path, monkeypatch):
+    (tmp_path / ".latest.new").mkdir()
+    real = os.statvfs
+    # Fields 5 to 7: inodes, free ones, those for this user.
+    monkeypatch.setattr("os.statvfs", lambda place: os.statvfs_result((*real(place)[:5], 400, 0, 0, *real(place)[8:])))
+
+    with pytest.raises(CheckpointError, match=r"B are free, but no inode$"):
+        save(tmp_path, 1)
 
 
 @pytest.mark.parametrize("step", [1, 2])
