@@ -445,7 +445,7 @@ class Supervisor:
 
     def _apply(self, config: Config) -> None:
         """Apply a reloaded configuration; nothing here fails."""
-        self._config = self._shutdown.config = config
+        self._config = self._shutdown.config = self._trackers.config = config
         self._watchdog.limit(config)
         self._fleet.limit(RestartLimits.of(config.daemon))
 

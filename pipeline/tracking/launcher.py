@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -60,6 +61,9 @@ class Trackers:
         writer: The supervisor's slot.
         start: Starts the process of a tracker with its output in a file; for tests.
         clock: Monotonic seconds.
+
+    Attributes:
+        config: May be replaced by a configuration with other time limits.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Trackers:
         start: Callable[[str, int], subprocess.Popen[bytes]] | None = None,
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
-        self._config = config
+        self.config = config
         self._folder = tracking_dir(run_dir(config))
         self._start_process = start or self._executed
         self._clock = clock
@@ -90,8 +94,14 @@ class Trackers:
         now_s = self._clock()
         if not self._slots or now_s - self._looked_s < _LOOK_S:
             return
+        # A gap is a pause of this process, in which the trackers may have been stopped too: no hang of theirs.
+        is_continued = now_s - self._looked_s > max(_LOOK_S, self.config.daemon.hang_timeout_s / 2)
         self._looked_s = now_s
         for slot in self._slots:
+            slot.moved_s = now_s if is_continued else slot.moved_s
+            if slot.child is None or slot.child.poll() is None:
+                # Not of one that has just ended: its last line is wanted.
+                self._bound_log(slot.name)
             if slot.child is None and now_s >= slot.due_s:
                 self._start(slot, now_s)
             elif slot.child is not None and (code := slot.child.poll()) is not None:
@@ -122,10 +132,8 @@ class Trackers:
     def _start(self, slot: _Slot, now_s: float) -> None:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = self._folder / f"{slot.name}.log"
-            is_large = path.exists() and path.stat().st_size > _LOG_BYTES
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if is_large else 0)
-            output = os.open(path, flags, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            output = os.open(self._log_of(slot.name), flags, 0o600)
             try:
                 slot.child = self._start_process(slot.name, output)
             finally:
@@ -143,7 +151,7 @@ class Trackers:
         _kill(slot.child, signal.SIGKILL)
         slot.child = None
         if now_s - slot.started_s > _HEALTHY_S:
-            slot.delay_s = self._config.daemon.restart_delay_s
+            slot.delay_s = self.config.daemon.restart_delay_s
         log.warning("tracker %s has ended (%d), restart in %.1f s, the run goes on: %s",
                     slot.name, code, slot.delay_s, self._last_line(slot.name))  # fmt: skip
         self._delay(slot, now_s)
@@ -153,7 +161,7 @@ class Trackers:
 
     def _hangs(self, slot: _Slot, now_s: float) -> bool:
         """Return whether the tracker's note of its progress, written once a second, has not changed for the limit."""
-        limit_s = self._config.daemon.hang_timeout_s
+        limit_s = self.config.daemon.hang_timeout_s
         try:
             written_ns = (self._folder / f"{slot.name}.json").stat().st_mtime_ns
         except OSError:
@@ -162,9 +170,18 @@ class Trackers:
             slot.written_ns, slot.moved_s = written_ns, now_s
         return limit_s > 0 and now_s - max(slot.moved_s, slot.started_s) > limit_s
 
+    def _log_of(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _bound_log(self, name: str) -> None:
+        """Empty a large log, to whose end the tracker appends."""
+        with contextlib.suppress(OSError):
+            if self._log_of(name).stat().st_size > _LOG_BYTES:
+                os.truncate(self._log_of(name), 0)
+
     def _last_line(self, name: str) -> str:
         try:
-            with (self._folder / f"{name}.log").open("rb") as file:
+            with self._log_of(name).open("rb") as file:
                 start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
                 file.seek(start)
                 lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
@@ -175,7 +192,7 @@ class Trackers:
         return without_password(found) if found else "its last line is too long" if start else "it printed nothing"
 
     def _executed(self, name: str, output: int) -> subprocess.Popen[bytes]:
-        folder, project = str(Path(run_dir(self._config)).absolute()), self._config.metrics.tracker_project
+        folder, project = str(Path(run_dir(self.config)).absolute()), self.config.metrics.tracker_project
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "pipeline.tracking.process", folder, name, project],
             stdin=subprocess.DEVNULL,

@@ -158,6 +158,11 @@ class Bench:
         self.now_s += seconds
         self.launcher.tick()
 
+    def ticks(self, seconds: int) -> None:
+        """Tick once a second."""
+        for _ in range(seconds):
+            self.tick()
+
     def value(self, name: str) -> float | None:
         return MetricsReader(self.slab).read().value(name, tracker="tensorboard")
 
@@ -232,15 +237,55 @@ def test_a_tracker_that_hangs_is_killed_and_started_again(bench: Callable[..., B
     one.tick()
     (hung,) = one.launcher.pids
     one.note.write_text("{}")
-    one.tick(40.0)
+    one.ticks(25)
+    one.note.write_text("{} ")
+    one.ticks(30)
     assert one.launcher.pids == [hung], "its note is new"
 
-    one.tick(31.0)
+    one.ticks(2)
     one.wait_ended()
-    one.tick()
-    one.tick(3.0)
+    one.ticks(4)
 
     assert hung not in one.launcher.pids and len(one.launcher.pids) == 1
+
+
+def test_a_pause_of_the_supervisor_is_no_hang_of_a_tracker(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = bench("import time; time.sleep(1000)", hang_timeout_s=30.0)
+    one.tick()
+
+    # Both were stopped, as all of a virtual machine that is suspended.
+    one.tick(1000.0)
+    one.ticks(29)
+
+    assert "hangs" not in caplog.text
+    one.ticks(2)
+    assert "hangs" in caplog.text
+
+
+def test_a_reloaded_limit_holds_for_a_tracker_at_once(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = bench("import time; time.sleep(1000)", hang_timeout_s=1000.0)
+    one.ticks(20)
+
+    daemon = one.config.daemon.model_copy(update={"hang_timeout_s": 10.0})
+    one.launcher.config = one.config.model_copy(update={"daemon": daemon})
+    one.tick()
+
+    assert "hangs" in caplog.text
+
+
+def test_the_log_of_a_tracker_that_prints_for_weeks_is_bounded(bench: Callable[..., Bench]) -> None:
+    one = bench("import sys, time; sys.stdout.write('x' * (2 << 20)); print('up', flush=True); time.sleep(1000)")
+    one.tick()
+    log = one.note.with_suffix(".log")
+    wait_until(lambda: log.stat().st_size > 2 << 20, 60.0, "all is printed")
+
+    one.tick()
+
+    assert log.stat().st_size == 0
 
 
 def test_at_the_end_a_tracker_gets_time_for_the_rest_and_one_that_hangs_is_killed(bench: Callable[..., Bench]) -> None:
