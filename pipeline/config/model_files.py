@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import struct
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -24,6 +25,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 _MOST_POINTER_BYTES = 1024
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+_ARCHIVE = b"PK\x03\x04"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
     "tekken.json", "*.tiktoken",
@@ -229,7 +231,11 @@ def _problem_of_weights(folder: Path) -> str:
     for file in files:
         if problem := _problem_of_file(file):
             return problem
-    if files or any(any(folder.glob(name)) for name in _OLD_WEIGHTS):
+    old = [] if files else [path for name in _OLD_WEIGHTS for path in sorted(folder.glob(name))]
+    for path in old:
+        if problem := _problem_of_archive(path):
+            return problem
+    if files or old:
         return ""
     form = "GGUF is not read, " if any(folder.glob("*.gguf")) else ""
     return f"no weights in {folder}: {form}take model.safetensors as save_pretrained wrote it"
@@ -241,6 +247,8 @@ def _problem_of_file(path: Path) -> str:
         with path.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 return f"{path} is a pointer of Git LFS without the content: run git lfs pull in its folder"
+            if not nbytes:
+                return f"{path} is empty: download it again"
             file.seek(0)
             whole = _HEADER_BYTES.size + _HEADER_BYTES.unpack(file.read(_HEADER_BYTES.size))[0]
         whole += max((entry["data_offsets"][1] for entry in _entries(path).values()), default=0)
@@ -251,6 +259,16 @@ def _problem_of_file(path: Path) -> str:
     if nbytes < whole:
         return f"{path} is cut: it has {nbytes:,} B of {whole:,} B, download it again"
     return ""
+
+
+def _problem_of_archive(path: Path) -> str:
+    """Return why an old file of weights, an archive of torch, cannot be whole; else an empty text."""
+    with path.open("rb") as file:
+        begins_as_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+    # The directory of an archive stands at its end. Files of torch before 1.6 are none.
+    if path.stat().st_size and not (begins_as_archive and not zipfile.is_zipfile(path)):
+        return ""
+    return f"{path} is {'cut' if begins_as_archive else 'empty'}: download it again"
 
 
 def problem_of_parts(folder: Path, parts: int) -> str:

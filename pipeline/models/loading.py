@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ _PADDING = 24
 _MOST_GAP_NATS, _MOST_ROUNDED_GAP_NATS = 0.01, 0.2
 _MOST_LATER_NATS = 1e-4
 
+_ARCHIVE_ERROR = "PytorchStreamReader"
 _MOST_TOLD = 300
 """Characters of an error of transformers."""
 
@@ -366,6 +368,14 @@ def _named(part: str, path: str | Path, field: str) -> Iterator[None]:
         LookupError, TypeError, AttributeError, ArithmeticError,
     ) as error:  # fmt: skip
         raise ConfigError(f"{field}: cannot load a {part} from {path}: {_told(error)}") from error
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        # torch has no class of its own for an archive that it cannot read.
+        if isinstance(error, RuntimeError) and _ARCHIVE_ERROR not in str(error):
+            raise
+        raise ConfigError(
+            f"{field}: cannot load a {part} from {path}: a .bin file of it is damaged; download it again, or take "
+            "model.safetensors"
+        ) from error
 
 
 def _told(error: Exception) -> str:

@@ -60,7 +60,9 @@ class _Check:
         try:
             return load(*arguments, **keywords)
         except ConfigError as error:
-            self.problems.append(str(error))
+            # Several steps read the same files.
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
             return None
 
     def of_packages(self, config: Config) -> None:

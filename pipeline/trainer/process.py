@@ -23,7 +23,7 @@ from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, free_cached, grow_segments, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.fused_norms import fuse_norms
-from pipeline.models.loading import load_actor, load_critic, load_tokenizer
+from pipeline.models.loading import load_actor, load_critic, load_tokenizer, refuse_large_tokenizer
 from pipeline.models.lora import adapt
 from pipeline.models.tokenizer_file import TokenizerFiles
 from pipeline.models.weights.held import HeldVersion
@@ -202,8 +202,10 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     """Return a trainer with its models loaded and set to the start of training (`pipeline.trainer.resume`)."""
     device = process_device()
     models = sharded_models(config, device) if config.shards_trainer else whole_models(config, device)
-    actor = models["actor"]
-    tokens = first_tokens(config.prompts, config.daemon.seed, load_tokenizer(config.model.actor))
+    actor: Any = models["actor"]
+    tokenizer = load_tokenizer(config.model.actor)
+    refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
+    tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
     metrics = TrainerMetrics(
         context.metrics,
         rank=context.index,

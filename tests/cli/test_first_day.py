@@ -31,8 +31,10 @@ names the file before the start |
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -220,6 +222,19 @@ def described(**changes: object) -> Callable[[Path], object]:
     return lambda folder: (folder / "config.json").write_text(json.dumps(changes))
 
 
+def of_torch(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Return a change of weights in an archive, as torch.save writes it."""
+
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        whole = io.BytesIO()
+        with zipfile.ZipFile(whole, "w") as archive:
+            archive.writestr("archive/data.pkl", bytes(100))
+        (folder / "pytorch_model.bin").write_bytes(change(whole.getvalue()))
+
+    return write
+
+
 def in_two_files(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     names = {"lm_head.weight": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -233,6 +248,9 @@ def in_two_files(folder: Path) -> None:
          "m/model.safetensors is a pointer of Git LFS without the content: run git lfs pull in its folder"),
         (rewritten(lambda whole: whole[:-5]), "m/model.safetensors is cut: it has "),
         (rewritten(lambda _: b"<!DOCTYPE html><html>Not found</html>"), "m/model.safetensors is no safetensors file: "),
+        (rewritten(lambda _: b""), "m/model.safetensors is empty: download it again"),
+        (of_torch(lambda whole: whole[: len(whole) // 2]), "m/pytorch_model.bin is cut: download it again"),
+        (of_torch(lambda _: b""), "m/pytorch_model.bin is empty: download it again"),
         (in_two_files, "m/model-00002-of-00002.safetensors is missing, model.safetensors.index.json names it"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "q4.gguf"), "GGUF is not read, take model.saf"),
         (lambda folder: (folder / "model.safetensors").unlink(), "m: take model.safetensors as save_pretrained"),
@@ -241,7 +259,8 @@ def in_two_files(folder: Path) -> None:
         (described(is_encoder_decoder=True, model_type="t5"), "m is an encoder-decoder (t5): take a causal language"),
         (described(quantization_config={"quant_method": "awq"}), "m is quantized (awq), its weights cannot be trained"),
     ],
-    ids=["LFS", "cut", "a page", "a file short", "GGUF", "no weights", "no tokenizer", "no JSON", "T5", "quantized"],
+    ids=["LFS", "cut", "a page", "empty", "old, cut", "old, empty", "a file short",
+         "GGUF", "no weights", "no tokenizer", "no JSON", "T5", "quantized"],
 )  # fmt: skip
 def test_a_model_that_cannot_be_used_is_named_before_the_start(
     folder: Path, damage: Callable[[Path], object], message: str
@@ -327,7 +346,7 @@ def test_a_file_of_another_kind_is_named_with_the_way_out_wherever_one_is_named(
 
 def test_weights_of_torch_are_taken_and_a_reference_may_be_quantized(folder: Path) -> None:
     save_shell(folder / "m")
-    (folder / "m/model.safetensors").rename(folder / "m/pytorch_model.bin")
+    of_torch(lambda whole: whole)(folder / "m")
     save_shell(folder / "r", quantization_config={"quant_method": "awq"})
     (folder / "r/tokenizer_config.json").unlink()
 

@@ -209,6 +209,7 @@ def test_the_trainer_computes_with_them_too(monkeypatch: pytest.MonkeyPatch) -> 
         ("TrainerMetrics", MagicMock()),
         ("whole_models", lambda config, device: {"actor": confident()}),
         ("load_tokenizer", lambda path: None),
+        ("refuse_large_tokenizer", lambda *_: None),
         ("first_tokens", lambda *_: TOKENS),
     ):
         monkeypatch.setattr(process, name, value)

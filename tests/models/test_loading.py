@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
 
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ShapeError
 from pipeline.experience.batching import make_experience_batch
 from pipeline.experience.types import BufferItem
@@ -18,6 +21,7 @@ from pipeline.models.inputs import position_ids_from_mask
 from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer, refuse_large_tokenizer
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.reward_model import SequenceReward
+from pipeline.trainer import process
 from pipeline.trainer.setup import _make_tokenizer
 from tests.support import tiny
 
@@ -275,6 +279,19 @@ def test_a_saved_actor_loads_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert not actor.training
 
 
+@pytest.mark.parametrize("kept", [lambda whole: whole[:2000], lambda whole: whole[:400] + b"\xff" * 40 + whole[440:]])
+def test_damaged_weights_of_torch_are_named_with_the_way_out(kept: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    model = tiny.llama()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    load_actor(tmp_path, dtype="float32", device="cpu")
+    (tmp_path / "pytorch_model.bin").write_bytes(kept((tmp_path / "pytorch_model.bin").read_bytes()))
+
+    with pytest.raises(ConfigError, match=rf"^model\.actor: .* {tmp_path}: a \.bin file of it is damaged; download it"):
+        load_actor(tmp_path, dtype="float32", device="cpu")
+
+
 @pytest.mark.parametrize("load", [load_actor, load_critic, load_reward_model])
 def test_a_missing_directory_is_named_with_its_field(load: type[object], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"model\.\w+: no such directory: {tmp_path}/absent"):
@@ -290,6 +307,21 @@ def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes() -> None:
     refuse_large_tokenizer(tokenizer, last + 1, "m")
     with pytest.raises(ConfigError, match=rf"^model\.actor: .* in m is larger .* has the id {last}, .* at {last - 1};"):
         refuse_large_tokenizer(tokenizer, last, "m")
+
+
+def test_a_trainer_names_a_tokenizer_larger_than_its_model_before_it_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe of version 0 is a prompt: its ids ended in an IndexError, on a card in an assertion of the device."""
+    model = tiny.llama()
+    model.config.vocab_size = 5
+    monkeypatch.setattr(process, "whole_models", lambda config, device: {"actor": model})
+    monkeypatch.setattr(process, "load_tokenizer", lambda path: _make_tokenizer())
+    monkeypatch.setattr(process, "first_tokens", lambda *_: pytest.fail("the tokenizer is too large"))
+    config = Config.model_validate({"model": {"actor": str(tmp_path)}})
+
+    with pytest.raises(ConfigError, match=rf"^model\.actor: the tokenizer in {tmp_path} is larger than the model"):
+        process.new_trainer(config, MagicMock(), MagicMock())
 
 
 def test_a_missing_tokenizer_is_named_with_its_field(tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ def test_each_problem_is_found_at_once_and_begins_with_its_key(folder: Path, mon
     assert "no linear layer is called 'nope'" in problems[2] and "needs a chat template" in problems[3]
 
 
+def test_a_config_json_without_a_kind_of_model_is_one_problem(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+    (problem,) = found(folder)
+
+    assert "model.actor: cannot load a model from" in problem
+
+
 def test_a_tokenizer_without_pad_and_end_and_one_larger_than_the_model_are_found(folder: Path) -> None:
     change(folder / "config.json", vocab_size=20)
     assert (
