@@ -101,7 +101,7 @@ def contents(model: Path | None) -> dict[str, str]:
     "source",
     type=(click.Choice(["trl", "verl", "openrlhf"]), click.Path(path_type=Path)),
     metavar="TRAINER FILE",
-    help="Convert a run of trl, verl or openrlhf: options in JSON or YAML, or a shell script with its command.",
+    help="Convert a run of trl, verl or openrlhf: options in JSON or YAML, a shell script, or the program of TRL.",
 )
 def init(folder: Path, model: Path | None, source: tuple[str, Path] | None) -> None:
     """Write grpo.toml, prompts.jsonl and my_rewards.py into FOLDER, which is made if it is missing.

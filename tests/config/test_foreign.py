@@ -545,6 +545,9 @@ class TestFiles:
             f"{A}.entropy_coeff": 100,
             f"{A}.grad_clip": 0.5,
         }
+        assert self.read(tmp_path, "c.yml", "hydra: {run: {dir: x}}\ndata: {max_prompt_length: 9}\n", "verl") == {
+            "data.max_prompt_length": 9
+        }
 
     def test_a_script_is_read_with_its_variables_from_its_program_on(self, tmp_path: Path) -> None:
         text = (
@@ -576,6 +579,55 @@ class TestFiles:
 
         with pytest.raises(ConfigError, match="a run of `trl rloo`; of TRL those of `trl grpo` are converted"):
             files.read(path, next(trainer for trainer in TRAINERS if trainer.word == "trl"))
+
+    def test_a_program_of_trl_is_read_without_running_it(self, tmp_path: Path) -> None:
+        text = (
+            "import torch\nfrom datasets import load_dataset\nfrom peft import LoraConfig, TaskType\n"
+            "from trl import GRPOConfig, GRPOTrainer\nfrom trl.rewards import think_format_reward\n"
+            "import my.rewards as rewards\nfrom letters import right\nMODEL = 'models/m'\nSTEPS = 4\n"
+            "raise SystemExit('this program is read, and not run')\n"
+            "def main():\n"
+            "    data = load_dataset('parquet', data_files='a.parquet', split='train')\n"
+            "    args = GRPOConfig('out', learning_rate=1e-5, max_steps=STEPS, bf16=not True, beta=float('1'),\n"
+            "                      model_init_kwargs={'torch_dtype': torch.bfloat16}, **more)\n"
+            "    lora = LoraConfig(r=4, target_modules=('q_proj',), bias='none', task_type=TaskType.CAUSAL_LM, x=1)\n"
+            "    GRPOTrainer(MODEL, [right, rewards.long, think_format_reward, own], args=args, peft_config=lora,\n"
+            "                train_dataset=data.map(chat), callbacks=[])\n"
+            "def own(completions, **_): ...\n"
+            "if __name__ == '__main__':\n    main()\n"
+        )
+
+        found = self.read(tmp_path, "train.py", text, "trl")
+
+        assert found == {
+            "output_dir": "out", "learning_rate": 1e-5, "max_steps": 4, "bf16": "not True", "beta": "float('1')",
+            "model_init_kwargs": {"torch_dtype": "bfloat16"}, "**more": "more",
+            "use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": ["q_proj"],
+            "LoraConfig.x": 1, "model_name_or_path": "models/m", "GRPOTrainer.callbacks": [], "data.map(chat)": None,
+            "reward_funcs": ["letters.right", "my.rewards.long", "trl.rewards.think_format_reward", "train.own"],
+            "datasets": [{"path": "parquet", "data_files": "a.parquet", "split": "train"}],
+        }  # fmt: skip
+        done = converted("trl", found)
+        computed = "the program computes it: write the value into the file"
+        assert {f'bf16 = "not True": {computed}', f"beta = \"float('1')\": {computed}"} <= set(done.lost)
+        assert [table["name"] for table in done.settings["rewards"].value] == [
+            "letters:right", "my.rewards:long", "regex", "train:own",
+        ]  # fmt: skip
+        assert done.settings["prompts.path"].value == "a.parquet" and done.settings["model.lora_rank"].value == 4
+
+    def test_functions_of_a_program_that_trains_at_its_import_are_not_carried(self, tmp_path: Path) -> None:
+        text = "def own(completions): ...\nGRPOTrainer('m', own, args=GRPOConfig(beta=b, max_steps=2)).train()\n"
+
+        found = self.read(tmp_path, "train.py", text, "trl")
+
+        assert 'reward_funcs = "train.own": an import of this program would train: move its functions to a module' in (
+            "\n".join(converted("trl", found).lost)
+        )
+
+    @pytest.mark.parametrize("word", ["verl", "openrlhf"])
+    def test_a_program_of_another_trainer_is_refused(self, tmp_path: Path, word: str) -> None:
+        with pytest.raises(ConfigError, match=r"t\.py: a program; of \w+ JSON, YAML and shell scripts are converted"):
+            self.read(tmp_path, "t.py", "a = 1\n", word)
 
     def test_a_list_of_overrides_needs_no_program(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, "overrides", "data.train_batch_size=8\n# no\nalgorithm.lam=0.9\n", "verl")
@@ -612,6 +664,9 @@ class TestFiles:
             ("c.yaml", "run_name: 2026-13-01", "c.yaml: month must be in 1..12"),
             ("c.yaml", "lr: 1", "c.yaml: no option of TRL is in the file"),
             ("c.sh", "a\n\n--beta 'x\nb", "c.sh:3: no closing quotation, for a word that begins here"),
+            ("c.py", "GRPOConfig(\n  beta=)\n", "c.py:2:8: invalid syntax"),
+            ("c.py", "beta = 1\0", "c.py: source code string cannot contain null bytes"),
+            ("c.py", "beta = 1", "c.py: no option of TRL is in the file"),
             ("c.sh", "hello", "c.sh: no option of TRL is in the file"),
             ("c.sh", "", "c.sh: no option of TRL is in the file"),
         ],

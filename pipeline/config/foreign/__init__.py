@@ -6,6 +6,7 @@ lookup          the answer to a key that is an option of another trainer
 openrlhf        the options of OpenRLHF
 option          an option: its key, conversion and reason
 page            docs/coming-from.md
+program         options read from a Python program of TRL
 trl             the options of TRL
 verl            the options of verl
 """

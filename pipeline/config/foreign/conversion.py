@@ -14,6 +14,7 @@ from pipeline.config import own_model
 from pipeline.config.advice import SECTIONS, describe, toml
 from pipeline.config.foreign.lookup import PAGE
 from pipeline.config.foreign.option import Given, NotCarriedError, Option, Trainer
+from pipeline.config.foreign.program import Computed
 from pipeline.config.types import BUILTIN_PREFIX
 
 _PATHS: Final = (
@@ -135,8 +136,8 @@ def _carry(done: Conversion, option: Option, name: str, given: Given) -> None:
     value = value if is_given else option.default
     shown = f"{name or option.name} = {_short(value)}" + ("" if is_given else f" ({done.trainer.name}'s default)")
     try:
-        if _needs_shell(value):
-            raise NotCarriedError("the value needs the shell, or another option: write it into the file")
+        if reason := _not_known(value):
+            raise NotCarriedError(reason)
         found = {key: _checked(key, each) for key, each in option.converted(value, given).items()}
     except NotCarriedError as error:
         done.lost.append(f"{shown}: {error}")
@@ -173,10 +174,14 @@ def _changes_nothing(option: Option, value: Any, given: Given) -> bool:
         return False
 
 
-def _needs_shell(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(_needs_shell(one) for one in value)
-    return isinstance(value, str) and ("$" in value or "`" in value)
+def _not_known(value: Any) -> str:
+    """Return why a value is not known from the file alone; empty if it is."""
+    if isinstance(value, list | dict):
+        return next(filter(None, map(_not_known, value.values() if isinstance(value, dict) else value)), "")
+    if isinstance(value, Computed):
+        return value.reason
+    needs_shell = isinstance(value, str) and ("$" in value or "`" in value)
+    return "the value needs the shell, or another option: write it into the file" if needs_shell else ""
 
 
 def _checked(key: str, value: Any) -> Any:

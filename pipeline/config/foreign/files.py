@@ -1,4 +1,4 @@
-"""The options of a run of another trainer, read from its file: JSON, YAML, or a shell script with its command.
+"""The options of a run of another trainer, read from its file: JSON, YAML, a shell script, or a program of Python.
 
 Nothing is executed. In a script the variables that it sets itself are filled in; a value that needs the shell for more
 stays as it is written, with its ``$``.
@@ -16,6 +16,7 @@ from typing import Any, Final
 import yaml
 
 from pipeline.config.foreign.option import Trainer
+from pipeline.config.foreign.program import of_program
 from pipeline.errors import ConfigError
 
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -29,7 +30,7 @@ def read(path: Path, trainer: Trainer) -> dict[str, Any]:
     """Return the options of a file by their names, those of tables with dots.
 
     Args:
-        path: JSON or YAML by its suffix, or else a shell script, or a list of options.
+        path: JSON, YAML or Python by its suffix, or else a shell script, or a list of options.
         trainer: The trainer whose options they are.
 
     Raises:
@@ -42,8 +43,15 @@ def read(path: Path, trainer: Trainer) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: not UTF-8 but byte {error.object[error.start]:#04x}") from error
-    is_data = path.suffix.lower() in (".json", ".yaml", ".yml")
-    found = dict(_flat(_loaded(path, text), trainer) if is_data else _of_script(path, text, trainer))
+    match path.suffix.lower():
+        case ".json" | ".yaml" | ".yml":
+            found = dict(_flat(_loaded(path, text), trainer))
+        case ".py" if trainer.has_programs:
+            found = dict(of_program(path, text))
+        case ".py":
+            raise ConfigError(f"{path}: a program; of {trainer.name} JSON, YAML and shell scripts are converted")
+        case _:
+            found = dict(_of_script(path, text, trainer))
     if not any(trainer.find(name) for name in found):
         raise ConfigError(f"{path}: no option of {trainer.name} is in the file")
     return {name: _resolved(value, found) for name, value in found.items()}
@@ -99,12 +107,14 @@ def _loaded(path: Path, text: str) -> Mapping[str, Any]:
 
 def _flat(table: Mapping[str, Any], trainer: Trainer, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
+        if name in ("_target_", "defaults", "hydra"):
+            continue
         full = f"{prefix}{name}"
         option = trainer.find(full)
         is_option = option is not None and full in (*option.names, *option.aliases)
         if isinstance(value, dict) and value and trainer.sections and not is_option:
             yield from _flat(value, trainer, f"{full}.")
-        elif name not in ("_target_", "defaults", "hydra"):
+        else:
             yield full, value
 
 

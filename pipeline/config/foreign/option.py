@@ -119,6 +119,7 @@ class Trainer:
         sections: First parts of the names of its options that are sections; empty where names have one part.
         programs: Parts of the name of its program in a shell script; the options come after it.
         others: Words behind its program that begin a run of another kind.
+        has_programs: Whether its users write the program that trains, in Python.
         always: Keys that a conversion always sets, with the reason.
     """
 
@@ -130,6 +131,7 @@ class Trainer:
     programs: tuple[str, ...]
     always: tuple[tuple[str, Any, str], ...]
     others: tuple[str, ...] = ()
+    has_programs: bool = False
 
     def find(self, name: str) -> Option | None:
         """Return the row of an option, by its name or an earlier one; None if the table lacks it."""

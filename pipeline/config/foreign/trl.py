@@ -213,6 +213,7 @@ def _model(path: str, weight: Any) -> dict[str, Any]:
 def _function(name: str, weight: Any) -> dict[str, Any]:
     if "/" in name:
         return _model(name, weight)
+    name = name.removeprefix("trl.rewards.")
     if name == "think_format_reward":
         found: dict[str, Any] = {"name": "regex", "pattern": r"(?s)\A<think>(?!.*<think>).*?</think>"}
     elif name == "get_soft_overlong_punishment":
@@ -413,6 +414,7 @@ TRL: Final = Trainer(
     sections=(),
     programs=("trl", "grpo"),
     others=("rloo", "sft", "dpo", "kto", "reward", "vllm-serve"),
+    has_programs=True,
     always=(
         ("trainer.loss_rows", "all", "TRL counts rows of groups with equal rewards in the loss"),
         ("rollout.max_prompt_length", PROMPT_TOKENS, "TRL bounds no prompt; a longer one is set aside here"),
