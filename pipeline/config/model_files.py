@@ -262,13 +262,28 @@ def _problem_of_file(path: Path) -> str:
 
 
 def _problem_of_archive(path: Path) -> str:
-    """Return why an old file of weights, an archive of torch, cannot be whole; else an empty text."""
+    """Return why an old file of weights, an archive of torch, cannot be read; else an empty text.
+
+    Files of torch before 1.6 are no archives. Tensors are not read.
+    """
     with path.open("rb") as file:
-        begins_as_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
-    # The directory of an archive stands at its end. Files of torch before 1.6 are none.
-    if path.stat().st_size and not (begins_as_archive and not zipfile.is_zipfile(path)):
+        begin = file.read(len(_ARCHIVE))
+    if not begin:
+        return f"{path} is empty: download it again"
+    if begin != _ARCHIVE:
         return ""
-    return f"{path} is {'cut' if begins_as_archive else 'empty'}: download it again"
+    # The directory of an archive stands at its end.
+    if not zipfile.is_zipfile(path):
+        return f"{path} is cut: download it again"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                # 0 if torch has computed none.
+                if entry.filename.endswith("/data.pkl") and entry.CRC:
+                    archive.read(entry)
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+        return f"{path} is damaged: {error}; download it again"
+    return ""
 
 
 def problem_of_parts(folder: Path, parts: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -368,9 +367,9 @@ def _named(part: str, path: str | Path, field: str) -> Iterator[None]:
         LookupError, TypeError, AttributeError, ArithmeticError,
     ) as error:  # fmt: skip
         raise ConfigError(f"{field}: cannot load a {part} from {path}: {_told(error)}") from error
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except RuntimeError as error:
         # torch has no class of its own for an archive that it cannot read.
-        if isinstance(error, RuntimeError) and _ARCHIVE_ERROR not in str(error):
+        if _ARCHIVE_ERROR not in str(error):
             raise
         raise ConfigError(
             f"{field}: cannot load a {part} from {path}: a .bin file of it is damaged; download it again, or take "

@@ -229,7 +229,7 @@ def of_torch(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
         (folder / "model.safetensors").unlink()
         whole = io.BytesIO()
         with zipfile.ZipFile(whole, "w") as archive:
-            archive.writestr("archive/data.pkl", bytes(100))
+            archive.writestr("archive/data.pkl", "the weights")
         (folder / "pytorch_model.bin").write_bytes(change(whole.getvalue()))
 
     return write
@@ -250,6 +250,7 @@ def in_two_files(folder: Path) -> None:
         (rewritten(lambda _: b"<!DOCTYPE html><html>Not found</html>"), "m/model.safetensors is no safetensors file: "),
         (rewritten(lambda _: b""), "m/model.safetensors is empty: download it again"),
         (of_torch(lambda whole: whole[: len(whole) // 2]), "m/pytorch_model.bin is cut: download it again"),
+        (of_torch(lambda whole: whole.replace(b"weights", b"weighty")), "m/pytorch_model.bin is damaged: Bad CRC-32"),
         (of_torch(lambda _: b""), "m/pytorch_model.bin is empty: download it again"),
         (in_two_files, "m/model-00002-of-00002.safetensors is missing, model.safetensors.index.json names it"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "q4.gguf"), "GGUF is not read, take model.saf"),
@@ -259,7 +260,7 @@ def in_two_files(folder: Path) -> None:
         (described(is_encoder_decoder=True, model_type="t5"), "m is an encoder-decoder (t5): take a causal language"),
         (described(quantization_config={"quant_method": "awq"}), "m is quantized (awq), its weights cannot be trained"),
     ],
-    ids=["LFS", "cut", "a page", "empty", "old, cut", "old, empty", "a file short",
+    ids=["LFS", "cut", "a page", "empty", "old, cut", "old, damaged", "old, empty", "a file short",
          "GGUF", "no weights", "no tokenizer", "no JSON", "T5", "quantized"],
 )  # fmt: skip
 def test_a_model_that_cannot_be_used_is_named_before_the_start(
