@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from pipeline.errors import ExitCode
 if TYPE_CHECKING:
     from pipeline.cli.reward_rows import Row
     from pipeline.config.load import LoadedConfig
-    from pipeline.rollout.reward.trial import Trial
+    from pipeline.rollout.reward.trial import RewardTrial, Trial
 
 _MOST_CHARACTERS = 40
 
@@ -78,12 +79,27 @@ def try_reward(
         trial = RewardTrial(config)
         if file is None:
             rows = reward_rows.of_prompts(config, responses, count)
-        found = [(row, trial.score(row.prompt, row.response, is_cut=row.is_cut)) for row in rows]
+        found = [(row, _scored(trial, row, config.rollout.reward_timeout_s)) for row in rows]
     for line in _json_lines(found) if as_json else _table(found, loaded):
         click.echo(line)
     if problems := [f"{row.location}: {result.problem}" for row, result in found if result.problem]:
         click.echo("\n".join(problems), err=True)
         sys.exit(int(ExitCode.FAILED))
+
+
+def _scored(trial: RewardTrial, row: Row, timeout_s: float) -> Trial:
+    """Return the reward of a row, and say so where a run would not wait for it: here a debugger may hold it up."""
+    late = (
+        f"{row.location}: no score within {timeout_s:g} s (rollout.reward_timeout_s): a run leaves the row out; "
+        "Ctrl-C ends the wait"
+    )
+    timer = threading.Timer(timeout_s, click.echo, (late,), {"err": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        return trial.score(row.prompt, row.response, is_cut=row.is_cut)
+    finally:
+        timer.cancel()
 
 
 def _json_lines(found: list[tuple[Row, Trial]]) -> Iterable[str]:

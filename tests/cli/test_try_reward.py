@@ -137,6 +137,23 @@ def test_a_function_that_raises_is_named_with_its_line_and_one_that_returns_none
     assert scored.stdout.splitlines()[2].split()[:4] == ["rows.jsonl:2", "0.1000", "0.1", "–"]
 
 
+def test_a_function_that_takes_too_long_or_ends_the_process_is_told(folder: Path) -> None:
+    module = f"ending_{folder.name.replace('-', '_')}"
+    (folder / f"{module}.py").write_text(
+        "import sys, threading\ndef late(input_ids, attention_mask, *, response, **_):\n"
+        "    if response == 'end':\n        sys.exit(3)\n"
+        "    [one.join(60) for one in threading.enumerate() if isinstance(one, threading.Timer)]\n    return 1.0\n"
+    )
+    write_rows(folder, {"prompt": "1>", "response": "1"}, {"prompt": "1>", "response": "end"})
+
+    scored = run("rows.jsonl", "--set", f"rewards={module}:late", "--set", "rollout.reward_timeout_s=0.2")
+
+    late, ended = scored.stderr.splitlines()
+    assert scored.exit_code == ExitCode.FAILED
+    assert late.startswith("rows.jsonl:1: no score within 0.2 s (rollout.reward_timeout_s): a run leaves the row out")
+    assert ended == f"rows.jsonl:2: {module}:late ended its process: sys.exit(3)"
+
+
 def test_prompts_of_the_run_are_scored_with_given_responses(folder: Path) -> None:
     scored = run("--response", "1", "--response", "2", "--prompts", "2", "--json")
 

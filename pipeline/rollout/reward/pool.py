@@ -261,7 +261,7 @@ class RewardPool:
                     scorer.watch(math.inf)
                     scores[at] = event.rows
                 else:
-                    verdict = self._verdict(event)
+                    verdict = self._verdict(event, work[at])
                     if verdict.problem != "timeout" and at not in tried_again:
                         # The scorer may have died before it read the rows.
                         tried_again.add(at)
@@ -277,7 +277,10 @@ class RewardPool:
                 waiting.clear()
         return [scores[at] for at in range(len(work))]
 
-    def _verdict(self, ended: Ended) -> RowScore:
+    def _verdict(self, ended: Ended, work: RowsToScore) -> RowScore:
+        names = " or ".join(self._functions[at] for at in work.functions)
         if ended.took_s >= self._timeout_s:
-            return RowScore(problem="timeout", text=f"no score within {self._timeout_s:g} s")
-        return RowScore(problem="exception", text=f"the process that called the function {how_ended(ended.code)}")
+            said = f"{names} gave no score within {self._timeout_s:g} s (rollout.reward_timeout_s)"
+            return RowScore(problem="timeout", text=said, cause=said)
+        said = f"the process that called {names} {how_ended(ended.code)}"
+        return RowScore(problem="exception", text=said, cause=said)

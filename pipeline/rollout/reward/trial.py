@@ -116,6 +116,8 @@ class RewardTrial:
                 if error.is_absent and (len(self._functions) > 1 or self._models):
                     continue
                 return Trial(parts, len(response_ids), is_cut, str(error).replace(" for row 0", "", 1))
+            except SystemExit as end:
+                return Trial(parts, len(response_ids), is_cut, f"{name} ended its process: sys.exit({end.code!r})")
         if not parts and self._functions and not self._models:
             problem = str(none_applies([name for name, _, _ in self._functions], 0)).replace(" for row 0", "", 1)
             return Trial(parts, len(response_ids), is_cut, problem)

@@ -121,6 +121,13 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
         rewards.wait_ready()
         rows_that_fail_cost_no_other(rewards, problems, parts)
         assert "in by_answer" in capfd.readouterr().err, "the log shows where the one that hung was"
+        both = "judges:by_answer or judges:length"
+        for said in (
+            f"reason=timeout: {both} gave no score within 1.5 s (rollout.reward_timeout_s)",
+            f"reason=exception: the process that called {both} was killed by SIGKILL",
+            f"reason=exception: the process that called {both} ended with exit code 3",
+        ):
+            assert any(said in line for line in caplog.messages), "both may be the one at fault"
         a_row_half_said_to_a_stopped_scorer_costs_no_other(rewards)
         problems.clear()
         after_three_rows_that_hang_the_rest_is_not_tried(rewards)
