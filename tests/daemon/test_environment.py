@@ -181,7 +181,7 @@ def test_an_environment_of_verifiers_trains_the_bits_of_one_of_ones_own_whoever_
         ),
         (
             ENVIRONMENT.replace("self.turns += 1", "raise ValueError('broken')"),
-            r"rollout\.environment: ValueError: broken, prompt .*prompts\.jsonl:\d+",
+            r"rollout\.environment: ValueError: broken \(.*answering\.py:\d+\), prompt .*prompts\.jsonl:\d+",
         ),
     ],
     ids=["import", "method", "step"],

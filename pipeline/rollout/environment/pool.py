@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.progress import Telemetry
-from pipeline.rollout.environment.process import prepare
+from pipeline.rollout.environment.process import prepare, told_late
 from pipeline.rollout.environment.wire import Answer, Forget, Problem, Step, to_pool
 from pipeline.runtime.pool import STARTUP_TIMEOUT_S, Ended, PoolProcess, ProcessPool, how_ended
 
@@ -248,7 +248,7 @@ class _Rows:
             return []
         problem: Problem = "timeout" if is_late else "exception"
         how = how_ended(ended.code)
-        text = f"no answer within {limit_s:g} s" if problem == "timeout" else f"the process of the row {how}"
+        text = told_late(limit_s) if problem == "timeout" else f"the process of the row {how}"
         self._timeouts = self._timeouts + 1 if problem == "timeout" else 0
         answers = [Answer(step.row, problem, text, text) for step in lost]
         if self._timeouts >= _TIMEOUTS_IN_A_ROW:

@@ -16,6 +16,7 @@ import numbers
 import selectors
 import sys
 import time
+import traceback
 from typing import Any
 
 from pipeline.config import user_modules
@@ -44,6 +45,8 @@ class Environments:
 
     def __init__(self, factory: Any, timeout_s: float) -> None:
         self._factory = factory
+        module = sys.modules.get(getattr(factory, "__module__", ""))
+        self._file = getattr(module, "__file__", None)
         self._timeout_s = timeout_s
         self._rows: dict[int, tuple[Environment, int]] = {}
         # Rows with a step that was taken and is not answered, and those of them that were dropped since.
@@ -98,13 +101,17 @@ class Environments:
             raise
         # The code of the user may raise anything, a TimeoutError and a CancelledError of its own too.
         except BaseException as error:
+            # The cancellation that the limit made a TimeoutError has the lines that awaited.
+            location = self._location_of((limit.expired() and error.__cause__) or error)
             if limit.expired():
-                return self._failed(step, "timeout", f"no answer within {limit_s:g} s", "")
+                return self._failed(step, "timeout", f"{told_late(limit_s)}{location}", "")
             if isinstance(error, asyncio.CancelledError) and task.cancelling() > 0 and step.row not in self._dropped:
                 # The end of the loop.
                 raise
             kind = type(error).__name__
-            return self._failed(step, "exception", f"{kind}: {_message_of(error)}", f"raised {kind}")
+            return self._failed(
+                step, "exception", f"{kind}: {_message_of(error)}{location}", f"raised {kind}{location}"
+            )
         finally:
             del self._running[step.row]
             self._arm()
@@ -134,11 +141,22 @@ class Environments:
         self._rows[step.row] = environment, len(step.responses)
         return turn
 
+    def _location_of(self, error: BaseException) -> str:
+        """Return `` (file:line)``, the last line of the environment's file that was under way; empty if not known."""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == self._file]
+        return f" ({self._file}:{lines[-1]})" if lines else ""
+
     def _failed(self, step: Step, problem: Any, text: str, bare: str) -> Answer:
         self._rows.pop(step.row, None)
         # A lone surrogate cannot be sent.
         text = text.encode("utf-8", "replace").decode()
         return Answer(step.row, problem, text, bare or text)
+
+
+def told_late(limit_s: float) -> str:
+    """Return the problem of a step that has taken its time."""
+    return f"no answer within {limit_s:g} s (rollout.environment_timeout_s)"
 
 
 def _message_of(error: BaseException) -> str:

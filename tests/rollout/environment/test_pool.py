@@ -241,7 +241,9 @@ def test_a_step_that_fails_costs_its_own_row_alone(new_pool) -> None:
         answers = rows.say("e", response, "f", "g")
 
         assert [answer.problem for answer in answers] == ["", problem, "", ""], response
-        assert answers[1].text == text and "secret" not in answers[1].bare
+        said, _, place = answers[1].text.partition(" (")
+        assert said == text and "secret" not in answers[1].bare
+        assert place.partition(":")[0].endswith("surroundings.py") == (problem == "exception" and "process" not in text)
         assert [answer.reward for answer in (answers[0], *answers[2:])] == [2.0] * 3
         assert pool.problem is answers[1] and pool.counts.problems - counted == {problem: 1}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -102,7 +103,9 @@ def test_a_step_after_a_repetition_has_the_time_of_one(new_pool) -> None:
 
     (answer,) = rows.say("sleep 5")
 
-    assert (answer.problem, answer.text) == ("timeout", "no answer within 1 s")
+    assert answer.problem == "timeout"
+    assert answer.text.startswith("no answer within 1 s (rollout.environment_timeout_s) (")
+    assert re.search(r"surroundings\.py:\d+\)$", answer.text), "the line that awaits"
 
 
 def programs_of(rows: Rows) -> list[int]:
