@@ -8,6 +8,7 @@ and rounds once, after the weight, where transformers' module rounds before it a
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Iterable
 from typing import Any, Final, cast
@@ -65,6 +66,9 @@ def _names(module: nn.Module) -> frozenset[str]:
 def _is_fusible(kind: type[nn.Module], epsilon: str, names: frozenset[str]) -> bool:
     """Return whether modules of a class compute a root-mean-square norm with a weight, as torch's operator does."""
     if not epsilon or names != {"weight"} or "RMSNorm" not in kind.__name__ or hasattr(kind, _IS_FUSED):
+        return False
+    if len(inspect.signature(kind.forward).parameters) != 2:
+        # A gated norm computes a plain one where it gets no gate, as in the trial.
         return False
     draws = torch.Generator().manual_seed(0)
     weight, rows = (1.0 + 0.5 * torch.randn(shape, generator=draws) for shape in ((_WIDTH,), (4, _WIDTH)))

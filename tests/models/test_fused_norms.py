@@ -68,6 +68,28 @@ def test_in_16_bits_a_norm_rounds_once_and_is_nearer_to_float32() -> None:
     assert (after.double() - exact).abs().mean() < 0.8 * (before.double() - exact).abs().mean()
 
 
+class RMSNormGated(nn.Module):
+    """As that of Bamba and of GraniteMoeHybrid in transformers 5.17."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is not None:
+            hidden_states = hidden_states * nn.functional.silu(gate)
+        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def test_a_norm_with_an_optional_gate_stays_as_it_is() -> None:
+    norm = RMSNormGated(8)
+    rows, gate = torch.randn(2, 3, 8)
+
+    assert fuse_norms([nn.ModuleList([norm])], CARD) == 0
+    assert norm(rows, gate).shape == rows.shape
+
+
 def test_a_weight_in_another_dtype_than_the_rows_gives_the_dtype_of_before() -> None:
     norm = tiny.llama().model.norm
     rows = torch.randn(3, len(norm.weight)).bfloat16()
