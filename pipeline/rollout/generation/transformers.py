@@ -69,7 +69,8 @@ def can_replace_generate(actor: object) -> bool:
     if "generate" in vars(actor) or type(actor).generate is not GenerationMixin.generate:
         return False
     cached: bool = type(actor)._supports_default_dynamic_cache()  # type: ignore[misc]
-    if not cached or actor.config.is_encoder_decoder:
+    # Of some models that keep a state the cache of earlier transformers does not tell it.
+    if not cached or actor.config.is_encoder_decoder or getattr(actor, "_is_stateful", False):
         return False
     layers = DynamicCache(config=actor.config.get_text_config(decoder=True)).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
