@@ -48,6 +48,7 @@ _PACKS = custom_operators._supports_onednn
 _CACHED_SHAPES = 32
 # The worker's own passes run on the same card.
 _GPU_SHARE = 0.6
+_LEAST_SHARE = 0.001
 
 
 class UpdateError(Exception):
@@ -130,7 +131,7 @@ class Core:
         if settings.cache_bytes:
             arguments["kv_cache_memory_bytes"] = settings.cache_bytes
         if not settings.on_cpu:
-            arguments["gpu_memory_utilization"] = _free_share()
+            arguments["gpu_memory_utilization"] = memory_share(settings.cache_bytes)
         self._watch: threading.Thread | None = None
         with scratch_files(settings.scratch):
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
@@ -416,8 +417,15 @@ def _model_of(worker: Any) -> Any:
     return worker.get_model()
 
 
-def _free_share() -> float:
-    """Return the share of the card's memory that the engine may use: a share of its free part."""
+def memory_share(cache_bytes: int) -> float:
+    """Return the share of the card's memory that vLLM is to use, which must be free when it looks, seconds later.
+
+    Args:
+        cache_bytes: Bytes of the key-value cache; 0: the rest of the share. Of a cache of its own size vLLM asks for
+            the share all the same, and for nothing else: a trainer that loads its models on the card would end it.
+    """
+    if cache_bytes:
+        return _LEAST_SHARE
     import torch
 
     free, total = torch.cuda.mem_get_info()
