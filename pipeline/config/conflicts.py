@@ -385,9 +385,6 @@ def _sleep_conflicts(config: Config) -> list[Conflict]:
     if rollout.engine == "transformers":
         message = 'must be false with rollout.engine = "transformers", which computes with the worker\'s own actor'
         found.append(Conflict(("rollout.sleep", "rollout.engine"), message))
-    if rollout.engine == "vllm" and rollout.cache_bytes is None:
-        message = "must be set with rollout.sleep: the memory that is free at the start may be the trainer's at a wake"
-        found.append(Conflict(("rollout.cache_bytes", "rollout.sleep", "rollout.engine"), message))
     if config.cluster.engine == "ray":
         message = 'must be false with cluster.engine = "ray": the trainer is on another machine'
         found.append(Conflict(("rollout.sleep", "cluster.engine"), message))

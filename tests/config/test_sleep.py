@@ -20,7 +20,6 @@ def made(**changes):
     [
         ({"buffer": {"max_staleness": 1}}, "buffer.max_staleness", "must be 0 with rollout.sleep"),
         ({"rollout": {"engine": "transformers"}}, "rollout.sleep", "computes with the worker's own actor"),
-        ({"rollout": {"engine": "vllm"}}, "rollout.cache_bytes", "must be set with rollout.sleep"),
         ({"cluster": {"engine": "ray"}}, "rollout.sleep", "another machine"),
         ({"trainer": {"kind": "external"}}, "rollout.sleep", "does not tell when it steps"),
     ],
@@ -30,5 +29,6 @@ def test_what_cannot_take_turns_is_refused_in_one_line(changes, key, message):
         made(**changes)
 
 
-def test_an_engine_of_ones_own_at_staleness_0_is_taken():
-    assert made().rollout.sleep
+@pytest.mark.parametrize("engine", ["mine:new_engine", "vllm"])
+def test_an_engine_that_can_sleep_is_taken_at_staleness_0(engine):
+    assert made(rollout={"engine": engine}).rollout.sleep

@@ -426,7 +426,6 @@ def test_sleep_is_named_where_it_makes_a_run_fit_and_can_be_had(folder: Path) ->
     for other in (
         config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 1})}),
         on_one_card(folder, engine="mine:new_engine", cache_bytes=None),
-        on_one_card(folder, cache_bytes=None),
     ):
         lines = remedies(other, models, machine._replace(gpu_bytes=1_000))
         assert lines and not any("rollout.sleep" in line for line in lines)

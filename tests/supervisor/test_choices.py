@@ -171,6 +171,46 @@ def test_where_no_cache_leaves_a_step_its_room_the_reason_says_so(folder: Path) 
     assert "rollout.cache_bytes bounds it" in found.reasons[KEYS[1]]
 
 
+def asleep_at_steps(folder: Path) -> Config:
+    settings = configured(folder, {"engine": "vllm"}).model_dump(exclude_unset=True)
+    settings["rollout"]["sleep"] = True
+    settings["buffer"]["max_staleness"] = 0
+    return Config.model_validate(settings)
+
+
+@pytest.mark.parametrize(("gpu_gb", "rows", "least"), [(141, 256, 256), (24, 128, 8), (10, 1, None)])
+def test_an_engine_that_sleeps_has_a_cache_of_a_fixed_size_and_a_larger_one(
+    folder: Path, gpu_gb: float, rows: int, least: int | None
+) -> None:
+    awake, config = configured(folder, {"engine": "vllm"}), asleep_at_steps(folder)
+
+    found, _ = chosen(config, cards(gpu_gb, 1))
+
+    assert found.config.rollout.cache_bytes == rows * A_ROW
+    without_sleep = chosen(awake, cards(gpu_gb, 1))[0].config.rollout.cache_bytes
+    assert without_sleep == (None if least is None else least * A_ROW)
+    together = [one for one in budgets_of(found.config, models_of(config), cards(gpu_gb, 1)) if one.is_card]
+    assert [one.lacks_bytes > 0 for one in together] == [least is None]
+    if least is None:
+        assert found.reasons[CACHE] == "one row, no cache leaves room for a step on the same card"
+
+
+def test_without_a_plan_an_engine_that_sleeps_needs_the_size_of_its_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(environ: Mapping[str, str]) -> Machine:
+        raise ConfigError("the driver is silent")
+
+    monkeypatch.setattr("pipeline.supervisor.capacity.choices.of_processes", silent)
+    config = asleep_at_steps(folder)
+
+    with pytest.raises(ConfigError, match=r"^rollout\.cache_bytes: must be set .* the driver is silent$"):
+        decided(config, {})
+
+    sized = config.model_copy(update={"rollout": config.rollout.model_copy(update={"cache_bytes": GB})})
+    assert decided(sized, {}).config.rollout.cache_bytes == GB
+
+
 def test_without_a_card_nothing_of_a_pass_is_chosen(folder: Path) -> None:
     found, in_force = chosen(configured(folder), cards(0, 0))
 

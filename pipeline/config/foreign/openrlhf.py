@@ -213,7 +213,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("vllm.num_engines", "rollout.engine rollout.workers", "a worker has one engine; 0: transformers", to=lambda value, given: {"rollout.engine": "vllm", "rollout.workers": value} if value else {"rollout.engine": "transformers"}, aliases="vllm_num_engines"),
     missing("vllm.tensor_parallel_size", "rollout.tensor_parallel is the GPUs of a worker: set it", key="rollout.tensor_parallel", off=(1,), aliases="vllm_tensor_parallel_size"),
     missing("vllm.gpu_memory_utilization", "rollout.cache_bytes is the size of the cache in bytes, no share of the GPU", key="rollout.cache_bytes", aliases="vllm_gpu_memory_utilization"),
-    missing("vllm.enable_sleep ds.enable_sleep", "rollout.sleep needs the size of the cache, rollout.cache_bytes: set both", key="rollout.sleep", aliases="vllm_enable_sleep deepspeed_enable_sleep"),
+    missing("vllm.enable_sleep ds.enable_sleep", "rollout.sleep needs buffer.max_staleness = 0: set both", key="rollout.sleep", aliases="vllm_enable_sleep deepspeed_enable_sleep"),
     needless("vllm.sync_backend vllm.sync_with_ray vllm.enable_prefix_caching vllm.enforce_eager", "weights go through shared memory; the engine has vLLM's own defaults", aliases="vllm_sync_backend vllm_sync_with_ray enable_prefix_caching enforce_eager"),
     carried("train.async_enable", "buffer.max_staleness", "train.async_queue_size versions; without it the conversion sets 0", default=False, to=_staleness, aliases="async_train"),
     carried("train.async_queue_size", "buffer.max_staleness", "with train.async_enable", default=1, to=lambda value, given: {}, aliases="async_queue_size"),

@@ -318,7 +318,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("use_vllm", "rollout.engine", default=False, to=lambda value, given: {"rollout.engine": "vllm" if value else "transformers"}),
     needless("vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port", "each worker has an engine of its own, which the daemon starts"),
     needless("vllm_model_impl cache_implementation use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged", "the engine chooses", aliases="vllm_device vllm_dtype vllm_enable_prefix_caching vllm_max_model_len"),
-    missing("vllm_enable_sleep_mode", "rollout.sleep needs the size of the cache, rollout.cache_bytes: set both", key="rollout.sleep"),
+    missing("vllm_enable_sleep_mode", "rollout.sleep needs buffer.max_staleness = 0: set both", key="rollout.sleep"),
     missing("vllm_gpu_memory_utilization", "rollout.cache_bytes is the size of the cache in bytes, no share of the GPU", key="rollout.cache_bytes", unless=lambda value, given: not given["use_vllm"]),
     missing("vllm_tensor_parallel_size", "rollout.tensor_parallel is the GPUs of a worker: set it", key="rollout.tensor_parallel", off=(1,)),
     missing("vllm_structured_outputs_regex", "responses are free; the reward `format`, `regex` or `json_schema` scores them", key="rewards", aliases="vllm_guided_decoding_regex"),

@@ -62,7 +62,11 @@ class Choices(NamedTuple):
 
 
 def decided(config: Config, environ: Mapping[str, str]) -> Choices:
-    """Return the configuration with the plan's choices for this machine and its environment."""
+    """Return the configuration with the plan's choices for this machine and its environment.
+
+    Raises:
+        ConfigError: If there is no plan, and it would have to size the cache of an engine that sleeps.
+    """
     try:
         machine = of_processes(environ)
         if config.trainer.keep_state == "auto" and _holds_state(config):
@@ -114,6 +118,11 @@ def misfits(config: Config, environ: Mapping[str, str]) -> list[str]:
 
 
 def _without_plan(config: Config, error: ConfigError) -> Choices:
+    rollout = config.rollout
+    if rollout.sleep and rollout.engine == "vllm" and rollout.cache_bytes is None:
+        raise ConfigError(
+            f"rollout.cache_bytes: must be set with rollout.sleep, no plan chooses it: {error}"
+        ) from error
     sharding = "none" if config.trainer.sharding == "auto" else config.trainer.sharding
     keep_state = "memory" if config.trainer.keep_state == "auto" else config.trainer.keep_state
     reason = _settled(config) or f"no plan: {error}"
@@ -147,7 +156,8 @@ def _cache(config: Config, models: Models, machine: Machine) -> tuple[Config, st
     """Return the cache of a vLLM that shares its card with a rank.
 
     It holds the rows that vLLM runs at a time, at their greatest length: more is of no use to a ticket. Where no step
-    fits beside that, it is halved until one does: fewer rows run at a time.
+    fits beside that, it is halved until one does: fewer rows run at a time. An engine that sleeps has a cache of a
+    fixed size in any case: what is free at its start may be the trainer's when it wakes.
     """
     rollout = config.rollout
     if config.trainer.kind == "external" or not _shares_with_growing_cache(
@@ -163,7 +173,8 @@ def _cache(config: Config, models: Models, machine: Machine) -> tuple[Config, st
         stepping, _ = _passes(sized, models, machine)
         if _fit(_cards_of_ranks(stepping, models, machine), share):
             return sized, f"{rows:,} rows of {config.lengths.row:,} tokens, beside a step on the same card"
-    return config, "no cache leaves room for a step on the same card"
+    reason = "no cache leaves room for a step on the same card"
+    return (sized, f"one row, {reason}") if rollout.sleep else (config, reason)
 
 
 def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:
