@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from pipeline.models.flat_rows import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +78,22 @@ class PrefixLayout:
             if not longest:
                 continue
             prompt_of_row = [prompt for prompt, of_prompt in enumerate(responses) for _ in of_prompt]
-            columns = torch.arange(longest, device=device)
-            real = columns < torch.tensor(lengths, device=device).unsqueeze(1)
-            keys = torch.arange(prompt_length + longest, device=device)
+            real = np.arange(longest) < np.array(lengths)[:, None]
+            columns, keys = (torch.arange(end, device=device) for end in (longest, prompt_length + longest))
             runs.append(
                 ResponseRun(
                     prompt_tokens=(prompt_start, prompt_end),
                     prompts=len(responses),
-                    prompt_of_row=torch.tensor(prompt_of_row, device=device),
+                    prompt_of_row=on_device(np.array(prompt_of_row), device),
                     response_tokens=(response_start, response_end),
                     rows=len(lengths),
                     longest=longest,
-                    indices=None if min(lengths) == longest else real.flatten().nonzero().squeeze(1),
+                    indices=None if min(lengths) == longest else on_device(np.flatnonzero(real), device),
                     mask=keys <= prompt_length + columns.unsqueeze(1),
                 )
             )
-        starts = torch.tensor([0, *prompt_lengths]).cumsum(0).to(device, torch.int32)
-        return cls(prompt_lengths, starts, runs)
+        starts = np.cumsum([0, *prompt_lengths]).astype(np.int32)
+        return cls(prompt_lengths, on_device(starts, device), runs)
 
 
 def response_attention(

@@ -85,7 +85,7 @@ class SharedRows:
         position_ids: ``(1, T)`` int64, those of the tokens in their whole rows.
         before: ``(N,)`` int64, the index of the token before each action, actions in the order of the batch.
         layout: The places of prompts and responses.
-        row_lengths: ``(B,)`` int64, tokens of each row.
+        row_lengths: ``(B,)`` int64 on the host, tokens of each row.
     """
 
     input_ids: Tensor
@@ -118,7 +118,7 @@ class SharedRows:
             position_ids=on_device(np.concatenate(positions), device).unsqueeze(0),
             before=torch.where(place < 0, in_prompt, in_response),
             layout=layout,
-            row_lengths=on_device(prompts + responses, device),
+            row_lengths=torch.from_numpy(prompts + responses),
         )
 
     def keywords(self, model: object) -> dict[str, Any]:

@@ -209,7 +209,8 @@ def _flat_of(rows: RaggedRows, tokens: Tensor) -> tuple[FlatRows, Index | None]:
     if not kept.all():
         lengths = np.bincount(of_token[kept], minlength=len(rows))
         action = np.cumsum(kept)[action] - 1
-        tokens = tokens[on_device(kept, tokens.device)]
+        # Their numbers: a mask on a card would make the host wait for the number of ones in it.
+        tokens = tokens[on_device(np.flatnonzero(kept), tokens.device)]
     return FlatRows.of(tokens, lengths, action, row), chosen
 
 

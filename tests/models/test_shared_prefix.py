@@ -29,6 +29,7 @@ from pipeline.rollout.generation.interface import Request, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.models.test_varlen_attention import assert_same_gradients
 from tests.support import tiny
+from tests.support.fake_card import CARD, fake_card
 from tests.support.padded_passes import flat_rows_of, log_probs_by_packing, values_by_packing
 
 CPU = torch.device("cpu")
@@ -207,6 +208,24 @@ def test_on_a_card_prompts_are_shared_only_if_it_is_wanted() -> None:
     prepare_shared_prefix([model], torch.device("meta"), None, key="k")
 
     assert not may_share_prompts(model) and not uses_varlen_attention(model)
+
+
+def test_the_layout_of_a_pass_on_a_card_is_made_without_a_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays go there by `on_device`, in the order of the stream; all else is made there."""
+    sent: list[str] = []
+
+    def on_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+        sent.append(str(array.dtype))
+        return torch.empty(array.shape, dtype=getattr(torch, str(array.dtype)), device=device)
+
+    monkeypatch.setattr(prefix_attention, "on_device", on_device)
+
+    with fake_card() as operations:
+        layout = prefix_attention.PrefixLayout.of([3, 3, 5], [[2, 4], [1], [3, 3]], CARD)
+
+    assert sent == ["int64", "int64", "int64", "int32"]
+    assert set(operations) == {"arange", "add", "le"}
+    assert [run.mask.shape for run in layout.runs] == [(4, 7), (3, 8)]
 
 
 def sliding() -> MistralForCausalLM:

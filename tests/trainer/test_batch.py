@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.ragged import RaggedRows
@@ -38,6 +41,21 @@ def test_actions_that_count_have_a_number_each_and_tokens_after_the_last_one_are
     assert batch.base_log_probs is not None and batch.base_log_probs.tolist() == [-100, -97, -96, -89]
     assert batch.advantages.tolist() == [-1, -1, -1, 3]
     assert (batch.flat.lengths.tolist(), batch.flat.prompts.tolist(), batch.counts.tolist()) == ([7, 2], [2, 1], [3, 1])
+
+
+def test_tokens_are_left_out_by_their_numbers_not_by_a_mask_whose_ones_a_host_would_wait_for() -> None:
+    chosen: list[Tensor] = []
+
+    class Indexed(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.index.Tensor:
+                chosen.extend(args[1])
+            return func(*args, **(kwargs or {}))
+
+    with Indexed():
+        TrainingBatch.of(RaggedRows.of(two_turns()), "grpo", CPU)
+
+    assert chosen and all(index.dtype == torch.int64 for index in chosen)
 
 
 def test_an_attention_mask_with_holes_takes_their_tokens_away() -> None:
