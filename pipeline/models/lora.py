@@ -366,5 +366,8 @@ def _adapted(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     if layer.lora_is_off:
         return output
     change: Tensor = layer.lora_B(layer.lora_A(inputs[0]))
+    if output.is_cuda:
+        # One kernel, and one rounding; on a CPU the sum would have other bits.
+        return torch.add(output, change, alpha=layer.lora_scale)
     total: Tensor = output + layer.lora_scale * change
     return total

@@ -28,6 +28,7 @@ from pipeline.trainer.learner import Learner
 from tests.support import tiny
 from tests.support.adapted_reference import reference_log_probs
 from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.fake_card import CARD, fake_card, to_fake_card
 from tests.support.padded_passes import log_probs_by_packing
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2]])
@@ -59,6 +60,18 @@ def test_a_layer_computes_what_the_paper_says():
     torch.testing.assert_close(layer(x), expected)
     assert layer.lora_A.weight.shape == (4, 16)
     assert layer.lora_B.weight.shape == (16, 4)
+
+
+@torch.no_grad()
+def test_an_adapter_is_three_launches_of_a_card_beside_its_layer():
+    model = adapt(tiny.llama(), settings(targets=["q_proj"]), seed=0)
+    layer = model.model.layers[0].self_attn.q_proj
+    with fake_card() as operations:
+        to_fake_card(layer)
+        operations.clear()
+        layer(torch.empty(3, 16, device=CARD))
+
+    assert operations == ["mm", "mm", "mm", "add"]
 
 
 @torch.no_grad()
