@@ -24,6 +24,7 @@ from pipeline.models.critic import Critic
 from pipeline.models.device import free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.fused_norms import fuse_norms
+from pipeline.models.fused_rotary import fuse_rotary
 from pipeline.models.loading import (
     load_actor,
     load_critic,
@@ -150,9 +151,11 @@ def _load(
     # After the critic, which is made of the unadapted backbone.
     adapt(actor, config.model, seed=config.daemon.seed)
     if config.trainer.kind == "builtin":
-        # As in the trainer; one's own has the model's own norms.
-        here = (actor if holds_actor else None, None if reference is actor else reference, critic)
-        fuse_norms([model for model in here if model is not None], device)
+        # As in the trainer; one's own has the model's own operations.
+        own = (actor if holds_actor else None, None if reference is actor else reference, critic)
+        here = [model for model in own if model is not None]
+        fuse_norms(here, device)
+        fuse_rotary(here, device)
     # After the adapters, as in the trainer: that of the head is float32 too. Without the actor the reference alone
     # computes logits here.
     if (measured := actor if holds_actor else reference) is not None:

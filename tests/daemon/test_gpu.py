@@ -15,12 +15,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2 import modeling_qwen2
 
 from pipeline.config.schema import TrainerConfig
 from pipeline.experience import codec
 from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.float32_logits import compute_in_float32, log_prob_spread
 from pipeline.models.fused_norms import fuse_norms
+from pipeline.models.fused_rotary import fuse_rotary
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.packing import log_probs_of_rows, prepare_packing
 from pipeline.models.pass_size import release_memory
@@ -629,6 +631,29 @@ def test_a_norm_is_one_kernel_of_a_pass_and_computes_as_before():
         assert kernels(lambda: norm(rows))[0] == 1
     for mine, its in zip(found, expected, strict=True):
         assert (mine.float() - its.float()).norm() < 0.02 * its.float().norm()
+
+
+def test_queries_and_keys_are_rotated_by_six_kernels_a_layer_in_place_of_ten(monkeypatch):
+    monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb)
+    q, k, cos, sin = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((8, 14, 1, 64), (8, 2, 1, 64), (8, 1, 64), (8, 1, 64))
+    )
+
+    def call():
+        return modeling_qwen2.apply_rotary_pos_emb(q, k, cos, sin)
+
+    call()
+    before, expected = kernels(call)
+
+    assert fuse_rotary([qwen_in_16_bits()], q.device) == 1
+
+    # The sign of the sine is set once a pass.
+    call()
+    after, found = kernels(call)
+    assert (before, after) == (10, 6)
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, atol=2**-5, rtol=2**-6)
 
 
 def test_the_trial_of_a_card_finds_compiled_layers_faster_and_keeps_them():
