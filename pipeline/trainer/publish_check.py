@@ -26,6 +26,7 @@ class PublishCheck:
         self._config = Config.model_validate_json(self._workspace.config_path.read_bytes())
         self._arena = _inode(self._workspace.arena_path)
         self._expected: dict[str, dict[str, Tensor]] | None = None
+        self._has_critic: bool | None = None
 
     def __call__(self, actor: Mapping[str, Tensor], critic: Mapping[str, Tensor] | None) -> None:
         """Refuse weights that workers could not load, or that no worker would read.
@@ -45,8 +46,12 @@ class PublishCheck:
         found = [] if critic is None or "critic" in expected else ["critic: rollout.algorithm is grpo, there is none"]
         for model, state in given.items():
             found += (faults(model, state, expected[model]) or nonfinite(model, state)) if model in expected else []
+        if not found and critic is not None and self._has_critic is False:
+            # The file that the first publish has made has no room for it.
+            found = ["critic: the first publish of this connection had none; publish both from the first one on"]
         if found:
             raise WeightsError(f"nothing is published: {'; '.join(found)}")
+        self._has_critic = critic is not None if self._has_critic is None else self._has_critic
 
     def _refuse_other_daemon(self) -> None:
         # The arena is one file for the whole run, and the daemon that takes over a killed one keeps it.

@@ -8,6 +8,7 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import UnreachableError, WeightsError
+from pipeline.models.critic import Critic
 from pipeline.models.weights.store import WeightsReader
 from pipeline.runtime.workspace import RunId
 from pipeline.storage.arena import Arena
@@ -116,6 +117,24 @@ def test_a_critic_is_refused_without_ppo_and_checked_with_it(tmp_path, house):
 
     with pytest.raises(WeightsError, match=r"critic: missing tensors \(22 of 22\)"):
         house.connect(check=PublishCheck(tmp_path)).publish(actor=state, critic={})
+
+
+def test_a_critic_that_the_first_publish_did_not_have_is_refused_and_not_left_out(tmp_path, house):
+    model = prepare(tmp_path, algorithm="ppo")
+    critic = Critic.from_actor(model).state_dict()
+    connection = house.connect(check=PublishCheck(tmp_path))
+    connection.publish(actor=model.state_dict())
+
+    with pytest.raises(WeightsError, match=r"^nothing is published: critic: the first publish of this connection had"):
+        connection.publish(actor=model.state_dict(), critic=critic)
+
+    assert connection.newest().version == 1
+    connection.close()
+    following = house.connect(check=PublishCheck(tmp_path))
+    following.publish(actor=model.state_dict(), critic=critic)
+    reader = WeightsReader(house.weights_path)
+    assert any(name.startswith("critic.") for name in reader.views((2, 0)))
+    reader.close()
 
 
 @pytest.mark.parametrize("is_published", [False, True], ids=["before the first publish", "after it"])
