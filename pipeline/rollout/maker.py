@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ from pipeline.experience.advantages import (
 from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.experience.vision_rows import VisionRows, take_vision
+from pipeline.models.flat_rows import Index
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.lora import without_adapters
 from pipeline.models.pass_size import PassSize, RowBound
@@ -361,12 +362,15 @@ class NaiveExperienceMaker(ExperienceMaker):
             )
 
     @torch.no_grad()
-    def finish(self, batch: PromptBatch, rows: Rows) -> RaggedRows:
+    def finish(
+        self, batch: PromptBatch, rows: Rows, *, on_kept: Callable[[Index], None] = lambda kept: None
+    ) -> RaggedRows:
         """Return the experience of a batch and its responses: scores, log-probs, and the fields of the algorithm.
 
         Args:
             batch: The result of `begin`.
             rows: Its prompts with their responses (`PromptBatch.joined` or `rows`), ``prompts * G`` rows.
+            on_kept: Called with the indices of the rows that are left, if some are left out.
 
         Returns:
             The fields of `make_experience`, without padding; with `drop_errored` without the rows left out.
@@ -385,6 +389,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             if self.drop_errored and (kept := rows_with_reward(scores, group_size)) is not None:
                 rows, scores = rows.rows(kept), scores[kept]
                 parts.keep(torch.from_numpy(kept))
+                on_kept(kept)
             log_probs = self._log_probs(rows, temperature)
             base_log_probs = None
             if self.initial_model is not None:

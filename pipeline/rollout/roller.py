@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -16,6 +16,7 @@ from pipeline.config.user_modules import PROMPT
 from pipeline.errors import ConfigError, PromptError
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
+from pipeline.models.flat_rows import Index
 from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import Rendering, Template, render
 from pipeline.prompts.source import PromptSource
@@ -39,6 +40,20 @@ PromptReader = Callable[[Sequence[Prompt], int], None]
 """Called with prompts, and the number of rows of each of them."""
 
 
+class RolledPrompt(NamedTuple):
+    """A prompt that was rolled out.
+
+    Attributes:
+        position: Position of the prompt.
+        place: Number of the prompt among those that were sampled and scored.
+        answer: The right answer.
+    """
+
+    position: int
+    place: int
+    answer: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Rolled:
     """The result of a rollout.
@@ -48,7 +63,7 @@ class Rolled:
         prompts_failed: Prompts set aside.
         refused: Why the last prompt set aside could not be rolled out.
         fault: Why the experience must not be sealed.
-        answers: The right answer of each prompt rolled out.
+        prompts: The prompt of each group of `rows`.
         versions: Weights that the responses were sampled with, oldest first; empty if all are those held by the
             caller.
         results: Results of held-out prompts, which have no experience.
@@ -59,7 +74,7 @@ class Rolled:
     prompts_failed: int
     refused: PromptError | None = None
     fault: Fault | None = None
-    answers: Sequence[Any] = ()
+    prompts: Sequence[RolledPrompt] = ()
     versions: tuple[int, ...] = ()
     results: tuple[PromptResult, ...] = ()
     prompts_cut: int = 0
@@ -263,7 +278,13 @@ class LocalRoller:
             completed: One element a prompt, in order.
         """
         self._announce(begun)
-        rolled = self._checked(begun, self._maker.finish(batch, batch.joined(completed)))
+        places = list(range(len(begun.kept)))
+
+        def keep(rows: Index) -> None:
+            # Whole groups are left out.
+            places[:] = (rows[:: batch.group_size] // batch.group_size).tolist()
+
+        rolled = self._checked(begun, self._maker.finish(batch, batch.joined(completed), on_kept=keep), places)
         spans = (span for request in completed for response in request.responses for span in response.spans)
         return dataclasses.replace(rolled, versions=tuple(sorted({span.version for span in spans})))
 
@@ -282,14 +303,15 @@ class LocalRoller:
         for read in self.readers:
             read([prompt for prompt, _ in begun.kept], self._group_size)
 
-    def _checked(self, begun: Begun, rows: RaggedRows) -> Rolled:
+    def _checked(self, begun: Begun, rows: RaggedRows, places: Sequence[int]) -> Rolled:
         failed = begun.prompts - len(begun.kept)
         fault = find_fault(rows, vocabulary=self.vocabulary, has_observations=self.turns is not None)
         if fault is not None:
             return Rolled(rows, failed, begun.refused, fault)
-        answers = [prompt.answer for prompt, _ in begun.kept]
+        kept = ((place, begun.kept[place][0]) for place in places)
+        prompts = [RolledPrompt(prompt.position, place, prompt.answer) for place, prompt in kept]
         cut = sum(found.cut > 0 for _, found in begun.kept)
-        return Rolled(rows, failed, begun.refused, None, answers, prompts_cut=cut)
+        return Rolled(rows, failed, begun.refused, None, prompts, prompts_cut=cut)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version; see `WorkerWeights.fetch`."""

@@ -144,20 +144,23 @@ class RolloutSamples(WorkerHook):
         assert made is not None
         self._is_wanted = False
         began_s = self._clock()
-        rows = len(made)
-        first = self._rng.randrange(rows // self._group_size) * self._group_size
-        known = self._sources(rows, rolled.answers)
-        index, answer = known[first // self._group_size] if known else (None, None)
-        shown = range(first, min(first + self._group_size, first + _MOST_RESPONSES))
+        group = self._rng.randrange(len(made) // self._group_size)
+        first, prompt = group * self._group_size, rolled.prompts[group]
+        shown = range(min(self._group_size, _MOST_RESPONSES))
+        parts = self._parts(prompt.place, prompts=ticket.prompts - rolled.prompts_failed)
         sample = Sample(
             unix_s=round(time.time(), 3),
             worker=self._worker,
             ticket=ticket.ticket,
-            position=ticket.position + (index or 0),
+            position=prompt.position,
             policy_version=version,
             group_size=self._group_size,
-            answer="" if answer is None else json.dumps(answer, ensure_ascii=False)[:_MOST_ANSWER_CHARACTERS],
-            responses=[self._response(made, row, bool(stopped[row]), self._parts(rows, row)) for row in shown],
+            answer=""
+            if prompt.answer is None
+            else json.dumps(prompt.answer, ensure_ascii=False)[:_MOST_ANSWER_CHARACTERS],
+            responses=[
+                self._response(made, first + member, bool(stopped[first + member]), parts[member]) for member in shown
+            ],
             **self._prompt(made, first),
         )
         try:
@@ -172,26 +175,16 @@ class RolloutSamples(WorkerHook):
         """Close the file."""
         self._writer.close()
 
-    def _kept_scores(self, rows: int) -> list[Parts] | None:
-        """Return the parts of each row of the experience, which lacks the groups with an errored row."""
-        size = self._group_size
-        groups = [self._scored[at : at + size] for at in range(0, len(self._scored), size)]
-        kept = [parts for group in groups if None not in group for parts in group if parts is not None]
-        return kept if len(kept) == rows else None
+    def _parts(self, place: int, *, prompts: int) -> Sequence[Parts]:
+        """Return the parts of each row of a prompt; empty ones if not each row of all prompts was told of.
 
-    def _sources(self, rows: int, answers: Sequence[Any]) -> list[tuple[int, Any]] | None:
-        """Return the index in the ticket and the answer of each group; None if they are ambiguous."""
+        Args:
+            place: Number of the prompt among those that were scored.
+            prompts: Their number.
+        """
         size = self._group_size
-        groups = len(self._scored) // size
-        if rows == len(answers) * size:
-            return list(enumerate(answers))
-        if groups != len(answers) or self._kept_scores(rows) is None:
-            return None
-        return [(at, answers[at]) for at in range(groups) if None not in self._scored[at * size : (at + 1) * size]]
-
-    def _parts(self, rows: int, row: int) -> Parts:
-        kept = self._kept_scores(rows)
-        return () if kept is None else kept[row]
+        is_whole = len(self._scored) == prompts * size
+        return [parts or () for parts in self._scored[place * size :][:size]] if is_whole else [()] * size
 
     def _prompt(self, rows: RaggedRows, row: int) -> dict[str, Any]:
         ids = rows.columns_of("sequences", row)[: -rows.counts[row]].tolist()

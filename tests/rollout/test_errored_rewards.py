@@ -110,7 +110,10 @@ def moody(rollers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F8
     monkeypatch.syspath_prepend(tmp_path)
 
     def load(*answers: str, rollout: dict[str, object] | None = None):
-        lines = [json.dumps({"prompt": f"{place}>", "answer": answer}) for place, answer in enumerate(answers)]
+        texts = ["0" * 40 if answer == "long" else str(place) for place, answer in enumerate(answers)]
+        lines = [
+            json.dumps({"prompt": f"{text}>", "answer": answer}) for text, answer in zip(texts, answers, strict=True)
+        ]
         (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
         options = {"reward_timeout_s": 0, **(rollout or {})}
         prompts = {"path": str(tmp_path / "p.jsonl")}
@@ -118,6 +121,23 @@ def moody(rollers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F8
 
     yield load
     sys.modules.pop("in_process", None)
+
+
+def test_each_group_of_a_rollout_has_its_own_prompt_whichever_are_set_aside_or_left_out(moody) -> None:
+    roller, *_ = moody("good", "long", "bad", "good", "text", "long", "good")
+    prompts = [roller._source.at(position) for position in range(7)]
+    sampled = [prompt for prompt in prompts if prompt.answer != "long"]
+
+    rolled = roller.roll(0, 7)
+
+    assert rolled.prompts_failed == 2 and len(rolled.rows) == 3 * 4
+    assert rolled.prompts == [
+        (prompt.position, place, "good") for place, prompt in enumerate(sampled) if prompt.answer == "good"
+    ]
+    for group, found in enumerate(rolled.prompts):
+        row = 4 * group
+        tokens = rolled.rows.columns_of("sequences", row)[: -rolled.rows.counts[row]]
+        assert roller.tokenizer.decode(tokens.tolist()) == prompts[found.position].prompt
 
 
 def test_a_function_in_the_worker_that_raises_costs_its_group_and_is_named_once_with_place_prompt_and_row(

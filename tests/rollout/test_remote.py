@@ -121,7 +121,7 @@ def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(ta
 
     equal(vars(mine.rows.padded()), vars(theirs.rolled.rows.padded()))
     assert mine.stopped.tolist() == theirs.rolled.stopped.tolist()
-    assert list(mine.answers) == list(theirs.rolled.answers)
+    assert list(mine.prompts) == list(theirs.rolled.prompts)
     counted = here.take(None, None)
     scores, stages = theirs.all_of("scored"), theirs.all_of("staged")
     assert scores == events_of(counted, "scored") and len(scores) == 12

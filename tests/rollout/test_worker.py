@@ -72,7 +72,7 @@ class Maker:
         self.calls.append(PromptBatch(prompts, prompt_columns, 1, gt_answer, vision, sampling, columns))
         return self.calls[-1]
 
-    def finish(self, batch, rows):
+    def finish(self, batch, rows, *, on_kept=None):
         if self.error is not None:
             raise self.error
         experience = made_up(rows=len(rows), prompt=5, actions=6, seed=batch.sampling.seed % 1000)

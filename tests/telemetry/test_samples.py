@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pipeline.cli.samples import Filter, render, visible
 from pipeline.config.schema import Config
 from pipeline.experience.ragged import RaggedRows
-from pipeline.rollout.roller import Rolled
+from pipeline.rollout.roller import Rolled, RolledPrompt
 from pipeline.rollout.sample_recorder import RewardNames, RolloutSamples, pieces, reward_names
 from pipeline.runtime.messages import Ticket
 from pipeline.runtime.run_folder import RunNote, write_note
@@ -206,11 +206,14 @@ def worker_samples(tmp_path: Path, clock: Any, **changes: Any) -> RolloutSamples
     return RolloutSamples(SampleWriter(tmp_path, 4, 1 << 20), Letters(), worker=4, clock=clock, **settings)
 
 
-def keep(samples: RolloutSamples, experience: Any, answers: list[Any], ticket: int = 0) -> None:
+def keep(
+    samples: RolloutSamples, experience: Any, answers: list[Any], *, ticket: int = 0, left_out: tuple[int, ...] = ()
+) -> None:
+    """Pass the rows of a ticket whose prompts have these answers, without those of prompts that are left out."""
     stopped = torch.tensor([True, False] * (len(experience.sequences) // 2))
     rows = RaggedRows.of(experience).with_info("cut", ~stopped.numpy())
-    rolled = Rolled(rows, 0, answers=answers)
-    samples.sealed(Ticket(0, ticket, 10, 1, 1, 0, 0, 0, 0.0), rolled, 3)
+    prompts = [RolledPrompt(10 + at, at, answer) for at, answer in enumerate(answers) if at not in left_out]
+    samples.sealed(Ticket(0, ticket, 10, len(answers), 1, 0, 0, 0, 0.0), Rolled(rows, 0, prompts=prompts), 3)
 
 
 @pytest.mark.parametrize("ppo", [True, False])
@@ -250,12 +253,26 @@ def test_groups_that_errored_are_left_out_of_answers_and_parts_as_of_the_experie
     samples.scoring()
     for parts in ([1.0, 0.0], [2.0, 0.0], [3.0, 0.0], None, [5.0, 0.0], [6.0, 0.0]):
         samples.scored(parts)
-    keep(samples, made_up(rows=4, ppo=False), ["a", "errored", "c"])
+    keep(samples, made_up(rows=4, ppo=False), ["a", "errored", "c"], left_out=(1,))
     samples.closing()
 
     (one,) = SampleReader(tmp_path).read()
     exact = [response.parts["m:exact"] for response in one.responses]
     assert (one.answer, one.position, exact) in [('"a"', 10, [1.0, 2.0]), ('"c"', 12, [5.0, 6.0])]
+
+
+def test_a_group_that_a_reward_model_or_an_environment_left_out_moves_no_other_one(tmp_path: Path) -> None:
+    samples = worker_samples(tmp_path, lambda: 0.0)
+
+    samples.scoring()
+    for row in range(4):
+        samples.scored([float(row), 0.0])
+    keep(samples, made_up(rows=2, ppo=False), ["no score", "b"], left_out=(0,))
+    samples.closing()
+
+    (one,) = SampleReader(tmp_path).read()
+    exact = [response.parts["m:exact"] for response in one.responses]
+    assert (one.answer, one.position, exact) == ('"b"', 11, [2.0, 3.0])
 
 
 def test_each_reward_model_has_its_weighted_part_and_the_environment_the_rest(tmp_path: Path) -> None:
