@@ -270,12 +270,14 @@ METRICS: Final[tuple[Metric, ...]] = (
           "to each rank, and of those that it trained; absent with one rank or several mini-batches.",
           rows="leased trained"),
     gauge("rlhfd_behaviour_ratio", TRAINER,
-          "Ratio of the trainer's to the engine's probability of a token for the same weights, over the last step "
-          "(mean, min, max); absent where rows carry no log-probs of the engine.", stat="mean min max"),
+          "Ratio of the trainer's to the engine's probability of a token, over the last step (mean, min, max): for the "
+          "same weights, or with rollout.log_probs = trainer for the present ones and those that sampled; absent where "
+          "rows carry no log-probs of the engine.", stat="mean min max"),
     histogram("rlhfd_engine_gap_nats", "trainer rollout", GAP_NATS,
               "Difference of the engine's and the trainer's log-probs for the same weights, in nats a token: of each "
               "token of the probe of each version, of their mean where the engine alone holds the actor, and the mean "
-              "of each row that is trained.", point="probe train"),
+              "of each row that is trained, with rollout.log_probs = trainer for the weights of rlhfd_behaviour_ratio.",
+              point="probe train"),
     gauge("rlhfd_engine_gap_mean_nats", ROLLOUT, "Mean of these differences in the probe of a worker's version.",
           role=OWN, worker=OWN),
     counter("rlhfd_engine_probes_total", ROLLOUT,

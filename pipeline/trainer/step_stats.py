@@ -34,6 +34,8 @@ class StepStats:
     """The statistics of one step over all ranks; fields that begin with ``row_`` or end with ``_s`` are of this rank.
 
     Of several updates, losses, norms and ratios are means; of an update that was discarded, `policy_kl_nats` alone.
+    Where the trainer computes the log-probs, the policy before the step takes the place of the sampling policy, and the
+    engine's log-probs are of older weights than its.
 
     Attributes:
         step: Steps so far, this one included.
