@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -42,7 +43,8 @@ class Quarantine:
         self._most_bytes = most_bytes
         self._count = count
         for left in folder.glob("*.new"):
-            left.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                left.unlink()
 
     def keep(self, chosen: Chosen, reason: str, detail: str) -> None:
         """Write extents into one file; if the disk is full, the copy alone is lost."""

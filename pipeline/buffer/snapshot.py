@@ -16,6 +16,7 @@ and block tickets for every slice; a checksum would only detect that an extent w
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -105,8 +106,9 @@ class BufferSnapshot:
         self._executor.shutdown()
 
     def remove(self) -> None:
-        """Remove the file: the run has shut down in order."""
-        self.path.unlink(missing_ok=True)
+        """Remove the file, if there is one and the disk is not read-only: the run has shut down in order."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
     def _is_due(self, now_s: float) -> bool:
         if now_s >= self._look_s:

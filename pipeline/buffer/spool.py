@@ -18,6 +18,7 @@ snapshot replaces it, because the machine may crash again before.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -120,7 +121,9 @@ class Spool:
             damaged: Called with the number of spooled rows that cannot be read.
         """
         for path in (self.path, self.snapshot_path):
-            path.with_suffix(".new").unlink(missing_ok=True)
+            # A disk that is read-only by now refuses this even if there is none; the ledger goes on without it.
+            with contextlib.suppress(OSError):
+                path.with_suffix(".new").unlink()
         # No rows are made before the first version: rows in the ledger are then from a partly restored file.
         lived = ledger.totals.policy_version >= 0
         latest = self._latest(lived)

@@ -290,9 +290,10 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
     @staticmethod
     def remove(runtime_dir: Path) -> None:
-        """Remove the record, if there is one, and an unfinished one."""
+        """Remove the record, if there is one, and an unfinished one; on a read-only file system both stay."""
         for name in (_UNFINISHED_RECORD, _RECORD):
-            (runtime_dir / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (runtime_dir / name).unlink()
 
 
 def shm_directories() -> list[Path]:

@@ -1,5 +1,7 @@
 """The spool: the next start restores the untrained rows of a stopped run once, through any kill."""
 
+import errno
+
 import msgspec
 import pytest
 import torch
@@ -335,6 +337,21 @@ def test_a_buffer_killed_at_any_store_of_the_taking_in_takes_every_row_in_once(s
         journal.memory, journal.marks = journal.memory.memory, journal.marks.memory
         stores += 1
     assert stores > 20
+
+
+def test_a_buffer_is_replaced_on_a_disk_that_has_become_read_only(starts, monkeypatch):
+    start = starts("first")
+    start.serve()
+    start.say(Published(0, 9, 0))
+
+    def refused(path, missing_ok=False):
+        # Also of a file that is not there.
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr("pathlib.Path.unlink", refused)
+    start.take_in()
+
+    assert start.ledger.totals.policy_version == 0 and start.damaged == []
 
 
 def test_a_spool_that_was_taken_in_and_not_yet_removed_is_not_taken_in_again(starts):

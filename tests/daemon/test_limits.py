@@ -272,6 +272,7 @@ def test_a_run_whose_disk_takes_nothing_more_goes_on_and_its_end_stays_in_shared
         with Daemon(tmp_path, *settings, "trainer.max_steps=0", task=task, program=small.program) as daemon:
             wait_steps(daemon, 2)
             small.do(FAULTS[fault][0])
+            os.kill(daemon.pids()["buffer-0"], signal.SIGKILL)
             wait_steps(daemon, 2)
             daemon.signal(signal.SIGTERM)
             assert daemon.wait() == FAILED, daemon.errors

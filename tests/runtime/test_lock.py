@@ -258,6 +258,20 @@ class TestRecord:
         with pytest.raises(FileNotFoundError):
             InstanceRecord.read(tmp_path)
 
+    def test_on_a_disk_that_has_become_read_only_it_stays_and_the_run_ends_in_order(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(path: Path, missing_ok: bool = False) -> None:
+            # Also of a file that is not there.
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+        record(tmp_path).write(tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", refused)
+            InstanceRecord.remove(tmp_path)
+
+        assert InstanceRecord.read(tmp_path) == record(tmp_path)
+
     def test_record_of_a_newer_version_with_more_fields_is_read(self, tmp_path: Path) -> None:
         fields = msgspec.to_builtins(record(tmp_path)) | {"colour": "green"}
         (tmp_path / "instance.json").write_bytes(msgspec.json.encode(fields))
