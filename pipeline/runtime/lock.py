@@ -267,10 +267,17 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     version: str = msgspec.field(default_factory=installed_version)
 
     def write(self, runtime_dir: Path) -> None:
-        """Write the record into the runtime directory in one rename; the caller holds its lock."""
+        """Write the record into the runtime directory in one rename; the caller holds its lock.
+
+        Raises:
+            ConfigError: If it cannot be written: no command would find the instance.
+        """
         # A constant name: the unfinished file of a killed process is replaced by the next record.
         data = msgspec.json.encode(self) + b"\n"
-        write_whole(runtime_dir / _RECORD, data, runtime_dir / _UNFINISHED_RECORD, flush=False)
+        try:
+            write_whole(runtime_dir / _RECORD, data, runtime_dir / _UNFINISHED_RECORD, flush=False)
+        except OSError as error:
+            raise ConfigError(f"daemon.runtime_dir: cannot use {runtime_dir}: {error.strerror}") from error
 
     @classmethod
     def read(cls, runtime_dir: Path) -> InstanceRecord:
@@ -287,6 +294,11 @@ class InstanceRecord(msgspec.Struct, frozen=True):
             raise UnreachableError(f"{path} is no record of an instance: {error}") from error
         except PermissionError as error:
             raise UnreachableError(f"cannot read {path}: {error.strerror}") from error
+
+    @staticmethod
+    def is_there(runtime_dir: Path) -> bool:
+        """Return whether there is a record in the runtime directory."""
+        return (runtime_dir / _RECORD).exists()
 
     @staticmethod
     def remove(runtime_dir: Path) -> None:

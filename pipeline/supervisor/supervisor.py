@@ -375,12 +375,15 @@ class Supervisor:
         """Have commands find this instance after somebody has removed its runtime directory."""
         if now_s < self._looks_at_s:
             return
-        folder = self._config.daemon.runtime_dir
+        folder = Path(self._config.daemon.runtime_dir)
         try:
-            if self._lock.retake():
-                self._record.write(Path(folder))
-                log.warning("the runtime directory had been removed, and is made again: path=%s", folder)
-        except (ConfigError, OSError) as error:
+            # The record alone is missing where a cleaner took it, or where it found no room beside the lock.
+            has_lost_all = self._lock.retake()
+            if has_lost_all or not InstanceRecord.is_there(folder):
+                self._record.write(folder)
+                log.warning("the %s had been removed, and is made again: path=%s",
+                            "runtime directory" if has_lost_all else "record of this instance", folder)  # fmt: skip
+        except ConfigError as error:
             self._looks_at_s = now_s + _LOST_S
             log.error("the runtime directory was removed, and commands do not find this instance: reason=%s", error)
 

@@ -354,6 +354,10 @@ def test_a_removed_runtime_directory_is_made_again_and_commands_find_the_instanc
     after = status_of(rlhfd("status", "--json", "--runtime-dir", str(daemon.runtime_dir), folder=daemon.folder))
     assert after["run_id"] == before["run_id"] and after["uptime_s"] >= before["uptime_s"]
     daemon.wait_step(daemon.status()["step"] + 2)
+    (daemon.runtime_dir / "instance.json").unlink()
+    daemon.wait_logged("the record of this instance had been removed, and is made again: path=")
+    after = status_of(rlhfd("status", "--json", "--runtime-dir", str(daemon.runtime_dir), folder=daemon.folder))
+    assert after["run_id"] == before["run_id"]
 
 
 def test_nobody_there_exits_with_3(tmp_path: Path) -> None:

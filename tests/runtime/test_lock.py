@@ -249,6 +249,13 @@ class TestRecord:
         InstanceRecord.remove(tmp_path)
         assert not any(tmp_path.iterdir())
 
+    def test_one_that_cannot_be_written_is_a_refusal_of_the_start_that_names_the_key(self, tmp_path: Path) -> None:
+        # In the way of the file that is renamed, as a full disk is.
+        (tmp_path / ".instance.json.new").mkdir()
+
+        with pytest.raises(ConfigError, match=f"^daemon.runtime_dir: cannot use {tmp_path}: Is a directory$"):
+            record(tmp_path).write(tmp_path)
+
     def test_removing_twice_is_harmless(self, tmp_path: Path) -> None:
         record(tmp_path).write(tmp_path)
 
