@@ -19,12 +19,11 @@ import stat
 from pathlib import Path
 
 import msgspec
-from pydantic import ValidationError
 
-from pipeline.config.identity import identity_of, run_dir, run_name
+from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, LedgerError
-from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
+from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.storage.arena import PAGE_BYTES, Arena
 from pipeline.storage.files import UNREADABLE, no_room
 from pipeline.storage.layout import LedgerLayout
@@ -51,6 +50,16 @@ class RunId(msgspec.Struct, frozen=True):
             and self.folder == _folder_of(config)
             and self.ranks == config.trainer.world_size
         )
+
+
+class _OwnersTrainer(msgspec.Struct, frozen=True):
+    kind: str
+
+
+class _Owner(msgspec.Struct, frozen=True):
+    """The part of the configuration of another run that a start reads; it may be of another release."""
+
+    trainer: _OwnersTrainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,22 +214,25 @@ def _refuse_unsaved(folder: Path, config: Config) -> None:
     newest = newest_version(folder / "weights")
     try:
         found = Workspace.open(folder)
-        owner = Config.model_validate_json(found.config_path.read_bytes())
-    except (OSError, ValidationError, *UNREADABLE):
+        owner = msgspec.json.decode(found.config_path.read_bytes(), type=_Owner)
+    except (OSError, *UNREADABLE):
         return
-    is_asked_to = config.trainer.resume == "never" and found.run.is_of(config)
+    is_same = found.run.is_of(config)
+    is_asked_to = config.trainer.resume == "never" and is_same
     if newest is None or is_asked_to or owner.trainer.kind != "builtin":
         return
+    run = Path(found.run.folder)
     try:
-        latest = read_latest(checkpoints_dir(owner))
+        latest = read_latest(run / "checkpoints")
     except ConfigError:
         latest = None
     saved = 0 if latest is None else latest.version
     if newest.version > saved:
+        other_release = "with the release of rlhfd that ran it, since this one cannot read its arena"
+        how = other_release if is_same else "as it was configured"
         raise ConfigError(
-            f"{folder} holds the run {run_name(owner)}, killed at policy version {newest.version}; its last checkpoint "
-            f"is of version {saved}: start it once more as it was configured, to save it, or give these versions up: "
-            f"rm -r {folder}"
+            f"{folder} holds the run {run.name}, killed at policy version {newest.version}; its last checkpoint "
+            f"is of version {saved}: start it once more {how}, to save it, or give these versions up: rm -r {folder}"
         )
 
 

@@ -371,6 +371,29 @@ def test_steps_of_another_killed_run_in_shared_memory_are_not_removed(tmp_path):
     assert not begin_run(mine, shm, checked_layout(mine)).taken_over, "all of its steps are in a checkpoint"
 
 
+def test_steps_that_a_killed_daemon_of_another_release_left_are_not_removed_and_that_release_is_asked_for(
+    tmp_path, monkeypatch
+):
+    of, shm = config(tmp_path), tmp_path / "shm"
+    open_run(of, shm)
+    begin_run(of, shm, checked_layout(of))
+    save(of, 2, "a")
+    publish(shm, 3)
+    # A key that is gone, and records of another layout.
+    written = json.loads((shm / "config.json").read_text())
+    written["buffer"]["checksum"] = True
+    (shm / "config.json").write_text(json.dumps(written))
+    monkeypatch.setattr("pipeline.storage.layout.LAYOUT_VERSION", 10**6)
+    open_run(of, shm)
+
+    with pytest.raises(
+        ConfigError, match=r"killed at policy version 3; .* version 2: start it once more with the release of rlhfd"
+    ):
+        begin_run(of, shm, checked_layout(of))
+
+    assert weights_header.newest_version(shm / "weights").version == 3
+
+
 def test_a_killed_run_with_steps_in_shared_memory_is_taken_over_though_its_steps_are_taken(tmp_path):
     of, shm = config(tmp_path, trainer={"max_steps": 2}), tmp_path / "shm"
     open_run(of, shm)
