@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,12 +39,14 @@ _LEAST_ROWS = 3
 """Processes for which the sentences of `why` make room in a short pane."""
 _COLOURS = {"ready": "green", "failed": "red", "stopped": "red"}
 _LEAST_SHARE = 0.02
+_LAST_MINUTE_COLUMNS = 48
+"""Of a screen; a pipe gets all."""
 
 Ask = Callable[[str], dict[str, Any]]
 
 
-def rows(status: Mapping[str, Any], why: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return one row a process: its activity now, and its time by activity over the last minute."""
+def rows(status: Mapping[str, Any], why: Mapping[str, Any], *, columns: float = math.inf) -> list[tuple[str, ...]]:
+    """Return one row a process: its activity now, and its time by activity over the last minute, in so many columns."""
     doing = {process["name"]: process for process in why.get("processes") or []}
     found: list[tuple[str, ...]] = []
     for process in status.get("processes") or []:
@@ -61,13 +64,21 @@ def rows(status: Mapping[str, Any], why: Mapping[str, Any]) -> list[tuple[str, .
                 duration(at.get("since_s")),
                 _on(unit, working_on, process),
                 engine(process) or "–",
-                " ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST_SHARE)[:48] or "–",
+                _last_minute(shares, columns) or "–",
                 str(process.get("restarts", "–")),
                 size(process.get("resident_bytes")),
                 devices(process),
             )
         )
     return found
+
+
+def _last_minute(shares: Mapping[str, float], columns: float) -> str:
+    """Return the shares of activities, as many of the largest, which come first, as fit."""
+    parts = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST_SHARE]
+    while len(" ".join(parts)) > columns:
+        parts.pop()
+    return " ".join(parts)
 
 
 def _on(unit: str, working_on: int, process: Mapping[str, Any]) -> str:
@@ -92,7 +103,7 @@ def screen(
     as many processes are shown as fit.
     """
     shot = Snapshot.of_status(status)
-    found = rows(status, why)
+    found = rows(status, why, columns=_LAST_MINUTE_COLUMNS)
     fitting = _fitting(found, width)
     grid = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
     for column in fitting:

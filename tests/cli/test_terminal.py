@@ -29,6 +29,19 @@ WHY = {
 }  # fmt: skip
 
 
+def test_the_last_minute_is_whole_in_a_pipe_and_has_the_activities_that_fit_on_a_screen() -> None:
+    spent = {"generate": 0.4, "log_probs": 0.3, "reference": 0.2, "reward": 0.06, "wait_ticket": 0.04}
+    (rollout,) = (one for one in WHY["processes"] if one["name"] == "rollout-0")
+    why = {**WHY, "processes": [{**rollout, "last_minute": spent}]}
+    console = Console(width=250, file=io.StringIO())
+
+    console.print(top_view.screen(STATUS, why, width=250))
+
+    all_of_it = "generate 40% log_probs 30% reference 20% reward 6% wait_ticket 4%"
+    assert all_of_it in top_view.text(STATUS, why)
+    assert "generate 40% log_probs 30% reference 20%  " in console.file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("process", "shown"),
     [
