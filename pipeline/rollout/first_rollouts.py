@@ -95,15 +95,18 @@ def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
         row_bytes: Bytes reserved for a row; pixels may be larger.
 
     Raises:
-        ConfigError: If none of the first prompts can be rolled out, or rows of the first usable one do not fit into
-            `row_bytes`.
+        ConfigError: If none of the first prompts can be rolled out, or rows of the first usable one, or of the first
+            with images, do not fit into `row_bytes`.
         RewardError: If none of the first usable prompts gets a reward.
         FieldError: If none of their rollouts passes the insert gate.
         RlhfdError: Any other error of the rollout of a usable prompt.
     """
     refused: list[RewardError | FieldError] = []
     set_aside: PromptError | None = None
+    is_usable = False
     for position in range(TRIED_PROMPTS):
+        if is_usable and not roller.has_images(position):
+            continue
         try:
             rolled = roller.roll(position, 1, response_tokens=_TRIED_TOKENS)
             if rolled.fault is not None:
@@ -128,6 +131,11 @@ def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
                 f"buffer.row_bytes: extent of {whole:,} B does not fit: {room:,} B are reserved for the "
                 f"{len(rows)} rows of a prompt at rollout.max_length {roller.lengths.row:,}"
             )
+        if is_usable or roller.vision is None or roller.has_images(position):
+            return
+        # Rows of text say nothing about the room for pixels.
+        is_usable = True
+    if is_usable:
         return
     if refused:
         raise refused[-1]

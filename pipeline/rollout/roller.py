@@ -218,6 +218,10 @@ class LocalRoller:
                 self.telemetry.sampled(tokens_of(completed))
         return self.finish(begun, batch, completed)
 
+    def has_images(self, position: int) -> bool:
+        """Return whether the prompt at a position has images."""
+        return bool(self._source.at(position).images)
+
     @property
     def engine(self) -> Engine:
         """The engine that samples the prompts."""

@@ -236,3 +236,12 @@ def test_rows_too_large_for_their_room_are_refused_before_the_first_ticket(
         refuse_broken_reward(roller, patches_bytes + 4096)
         with pytest.raises(ConfigError, match=r"^buffer\.row_bytes: extent of [\d,]+ B does not fit"):
             refuse_broken_reward(roller, patches_bytes // 2)
+    # A prompt of text comes first, and fits.
+    with source_of(tmp_path, {"prompt": "ab"}, {"prompt": "ab", "images": ["red.png"]}) as source:
+        roller = new_roller(source, model_directory)
+        assert not roller.has_images(0)
+        refuse_broken_reward(roller, patches_bytes + 4096)
+        with pytest.raises(ConfigError, match=r"^buffer\.row_bytes: extent of [\d,]+ B does not fit"):
+            refuse_broken_reward(roller, patches_bytes // 2)
+    with source_of(tmp_path, {"prompt": "ab"}) as source:
+        refuse_broken_reward(new_roller(source, model_directory), patches_bytes // 2)
