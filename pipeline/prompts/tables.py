@@ -3,7 +3,7 @@
 Arrow files, those of `datasets` among them, are mapped into memory. Of a Parquet file the row groups of the last reads
 are kept decoded. Null in a message of a chat is a key that the message lacks, because every row of a table has all of
 its keys; numbers that are no JSON (NaN) are null; times are texts in ISO 8601, decimals texts. Columns of bytes are
-left out.
+left out, except for those of images, which are refused as in a line of JSON.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class _Table:
         self.path = path
         self._names = [field.name for field in schema if _is_json(field.type)]
         self.left_out = tuple(field.name for field in schema if field.name not in self._names)
+        if found := [name for name in ("images", "videos") if name in self.left_out]:
+            raise ConfigError(
+                f"{path}:1:1: the column {found[0]} holds bytes, and would be left out: images are files, and the "
+                "column their paths (docs/images.md)"
+            )
         if twice := [name for name, count in collections.Counter(self._names).items() if count > 1]:
             raise ConfigError(f'{path}:1:1: several columns have the name "{twice[0]}"')
 
@@ -71,7 +76,7 @@ class ArrowRows(_Table):
         """Map the file.
 
         Raises:
-            ConfigError: If pyarrow is not installed, the file is damaged, or columns share a name.
+            ConfigError: If pyarrow is not installed, the file is damaged, images are bytes, or columns share a name.
         """
         pyarrow = _pyarrow(path, "Arrow")
         try:
@@ -109,7 +114,7 @@ class ParquetRows(_Table):
         """Open the file and read its footer.
 
         Raises:
-            ConfigError: If pyarrow is not installed, the file is damaged, or columns share a name.
+            ConfigError: If pyarrow is not installed, the file is damaged, images are bytes, or columns share a name.
         """
         pyarrow = _pyarrow(path, "Parquet")
         from pyarrow.parquet import ParquetFile

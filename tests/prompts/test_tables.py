@@ -103,6 +103,15 @@ def test_values_become_those_of_json(tmp_path: Path) -> None:
     assert left_out(path) == [f"image of {path}"]
 
 
+@pytest.mark.parametrize("name", ["images", "videos"])
+def test_a_column_of_images_as_bytes_is_refused_as_in_a_line_of_json(tmp_path: Path, name: str) -> None:
+    """It was left out with a note, and a vision-language model trained on the texts alone."""
+    path = write_parquet(tmp_path / "p.parquet", [{"prompt": "a", name: [{"bytes": b"x", "path": "a.png"}]}])
+
+    with pytest.raises(ConfigError, match=rf"p\.parquet:1:1: the column {name} holds bytes, and would be left out"):
+        check(path)
+
+
 def test_messages_lack_the_keys_that_are_null_because_other_rows_have_them(tmp_path: Path) -> None:
     rows = [
         {"prompt": [{"role": "user", "content": "a", "name": None}], "tools": [{"function": {"name": "f", "x": None}}]},
