@@ -250,8 +250,16 @@ def _render_chat(prompt: Prompt, tokenizer: Any, rendering: Rendering) -> list[i
 
 
 def _templated(prompt: Prompt, messages: list[Message], tokenizer: Any, keywords: dict[str, Any]) -> list[int]:
+    from jinja2 import TemplateSyntaxError
+
     try:
         encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **keywords)
+    except TemplateSyntaxError as error:
+        # Of the template alone, before any prompt.
+        raise ConfigError(
+            f"{prompt.named} needs a chat template, and the tokenizer's does not compile: {error.message} in its line "
+            f"{error.lineno}"
+        ) from error
     # A template is foreign code, and its error may quote the prompt. Many refuse a role, or an order of roles, that one
     # line in a million has: that costs the line and not the run.
     except Exception as error:

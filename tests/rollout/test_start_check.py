@@ -74,6 +74,17 @@ def test_a_config_json_without_a_kind_of_model_is_one_problem(folder: Path) -> N
     assert "model.actor: cannot load a model from" in problem
 
 
+def test_a_chat_template_that_does_not_compile_is_told_with_its_line(folder: Path) -> None:
+    """Each prompt was set aside with "raised TemplateSyntaxError": its text is kept out of a log without texts."""
+    template = "{% for one in messages %}\n{{ one['content'] {% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+
+    (problem,) = found(folder, prompts={"template": "chat"})
+
+    assert "needs a chat template, and the tokenizer's does not compile: " in problem
+    assert problem.endswith(" in its line 2")
+
+
 def test_a_tokenizer_without_pad_and_end_and_one_larger_than_the_model_are_found(folder: Path) -> None:
     change(folder / "config.json", vocab_size=20)
     assert (
