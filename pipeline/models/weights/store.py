@@ -16,6 +16,7 @@ The training state is in a second such file (`pipeline.models.weights.versions`)
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -42,6 +43,7 @@ from pipeline.storage.weights_header import (
     PAGE_BYTES,
     Age,
     WeightsVersion,
+    newest_version,
     pack_version,
     slot_mark,
     unpack_version,
@@ -89,8 +91,10 @@ class WeightsMapping:
     def __init__(self, path: Path) -> None:
         self.path = path
         with open(path, "r+b") as file:
-            if (found := os.fstat(file.fileno()).st_size) < PAGE_BYTES:
-                raise WeightsError(truncated(path, found, PAGE_BYTES))
+            status = os.fstat(file.fileno())
+            if status.st_size < PAGE_BYTES:
+                raise WeightsError(truncated(path, status.st_size, PAGE_BYTES))
+            self.inode = status.st_ino
             self._map = mmap.mmap(file.fileno(), 0)
         self.memory = memoryview(self._map)
         self.slots: int
@@ -174,7 +178,10 @@ class WeightsPublisher:
         """
         if not 2 <= slots <= MOST_SLOTS:
             raise ValueError(f"slots must be 2 to {MOST_SLOTS}, got {slots}")
+        self._history = 0
         if tensors is not None and not self.matches(path, tensors):
+            if (before := newest_version(path)) is not None:
+                self._history = before.history
             _create(path, tensor_specs(tensors), slots)
         self._mapping = WeightsMapping(path)
         self.release = self._mapping.release
@@ -218,7 +225,7 @@ class WeightsPublisher:
         before = None if newest is None else self.version(newest)
         if before is not None and before.version >= wanted.version and not wanted.rollback:
             raise WeightsError(f"version {wanted.version} is not above {before.version}")
-        history = wanted.rollback + (0 if before is None else before.history)
+        history = wanted.rollback + (self._history if before is None else before.history)
         return wanted._replace(history=history, position=wanted.position if wanted.rollback else -1)
 
     def next_slot(self, spared: Age | None = None) -> int:
@@ -265,11 +272,23 @@ class WeightsPublisher:
 
 
 class WeightsReader:
-    """A worker's side of the weights."""
+    """A worker's side of the weights.
+
+    A trainer that publishes other tensors than its predecessor, or the same in another order, makes a new file under
+    the same name: it is mapped in place of the old one at the next look for a version.
+    """
 
     def __init__(self, path: Path) -> None:
         self._mapping = WeightsMapping(path)
         self._slots = self._mapping.all_slots()
+
+    def _follow(self) -> None:
+        """Map the present file; the old one stays if there is none, as at the end of the daemon."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self.path).st_ino != self._mapping.inode:
+                mapping = WeightsMapping(self.path)
+                self.close()
+                self._mapping, self._slots = mapping, mapping.all_slots()
 
     @property
     def path(self) -> Path:
@@ -283,6 +302,7 @@ class WeightsReader:
 
     def newest(self) -> WeightsVersion | None:
         """Return the newest version; None before the first publish."""
+        self._follow()
         slot = self._mapping.newest()
         return None if slot is None else self._mapping.version(slot)
 
@@ -335,10 +355,13 @@ class WeightsReader:
         Raises:
             WeightsError: If there is no version yet, or every attempt at a whole copy failed.
         """
-        data = np.empty(self.nbytes, np.uint8)
+        data = np.empty(0, np.uint8)
 
         def take(slot: int, found: WeightsVersion) -> bool:
-            data[:] = np.frombuffer(self._mapping.slot_memory(slot), np.uint8)
+            nonlocal data
+            memory = np.frombuffer(self._mapping.slot_memory(slot), np.uint8)
+            data = data if len(data) == len(memory) else np.empty_like(memory)
+            data[:] = memory
             return True
 
         return WeightsCopy(self._whole(None, take), list(self._mapping.specs), data)
@@ -346,6 +369,7 @@ class WeightsReader:
     def _whole(self, age: Age | None, take: Callable[[int, WeightsVersion], bool]) -> WeightsVersion:
         """Call `take` on a slot until the slot was not written to during the call; return the version taken."""
         for _ in range(_FETCH_ATTEMPTS):
+            self._follow()
             slot = self._mapping.newest() if age is None else self._mapping.slot_of(age)
             if slot is None:
                 raise WeightsError(
@@ -372,6 +396,7 @@ class WeightsReader:
 
     def holds(self, age: Age) -> bool:
         """Return whether a version is held, complete."""
+        self._follow()
         return self._mapping.slot_of(age) is not None
 
     def close(self) -> None:

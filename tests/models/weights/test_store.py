@@ -82,6 +82,28 @@ def test_another_model_gets_a_file_of_its_own(path):
     assert WeightsReader(path).newest() is None
 
 
+def test_a_reader_follows_to_the_file_of_a_successor_that_has_the_tensors_in_another_order(path):
+    """As a trainer of one's own that was changed and started again: a state dict gathered from shards is not tied."""
+    first = WeightsPublisher(path, tensors())
+    first.publish(7, tensors(7.0))
+    first.publish(6, tensors(6.0), rollback=True)
+    first.close()
+    reader, target = WeightsReader(path), tensors()
+    assert reader.fetch(target).age == (6, 1)
+    reversed_order = dict(reversed(tensors(8.0).items()))
+
+    successor = WeightsPublisher(path, reversed_order)
+    assert reader.newest() is None, "the file is there, and no version yet"
+    successor.publish(7, reversed_order)
+
+    assert reader.newest().age == (7, 1), "the count of rollbacks goes on"
+    assert reader.fetch(target).version == 7 and target["actor.a"].eq(8.0).all()
+    copied = reader.copy()
+    assert copied.tensors()["actor.b"].eq(8.0).all() and len(copied.data) == reader.nbytes
+    path.unlink()
+    assert reader.newest().version == 7, "of a daemon that has ended"
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [({"actor.a": torch.zeros(3, 4)}, r"actor.a: \(3, 4\)"), ({"actor.a": None}, "actor.a: missing")],

@@ -45,7 +45,7 @@ Kinds: "mismatch", weights of another model; "version", a version that is not he
 
 
 _Identity = tuple[str, int]
-"""Path and inode: a trainer with another model makes a new weights file under the same name."""
+"""Path and inode: a trainer that publishes other tensors makes a new weights file under the same name."""
 
 
 class FeedsWeights:
@@ -118,13 +118,12 @@ class FeedsWeights:
         return "", "", (0, 0, 0)
 
     def _rlhfd_reader(self, path: str) -> WeightsReader:
-        identity = _identity(path)
-        known: tuple[_Identity, WeightsReader] | None = getattr(self, "_rlhfd_open", None)
-        if known is None or known[0] != identity:
-            if known is not None:
-                known[1].close()
-            known = self._rlhfd_open = identity, WeightsReader(Path(path))
-        return known[1]
+        reader: WeightsReader | None = getattr(self, "_rlhfd_open", None)
+        if reader is None or reader.path != Path(path):
+            if reader is not None:
+                reader.close()
+            reader = self._rlhfd_open = WeightsReader(Path(path))
+        return reader
 
     def _rlhfd_known(self, path: str) -> Mapping[str, torch.Tensor] | None:
         """Return the targets of a file's tensors; {} if the loader has to place them, None if that is not known."""
