@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _IDLE_S = 1.0
 _REPORT_S = 0.1
+# vLLM's errors where another process took or freed memory of the card between two of its looks.
+_CHANGED_MEMORY = ("Free memory on device", "Error in memory profiling")
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +195,7 @@ def _refusal(error: Exception) -> Failed:
     from pipeline.rollout.generation.vllm.wire import Failed
 
     wrong = isinstance(error, ValueError | TypeError | OSError | NotImplementedError | ImportError | AssertionError)
+    wrong = wrong and not str(error).startswith(_CHANGED_MEMORY)
     return Failed("config" if wrong else "engine", _one_line(error))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.config.schema import Config
 from pipeline.rollout.generation.vllm import engine as engines
+from pipeline.rollout.generation.vllm import process
 
 CARD: Any = SimpleNamespace(type="cuda")
 
@@ -33,3 +34,19 @@ def test_it_begins_before_the_models_unless_it_must_inherit_the_turn_on_the_card
     engines.begin(config, CARD)
 
     assert started == directories
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("Free memory on device cuda:0 (27.94/74.51 GiB) on startup is less than desired"), "engine"),
+        (AssertionError("Error in memory profiling. Initial free memory 20.0 GiB, current free memory 30.0"), "engine"),
+        (ValueError("To serve at least one request, more KV cache is needed"), "config"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "engine"),
+    ],
+)
+def test_memory_of_the_card_that_others_took_or_freed_meanwhile_is_a_reason_to_start_again(
+    error: Exception, kind: str
+) -> None:
+    """A configuration that cannot be ends the run, by whichever worker starts again."""
+    assert process._refusal(error).kind == kind
