@@ -19,6 +19,8 @@ from tests.support.fake_card import CARD, fake_card
 from tests.support.launches import launches
 
 CPU = torch.device("cpu")
+UNFUSED = {"glm4", "cohere", "cohere2", "gpt_oss", "opt", "bloom"}
+"""Families that rotate pairs, or other halves, or nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def test_a_family_that_rotates_halves_is_changed_once_and_computes_the_same_on_a
     fused = fuse_rotary([model], CARD)
 
     assert fuse_rotary([model], CARD) == 0, "they are"
-    assert fused in (0, 1)
+    assert bool(fused) == (family not in UNFUSED)
     assert torch.equal(model(input_ids=ids).logits, expected)
 
 
