@@ -12,11 +12,18 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.models.qwen2 import modeling_qwen2
 
 from pipeline.models import fused_rotary
+from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.fused_rotary import fuse_rotary, rotated
+from tests.models.test_compiled_layers import Graphs
 from tests.models.test_families import ATTENTION, built
 from tests.support import tiny
 from tests.support.fake_card import CARD, fake_card
 from tests.support.launches import launches
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 CPU = torch.device("cpu")
 UNFUSED = {"glm4", "cohere", "cohere2", "gpt_oss", "opt", "bloom"}
@@ -120,3 +127,9 @@ def test_vectors_that_are_rotated_in_part_or_by_numbers_of_another_dtype_are_rot
             fused(q, k, cos, sin, 1)
 
     assert called == [1, 1]
+
+
+def test_layers_whose_function_was_exchanged_are_still_compiled_as_one_graph() -> None:
+    assert fuse_rotary([model := tiny.qwen2()], CARD) == 1
+
+    assert compile_layers({model: Uses()}, CPU, backend=Graphs()) == len(model.model.layers)
