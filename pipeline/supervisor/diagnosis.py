@@ -212,7 +212,8 @@ def _absent(run: RunView, process: ProcessView) -> str:
             process.last_line or "it printed nothing."
         )
     if process.waits_for_card:
-        return f"{_named(process)} waits for its turn on the card before it loads its engine (rollout.sleep)."
+        then = "tries compiled layers" if process.observed.role == "trainer" else "loads its engine"
+        return f"{_named(process)} waits for its turn on the card before it {then} (rollout.sleep)."
     last_line = f"; its last line: {process.last_line}" if process.last_line else ""
     stopped = f", and is {_stopped(process)}" if process.observed.is_stopped else ""
     return f"{_named(process)} has been starting for {duration(run.now_s - process.state_since_s)}{stopped}{last_line}."

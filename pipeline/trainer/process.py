@@ -60,13 +60,15 @@ from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.models import inside, whole_answer
 from pipeline.trainer.sharding.replicas import TIMEOUT
 from pipeline.trainer.sharding.sharding import sharded_models, sharded_reference
-from pipeline.trainer.sleep import CardTurns
+from pipeline.trainer.sleep import CardTurns, turn_of_start
 from pipeline.trainer.spreading import of_first, spread
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
 from pipeline.trainer.trainer import Trainer
 
 _IDLE_S = 0.5
+
+Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +236,8 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
 
     ends_at = last_step(config)
     metrics.ends_at(ends_at)
-    learner = new_learner(config, models, tokens, device, metrics)
+    turn = functools.partial(turn_of_start, context, metrics) if config.rollout.sleep else contextlib.nullcontext
+    learner = new_learner(config, models, tokens, device, metrics, turn)
     rank_models = RankModels(config, models, connection, device, metrics.in_collective, beside=learner.published())
     balance = None
     if deals_rows(config):
@@ -351,6 +354,7 @@ def new_learner(
     tokens: Sequence[int],
     device: torch.device,
     telemetry: Telemetry = Telemetry.none(),
+    turn: Turn = contextlib.nullcontext,
 ) -> Learner:
     """Return the learner of these models as they start, ``actor`` and with PPO ``critic``; with shards a collective.
 
@@ -363,6 +367,7 @@ def new_learner(
         tokens: Tokens of the run's first prompt.
         device: Device of the models.
         telemetry: See `Learner`.
+        turn: Encloses passes as large as a step's.
     """
     actor = models["actor"]
     reference = load_reference(config, actor, device)
@@ -396,7 +401,7 @@ def new_learner(
         telemetry=telemetry,
     )
     most_tokens = learner.largest_pass(config.lengths.row)
-    compile_passes(config, models, reference, device, packed=learner.packs_rows, tokens=most_tokens)
+    compile_passes(config, models, reference, device, packed=learner.packs_rows, tokens=most_tokens, turn=turn)
     return learner
 
 
@@ -408,6 +413,7 @@ def compile_passes(
     *,
     packed: bool,
     tokens: int,
+    turn: Turn = contextlib.nullcontext,
 ) -> None:
     """Compile the layers of a learner's models and of its reference, as configured; those of shards are not."""
     is_auto = config.model.compile == "auto"
@@ -424,7 +430,8 @@ def compile_passes(
         uses[models["critic"]] = Uses(packed, trained=True, scored=False, tokens=tokens)
     if reference is not None and reference is not actor:
         uses[reference] = Uses(packed, tokens=tokens)
-    compile_layers(uses, device, only_if_faster=is_auto)
+    with turn():
+        compile_layers(uses, device, only_if_faster=is_auto)
 
 
 def load_reference(config: Config, actor: torch.nn.Module, device: torch.device) -> torch.nn.Module | None:

@@ -81,6 +81,8 @@ STARVED = view("trainer-0", "wait_data", wait_data=0.82, train=0.18)
          "its turn on the card, on which the trainer steps (rollout.sleep)."),
         (run(BUFFER, TRAINING, view("rollout-0", "wait_card", state="starting"), state="starting"),
          "rollout-0 (pid 4711) waits for its turn on the card before it loads its engine (rollout.sleep)."),
+        (run(BUFFER, view("trainer-0", "wait_card", state="starting"), GENERATING, state="starting"),
+         "trainer-0 (pid 4711) waits for its turn on the card before it tries compiled layers (rollout.sleep)."),
         (run(BUFFER, TRAINING, view("rollout-0", "wait_card", state="backoff", age_s=-3, last_line="OSError: gone")),
          "rollout-0 ended and restarts in 3.0 s: OSError: gone"),
         (run(BUFFER, TRAINING, GENERATING),

@@ -1,9 +1,16 @@
 """A rank that takes turns with the engines of its card."""
 
-import pytest
+import contextlib
+import functools
 
+import pytest
+import torch
+
+from pipeline.config.schema import Config
 from pipeline.storage.card_turns import EngineTurn, RankTurn
-from pipeline.trainer.sleep import CardTurns
+from pipeline.trainer import process
+from pipeline.trainer.sleep import CardTurns, turn_of_start
+from tests.support import tiny
 from tests.trainer.test_trainer import Bench as TrainerBench
 from tests.trainer.test_trainer import CountingLearner
 
@@ -150,3 +157,59 @@ def test_numbers_are_those_of_a_rank_without_turns(bench, tmp_path_factory):
     assert trainer.progress == alone.progress
     assert bench.freed == [False] * 3
     other.close()
+
+
+class Start:
+    """The context and the metrics of a rank that starts; each wait ends what is told, then the engine's turn."""
+
+    index = 0
+
+    def __init__(self, folder, engine, *, stopping=False):
+        self.folder, self.stopping = folder, stopping
+        self.metrics, self.reports, self.waits, self.beats = self, [], 0, 0
+        self._engine = engine
+
+    def beat(self):
+        self.beats += 1
+
+    def report(self, report):
+        self.reports.append(report.state)
+
+    @contextlib.contextmanager
+    def waiting_for_card(self):
+        self.waits += 1
+        assert self._engine.is_wanted(), "an engine that is idle is to sleep"
+        if self.waits == 3:
+            self._engine.give_back()
+        yield
+
+
+def test_layers_are_tried_in_the_ranks_turn_for_which_engines_fall_asleep(tmp_path, monkeypatch):
+    """The passes of a trial are as large as a step's; an engine beside them would find no memory, or they would."""
+    engine, tried = EngineTurn(tmp_path), []
+    assert engine.take()
+    start = Start(tmp_path, engine)
+    monkeypatch.setattr(process, "compile_layers", lambda *_, **__: tried.append(engine.take()))
+    config = Config.model_validate({"model": {"compile": True}})
+
+    process.compile_passes(
+        config, {"actor": tiny.llama()}, None, torch.device("cpu"), packed=False, tokens=64,
+        turn=functools.partial(turn_of_start, start, start),
+    )  # fmt: skip
+
+    assert tried == [False], "no engine wakes meanwhile"
+    assert start.waits == start.beats == 3 and set(start.reports) == {"placed"}, "the wait is no part of the start"
+    assert engine.take() and not engine.is_wanted(), "the turn is given back"
+    engine.close()
+
+
+def test_a_shutdown_ends_the_wait_of_a_start_for_its_turn(tmp_path):
+    engine = EngineTurn(tmp_path)
+    assert engine.take()
+    start = Start(tmp_path, engine, stopping=True)
+
+    with pytest.raises(SystemExit), turn_of_start(start, start):
+        pytest.fail("an engine is awake")
+
+    assert not engine.is_wanted()
+    engine.close()
