@@ -40,7 +40,7 @@ class StepStats:
     Attributes:
         step: Steps so far, this one included.
         loss: Sum of the partial losses.
-        policy_loss: Clipped policy loss; 0 in a step that trains the critic alone.
+        policy_loss: Clipped policy loss; in a step that trains the critic alone, that of the policy as it stays.
         value_loss: Clipped value loss, of normalized values if they are normalized; None without a critic.
         return_mean: Running mean of returns; None unless values are normalized.
         return_stddev: Divisor of values and returns in the value loss: the running deviation of returns.
