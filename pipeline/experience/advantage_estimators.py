@@ -25,8 +25,8 @@ class AdvantageInputs:
     """The inputs of an estimator.
 
     Attributes:
-        rewards: ``(B,)``, the reward of each response, its penalties of length and KL included; float64 in a group,
-            whose rewards are compared.
+        rewards: ``(B,)``, the reward of each response, its penalties of length and KL included, the KL as the mean over
+            the actions in a group, as their sum with a critic; float64 in a group, whose rewards are compared.
         group_size: Responses per prompt (G), contiguous; 1 with a critic.
         action_mask: ``(B, A)`` bool.
         action_rewards: ``(B, A)`` float32, the reward of each action; None without a critic.

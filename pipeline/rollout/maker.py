@@ -487,7 +487,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         elif self.shaping.advantages is None:
             advantages = self.calculate_advantage(values, rewards, rows.num_actions)
         else:
-            inputs = AdvantageInputs(shaped, 1, mask, rewards, values, self.gamma, self.lam)
+            whole = shaped - self.kl_coef * kl.sum(dim=1)
+            inputs = AdvantageInputs(whole, 1, mask, rewards, values, self.gamma, self.lam)
             advantages = self.shaping.estimate(inputs)
         return {
             "values": values,

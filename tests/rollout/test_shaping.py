@@ -228,6 +228,17 @@ def test_advantages_of_ones_own(own: None) -> None:
     torch.testing.assert_close(a_row.advantages, (SCORES / LENGTHS).unsqueeze(1) * ppo.action_mask)
 
 
+def test_the_reward_that_an_estimator_of_ones_own_gets_has_the_kl(own: None) -> None:
+    found = experience(Shaping(advantages=load_advantages("my_advantages_of_test:by_length")), ppo=True, kl_coef=0.3)
+
+    assert found.advantages is not None and found.action_mask is not None
+    assert found.action_log_probs is not None and found.base_action_log_probs is not None
+    for row, length in enumerate(LENGTHS.tolist()):
+        k = found.action_log_probs[row, :length] - found.base_action_log_probs[row, :length]
+        expected = (SCORES[row].item() - 0.3 * k.sum().item()) / length
+        assert found.advantages[row, :length].tolist() == pytest.approx([expected] * length, abs=1e-6)
+
+
 def test_advantages_that_cannot_be_used_are_named(own: None) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.advantages returned \(3,\) for 4 rows of 4 actions"):
         experience(Shaping(advantages=load_advantages("my_advantages_of_test:wrong")))
