@@ -227,6 +227,10 @@ def _conflicts_of_advantages(config: Config) -> list[Conflict]:
         keys: tuple[str, ...] = ("trainer.advantage_scale", "rollout.advantages", "rollout.algorithm")
         message = 'must be "none" unless rollout.advantages is dr_grpo, rloo or your own'
         found.append(Conflict(keys, f'{message}: those of "{config.advantages}" are scaled already'))
+    elif config.trainer.advantage_scale == "batch" and rollout.algorithm == "ppo" and config.trainer.whiten_advantages:
+        keys = ("trainer.advantage_scale", "trainer.whiten_advantages", "rollout.algorithm")
+        message = 'must be "none" with ppo and trainer.whiten_advantages, which scales them already'
+        found.append(Conflict(keys, message))
     if rollout.reward_scale == "running":
         found += _conflicts_of_reward_scale(config)
     if rollout.overlong_buffer_tokens:

@@ -164,6 +164,11 @@ MISTAKES = [
         'of "grpo" are scaled already',
     ),
     (
+        '[rollout]\nalgorithm = "ppo"\nadvantages = "mine:own"\n[trainer]\nadvantage_scale = "batch"',
+        '5:19: trainer.advantage_scale: must be "none" with ppo and trainer.whiten_advantages, which scales them '
+        "already",
+    ),
+    (
         '[trainer]\nadvantage_scale = "group"',
         '2:19: trainer.advantage_scale: must be "none" or "batch", got "group"',
     ),
