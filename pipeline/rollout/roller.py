@@ -45,12 +45,12 @@ class RolledPrompt(NamedTuple):
 
     Attributes:
         position: Position of the prompt.
-        place: Number of the prompt among those that were sampled and scored.
+        number: Number of the prompt among those of its ticket that were sampled and scored.
         answer: The right answer.
     """
 
     position: int
-    place: int
+    number: int
     answer: Any
 
 
@@ -282,13 +282,13 @@ class LocalRoller:
             completed: One element a prompt, in order.
         """
         self._announce(begun)
-        places = list(range(len(begun.kept)))
+        indices = list(range(len(begun.kept)))
 
         def keep(rows: Index) -> None:
             # Whole groups are left out.
-            places[:] = (rows[:: batch.group_size] // batch.group_size).tolist()
+            indices[:] = (rows[:: batch.group_size] // batch.group_size).tolist()
 
-        rolled = self._checked(begun, self._maker.finish(batch, batch.joined(completed), on_kept=keep), places)
+        rolled = self._checked(begun, self._maker.finish(batch, batch.joined(completed), on_kept=keep), indices)
         spans = (span for request in completed for response in request.responses for span in response.spans)
         return dataclasses.replace(rolled, versions=tuple(sorted({span.version for span in spans})))
 
@@ -307,13 +307,13 @@ class LocalRoller:
         for read in self.readers:
             read([prompt for prompt, _ in begun.kept], self._group_size)
 
-    def _checked(self, begun: Begun, rows: RaggedRows, places: Sequence[int]) -> Rolled:
+    def _checked(self, begun: Begun, rows: RaggedRows, indices: Sequence[int]) -> Rolled:
         failed = begun.prompts - len(begun.kept)
         fault = find_fault(rows, vocabulary=self.vocabulary, has_observations=self.turns is not None)
         if fault is not None:
             return Rolled(rows, failed, begun.refused, fault)
-        kept = ((place, begun.kept[place][0]) for place in places)
-        prompts = [RolledPrompt(prompt.position, place, prompt.answer) for place, prompt in kept]
+        kept = ((index, begun.kept[index][0]) for index in indices)
+        prompts = [RolledPrompt(prompt.position, index, prompt.answer) for index, prompt in kept]
         cut = sum(found.cut > 0 for _, found in begun.kept)
         return Rolled(rows, failed, begun.refused, None, prompts, prompts_cut=cut)
 

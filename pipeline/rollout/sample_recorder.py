@@ -147,7 +147,7 @@ class RolloutSamples(WorkerHook):
         group = self._rng.randrange(len(made) // self._group_size)
         first, prompt = group * self._group_size, rolled.prompts[group]
         shown = range(min(self._group_size, _MOST_RESPONSES))
-        parts = self._parts(prompt.place, prompts=ticket.prompts - rolled.prompts_failed)
+        parts = self._parts(prompt.number, prompts=ticket.prompts - rolled.prompts_failed)
         sample = Sample(
             unix_s=round(time.time(), 3),
             worker=self._worker,
@@ -175,16 +175,16 @@ class RolloutSamples(WorkerHook):
         """Close the file."""
         self._writer.close()
 
-    def _parts(self, place: int, *, prompts: int) -> Sequence[Parts]:
+    def _parts(self, index: int, *, prompts: int) -> Sequence[Parts]:
         """Return the parts of each row of a prompt; empty ones if not each row of all prompts was told of.
 
         Args:
-            place: Number of the prompt among those that were scored.
+            index: Number of the prompt among those that were scored.
             prompts: Their number.
         """
         size = self._group_size
         is_whole = len(self._scored) == prompts * size
-        return [parts or () for parts in self._scored[place * size :][:size]] if is_whole else [()] * size
+        return [parts or () for parts in self._scored[index * size :][:size]] if is_whole else [()] * size
 
     def _prompt(self, rows: RaggedRows, row: int) -> dict[str, Any]:
         ids = rows.columns_of("sequences", row)[: -rows.counts[row]].tolist()

@@ -132,7 +132,7 @@ def test_each_group_of_a_rollout_has_its_own_prompt_whichever_are_set_aside_or_l
 
     assert rolled.prompts_failed == 2 and len(rolled.rows) == 3 * 4
     assert rolled.prompts == [
-        (prompt.position, place, "good") for place, prompt in enumerate(sampled) if prompt.answer == "good"
+        (prompt.position, index, "good") for index, prompt in enumerate(sampled) if prompt.answer == "good"
     ]
     for group, found in enumerate(rolled.prompts):
         row = 4 * group
