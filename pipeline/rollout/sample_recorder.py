@@ -92,7 +92,7 @@ class RolloutSamples(WorkerHook):
         self._clock = clock
         self._due_s = clock()
         self._rng = random.Random()
-        self._is_wanted = False
+        self._is_wanted = self._is_failing = False
         self._scored: list[Parts | None] = []
 
     @classmethod
@@ -166,8 +166,12 @@ class RolloutSamples(WorkerHook):
         try:
             if not self._writer.write(sample):
                 log.warning("sample too large: ticket=%d", ticket.ticket)
+            self._is_failing = False
         except OSError as error:
-            log.warning("sample not kept: ticket=%d error=%s", ticket.ticket, error)
+            # Once: a disk may be full for days.
+            if not self._is_failing:
+                log.warning("samples are not kept: ticket=%d error=%s", ticket.ticket, error)
+            self._is_failing = True
         now_s = self._clock()
         self._due_s = now_s + max(self._interval_s, (now_s - began_s) / _MOST_SHARE)
 

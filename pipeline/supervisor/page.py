@@ -78,6 +78,7 @@ class PageData:
         self._history = History(run_dir(config) / HISTORY_FILE, workspace.run.identity)
         self._recorder = HistoryRecorder(self._history)
         self._saved_s = time.monotonic()
+        self._is_failing = False
         self._now: dict[str, Any] = {}
         self._now_s = -_FRESH_S
         self._hidden = ""
@@ -96,11 +97,15 @@ class PageData:
             self.save()
 
     def save(self) -> None:
-        """Write the history to disk."""
+        """Write the history to disk; the first failure of several is logged."""
         try:
             self._history.save()
         except OSError as error:
-            log.warning("history not written: error=%s", error)
+            if not self._is_failing:
+                log.warning("history not written, tried again every %g s: error=%s", _SAVE_INTERVAL_S, error)
+            self._is_failing = True
+            return
+        self._is_failing = False
 
     def live(self, after_s: float) -> bytes:
         """Return the present state of the run, and the points of its history that end after a Unix time, as JSON."""

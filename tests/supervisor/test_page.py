@@ -1,13 +1,16 @@
-"""The page's feed of rollouts: what a cursor of any form gets."""
+"""The page's feed of rollouts: what a cursor of any form gets; and its history on a disk that takes nothing."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from pipeline.supervisor.page import SampleFeed
+from pipeline.config.schema import Config
+from pipeline.runtime.workspace import RunId, Workspace
+from pipeline.supervisor.page import PageData, SampleFeed
 
 
 @pytest.mark.parametrize("number", ["", "7", "x", "٣", "-1", "9" * 5000], ids=lambda number: f"{number:.3}")
@@ -18,3 +21,22 @@ def test_any_cursor_is_answered_with_the_next_one(tmp_path: Path, number: str) -
     answer = json.loads(feed.since(f"{first.partition('.')[0]}.{number}"))
 
     assert answer == {"cursor": first, "samples": []}
+
+
+def test_a_history_that_cannot_be_written_for_days_is_logged_once_a_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "state"
+    config = Config.model_validate({"daemon": {"state_dir": str(state), "run_name": "r"}})
+    workspace = Workspace(tmp_path, RunId("id", "identity", str(tmp_path), 1))
+    page = PageData(config, workspace, None, None, is_local=True)  # type: ignore[arg-type]
+
+    for _ in range(3):
+        state.touch()
+        for _ in range(100):
+            page.save()
+        state.unlink()
+        page.save()
+        shutil.rmtree(state)
+
+    assert caplog.text.count("history not written") == 3
