@@ -46,13 +46,14 @@ class LogFile:
         """Write a line; return whether it was written."""
         data = text.encode(errors="replace")[: self._half_bytes - 1] + b"\n"
         try:
-            if self._nbytes + len(data) > self._half_bytes:
-                self._begin_anew()
+            if self._size() + len(data) > self._half_bytes:
+                with contextlib.suppress(FileNotFoundError):  # removed by another program
+                    os.replace(self._path, predecessor(self._path))
+                self._open_again()
             if (written := os.write(self._file, data)) < len(data):
                 # The disk is full: the next line would continue this one.
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._nbytes += written
         except OSError:
             self.lost += 1
             return False
@@ -62,18 +63,23 @@ class LogFile:
         """Close the file."""
         os.close(self._file)
 
-    def _begin_anew(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # removed by another program
-            os.replace(self._path, predecessor(self._path))
+    def _size(self) -> int:
+        """Return the size of the file; one that another program has moved or removed is left for a new one."""
+        found = os.fstat(self._file)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(found, self._path.lstat()):
+                return found.st_size
+        self._open_again()
+        return os.fstat(self._file).st_size
+
+    def _open_again(self) -> None:
         before, self._file = self._file, self._open()
         os.close(before)
 
     def _open(self) -> int:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._path, flags, 0o600)
-        self._nbytes = os.fstat(descriptor).st_size
-        return descriptor
+        return os.open(self._path, flags, 0o600)
 
 
 def predecessor(path: Path) -> Path:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import socket
 import struct
 from collections.abc import Iterator
@@ -117,6 +118,21 @@ def test_a_log_never_takes_more_than_its_room_and_keeps_the_newest_lines(tmp_pat
     assert kept == written[-len(kept) :] and len(kept) >= 50
     assert {oct(file.stat().st_mode & 0o777) for file in path.parent.iterdir()} == {"0o600"}
     assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_log_that_another_program_moves_cuts_or_removes_goes_on_at_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "log" / "rlhfd.log"
+    log = LogFile(path, 100)
+
+    assert log.append("1")
+    path.rename(path.with_name("rlhfd.log-20261128"))
+    assert log.append("2") and path.read_text() == "2\n"
+    shutil.rmtree(path.parent)
+    assert log.append("3" * 40) and path.read_text() == "3" * 40 + "\n"
+    # As logrotate does with `copytruncate`: there is room again.
+    os.truncate(path, 0)
+    assert log.append("4" * 40) and not predecessor(path).exists()
+    log.close()
 
 
 def test_a_line_longer_than_the_room_is_cut(tmp_path: Path) -> None:
