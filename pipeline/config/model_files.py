@@ -128,6 +128,8 @@ def model_sizes(folder: Path, field: str) -> ModelSizes:
         ConfigError: If the folder has no readable config.json, or no readable safetensors file.
     """
     path = folder / "config.json"
+    if not folder.is_dir():
+        raise ConfigError(f"{field}: no such directory: {folder}")
     if not path.is_file():
         raise ConfigError(f"{field}: {folder} has no config.json")
     try:
@@ -346,7 +348,8 @@ def _tensors(folder: Path, field: str) -> dict[str, tuple[int, ...]]:
         files = _weight_files(folder)
         found = {name: shape for file in files for name, shape in _header(file).items()}
     except (OSError, ValueError, KeyError, AttributeError, struct.error) as error:
-        raise ConfigError(f"{field}: a safetensors file in {folder} cannot be read: {error}") from error
+        problem = _problem_of_weights(folder) or f"a safetensors file in {folder} cannot be read: {error}"
+        raise ConfigError(f"{field}: {problem}") from error
     if not found:
         raise ConfigError(f"{field}: {folder} has no safetensors file")
     return found

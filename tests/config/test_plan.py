@@ -99,7 +99,14 @@ def test_a_checkpoint_has_the_parameters_of_its_model_alone(folder: Path, tmp_pa
         ({"config.json": b'{"hidden_size": 8}', "a.safetensors": b"\xff" * 9}, "does not give the model's sizes"),
         (
             {"config.json": b'{"hidden_size": 8, "num_attention_heads": 2}', "a.safetensors": b"\xff" * 9},
-            "a safetensors file",
+            "a.safetensors is no safetensors file",
+        ),
+        (
+            {
+                "config.json": b'{"hidden_size": 8, "num_attention_heads": 2}',
+                "model.safetensors": b"version https://git-lfs.github.com/spec/v1\n",
+            },
+            "model.safetensors is a pointer of Git LFS without the content: run git lfs pull",
         ),
     ],
 )
@@ -111,6 +118,8 @@ def test_a_folder_that_is_no_model_is_named_in_one_line(tmp_path: Path, files: d
         model_sizes(tmp_path, "model.critic")
 
     assert message in str(raised.value) and str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"^model\.critic: no such directory: .*/nope$"):
+        model_sizes(tmp_path / "nope", "model.critic")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
