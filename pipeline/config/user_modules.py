@@ -30,6 +30,11 @@ PROMPT: Final = "prompt"
 ANSWER: Final = "answer"
 """Another name of ``gt_answer``, where the prompt's row has no further column of this name."""
 
+RESPONSE: Final = "response"
+"""Keyword of the response's text, for reward functions that name it."""
+VISION_KEYWORDS: Final = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "raw_images")
+"""Keywords of images and videos, for reward functions that name them."""
+
 _IMPORT_TIMEOUT_S = 120.0
 _SIGNATURES_ELSEWHERE: Final = (
     (frozenset(("completions",)), "TRL"),
@@ -205,6 +210,29 @@ def _problem_of_style(function: Callable[..., Any], signature: inspect.Signature
     )
 
 
+def needed_columns(function: Callable[..., Any], style: str = AUTO) -> list[str]:
+    """Return the columns of a prompt's row without which a reward function cannot be called.
+
+    Args:
+        function: The function.
+        style: `RewardStyle` of its table.
+    """
+    trainer = trainer_of(function, style)
+    try:
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters
+    except (TypeError, ValueError):
+        return []
+    kinds = inspect.Parameter
+    named = [name for name, one in parameters.items() if one.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    if trainer:
+        # verl's are empty without a column.
+        given, named = {*_GIVEN[trainer][1], ANSWER}, named if trainer == "TRL" else []
+    else:
+        # The first two are tokens and mask.
+        given, named = {*REWARD_KEYWORDS, RESPONSE, PROMPT, ANSWER, *VISION_KEYWORDS}, named[2:]
+    return [name for name in named if parameters[name].default is kinds.empty and name not in given]
+
+
 def _location(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
@@ -241,7 +269,12 @@ def problem_of_factory(factory: Callable[..., Any]) -> str:
 
 
 def problems_of_import(
-    names: Sequence[str], searched: Sequence[str], *, kind: str = "reward", styles: Sequence[str] = ()
+    names: Sequence[str],
+    searched: Sequence[str],
+    *,
+    kind: str = "reward",
+    styles: Sequence[str] = (),
+    columns: Sequence[str] | None = None,
 ) -> list[str]:
     """Import each ``module:function`` in a process of its own, with its output discarded; return the problems.
 
@@ -250,8 +283,9 @@ def problems_of_import(
         searched: Folders that are searched after the installed modules.
         kind: "reward", or "environment" for factories, by which their parameters are checked.
         styles: The style of each reward function; none: "auto".
+        columns: The further columns of the first prompts, for reward functions; None: they are not known.
     """
-    wanted = json.dumps([list(names), list(searched), kind, list(styles)])
+    wanted = json.dumps([list(names), list(searched), kind, list(styles), columns])
     # Standard output is the modules': they print what they like, at their end too, or start a program that keeps it.
     with tempfile.TemporaryFile() as file:
         command = [sys.executable, "-P", "-m", __name__, wanted, str(file.fileno())]
@@ -270,19 +304,25 @@ def problems_of_import(
     return problems
 
 
-def _problem_of(name: str, kind: str, style: str) -> str:
+def _problem_of(name: str, kind: str, style: str, columns: Sequence[str] | None) -> str:
     try:
         found = load_function("", name)
     except ConfigError as error:
         return str(error)
     problem = problem_of_factory(found) if kind == "environment" else problem_of_call(found, style)
+    if not problem and columns is not None:
+        missing = [column for column in needed_columns(found, style) if column not in columns]
+        known = ", ".join(columns) or "no further columns"
+        problem = (
+            f"needs the column {missing[0]!r}{_location(found)}, the first prompts have {known}" if missing else ""
+        )
     return f"{name} {problem}" if problem else ""
 
 
 if __name__ == "__main__":
-    wanted, searched, checked_as, called_as = json.loads(sys.argv[1])
+    wanted, searched, checked_as, called_as, known = json.loads(sys.argv[1])
     extend_path(searched)
     each_style = called_as or [AUTO] * len(wanted)
     found = [problem for each, style in zip(wanted, each_style, strict=True)
-             if (problem := _problem_of(each, checked_as, style))]  # fmt: skip
+             if (problem := _problem_of(each, checked_as, style, known))]  # fmt: skip
     os.write(int(sys.argv[2]), json.dumps(found).encode())

@@ -27,6 +27,7 @@ from pipeline.config.model_files import (
 from pipeline.config.optimizers import missing_package as missing_optimizer
 from pipeline.config.positions import problem_of_positions
 from pipeline.config.rewards import OwnReward, missing_package, reward_models
+from pipeline.config.schema import Config
 from pipeline.config.sections import missing_tracker
 from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.config.vocabularies import NO_IMAGES, problem_of_vocabulary
@@ -263,9 +264,30 @@ def problems_of_imports(loaded: LoadedConfig) -> list[str]:
         ("rollout.environment", [environment] if environment else [], "environment", []),
     ):
         if names:
-            found = user_modules.problems_of_import(names, _module_folders(loaded), kind=kind, styles=styles)
+            found = user_modules.problems_of_import(
+                names,
+                _module_folders(loaded),
+                kind=kind,
+                styles=styles,
+                columns=_first_columns(loaded.config) if kind == "reward" else None,
+            )
             problems += [f"{loaded.where(key)}: {problem}" for problem in found]
     return problems
+
+
+def _first_columns(config: Config) -> list[str] | None:
+    """Return the further columns of the first prompts; None if they are not known."""
+    if any(part.path.startswith(BUILTIN_PREFIX) for part in config.prompts.files):
+        return None
+    columns = dict[str, None]()
+    try:
+        with contextlib.closing(PromptSource(config.prompts, config.daemon.seed)) as source:
+            for position in range(min(len(source), _PROMPTS_SEEN)):
+                columns |= dict.fromkeys(source.at(position).columns)
+    except (ConfigError, OSError):
+        # It is found elsewhere.
+        return None
+    return list(columns)
 
 
 def findings_of_start(loaded: LoadedConfig) -> tuple[list[str], list[str]]:

@@ -275,6 +275,31 @@ def test_a_model_that_cannot_be_used_is_named_before_the_start(
     assert line.startswith("c.toml:2:9: model.actor: ") and message in line
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def score(input_ids, attention_mask, *, response, level, answer, **_): ...",
+         "needs the column 'level' ({}:1), the first prompts have tags"),
+        ("def score(completions, prompts, answer, solution, tags, **_): ...",
+         "needs the column 'solution' ({}:1), the first prompts have tags"),
+        ("def score(input_ids, attention_mask, *, tags, gt_answer, level=3, pixel_values, prompt, **_): ...", ""),
+        ("def score(completions, answer, **columns): ...", ""),
+        ("def score(data_source, solution_str, ground_truth, extra_info): ...", ""),
+    ],
+)  # fmt: skip
+def test_a_column_that_a_reward_function_needs_and_no_prompt_has_is_told_before_the_start(
+    folder: Path, code: str, message: str
+) -> None:
+    """The first rollouts of the start found it, and config check said that the configuration is right."""
+    (folder / "columns_of_rows.py").write_text(code)
+    (folder / "p.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "1", "tags": 1}\n')
+
+    result = check('rewards = ["columns_of_rows:score"]\n[prompts]\npath = "p.jsonl"\n')
+
+    assert (result.exit_code == 0) == (not message), result.stderr
+    assert message.format(folder / "columns_of_rows.py") in result.stderr
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988\n"
 OF_LFS = " is a pointer of Git LFS without the content: run git lfs pull in its folder"
 TABLE = "prompt,response\nwhat,1\n"

@@ -43,8 +43,6 @@ NAMED = "reward"
 LARGEST: Final = float(torch.finfo(torch.float32).max)
 """The largest reward."""
 
-_VISION_PARAMETERS = (*MODEL_KEYWORDS.values(), "raw_images")
-
 
 class FunctionReward:
     """Functions with the interface of a reward model, in coati's convention for verifiable rewards; results add up.
@@ -92,7 +90,7 @@ class FunctionReward:
             raise ConfigError("no reward functions: give at least one")
         if weights is not None and len(weights) != len(functions):
             raise ConfigError(f"{len(weights)} weights for {len(functions)} reward functions")
-        self._functions = [(function, Signature(function, _VISION_PARAMETERS)) for function in functions]
+        self._functions = [(function, Signature(function)) for function in functions]
         self._tokenizer = tokenizer
         self._text = ResponseText.of(tokenizer) if text is None else text
         self._telemetry = telemetry
@@ -302,7 +300,7 @@ def vision_keywords(
     Returns:
         The keywords, None for each that the rows lack.
     """
-    names = _named(reward_model, (*_VISION_PARAMETERS, "image_num", "video_num", "vision"))
+    names = _named(reward_model, (*user_modules.VISION_KEYWORDS, "image_num", "video_num", "vision"))
     if vision is None or not names:
         return dict.fromkeys(names)
     pixels = vision.model_keywords(device) if set(names) & set(MODEL_KEYWORDS.values()) else {}
@@ -385,7 +383,7 @@ def _named(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
 def _seen(vision: VisionRows | None) -> dict[str, Any]:
     """Return the image keywords of one row."""
     if vision is None:
-        return dict.fromkeys(_VISION_PARAMETERS)
+        return dict.fromkeys(user_modules.VISION_KEYWORDS)
     seen = {model_name: getattr(vision, name)[0] for name, model_name in MODEL_KEYWORDS.items()}
     return {**seen, "raw_images": vision.raw_images[0]}
 

@@ -16,10 +16,9 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from pipeline.config.user_modules import ANSWER, PROMPT, REWARD_KEYWORDS
+from pipeline.config.user_modules import ANSWER, PROMPT, RESPONSE, REWARD_KEYWORDS, VISION_KEYWORDS, needed_columns
 
 F = TypeVar("F", bound=Callable[..., Any])
-RESPONSE: Final = "response"
 CONCURRENCY: Final = 64
 _loops: Final = threading.local()
 
@@ -56,13 +55,8 @@ class Signature:
         wants_prompt: Whether the function names the prompt.
     """
 
-    def __init__(self, function: Callable[..., Any], vision: Sequence[str]) -> None:
-        """Read the parameters.
-
-        Args:
-            function: The reward function.
-            vision: The names of image keywords.
-        """
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Read the parameters of a reward function."""
         target = function.forward if isinstance(function, torch.nn.Module) else function
         self.is_batched = bool(getattr(function, "is_batched", False))
         self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
@@ -76,12 +70,12 @@ class Signature:
             name for name, one in parameters.items() if one.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         ]
         self._takes_any = any(one.kind is kinds.VAR_KEYWORD for one in parameters.values())
-        self._vision = [name for name in vision if name in named]
+        self._vision: list[str] = [name for name in VISION_KEYWORDS if name in named]
         self._wants_response = RESPONSE in named
         # The first two are tokens and mask.
-        reserved = {*REWARD_KEYWORDS, RESPONSE, PROMPT, *vision}
+        reserved = {*REWARD_KEYWORDS, RESPONSE, PROMPT, *VISION_KEYWORDS}
         self._columns = [name for name in named[2:] if name not in reserved]
-        self._needed = [name for name in self._columns if parameters[name].default is kinds.empty and name != ANSWER]
+        self._needed = needed_columns(function, "rlhfd")
         self.wants_prompt = PROMPT in named
         self._reserved = reserved
         self.wants_columns = self._takes_any or bool(self._columns)
