@@ -180,7 +180,9 @@ class RemoteStream:
                 return fetched
             except _LostError as error:
                 # Holder or relay belonged to another gateway and died with it; a name stays registered for a moment.
-                self._holder = self._relay = None
+                # The other one stays: Ray ends it with the handle, if it was made here.
+                self._holder = None if self._holder in error.lost else self._holder
+                self._relay = None if self._relay in error.lost else self._relay
                 self._node_id()
                 if time.monotonic() > give_up_s:
                     raise WeightsError(f"the cluster does not deliver the weights: {error}") from error
@@ -265,9 +267,9 @@ class RemoteStream:
             return self._wait(getattr(actor, method).remote(*arguments), patience_s)
         except TimeoutError as error:
             ray.kill(actor)
-            raise _LostError(f"their {method} has not come for {patience_s:.0f} s") from error
+            raise _LostError(f"their {method} has not come for {patience_s:.0f} s", actor) from error
         except RayError as error:
-            raise _LostError(one_line(error)) from error
+            raise _LostError(one_line(error), actor) from error
 
     def _call(self, method: str, *arguments: Any, patience_s: float = 0.0, shows: bool = False) -> Any:
         """Call a method of the actor, count the events of its result, and return its value or raise its error.
@@ -290,7 +292,7 @@ class RemoteStream:
             raise RlhfdError(f"the actor on {self._machine} is gone: {one_line(error)}") from error
         except RayError as error:
             if isinstance(error, ObjectLostError) or isinstance(getattr(error, "cause", None), ObjectLostError):
-                raise _LostError(one_line(error)) from error
+                raise _LostError(one_line(error), self._holder, self._relay) from error
             raise
         self._show(result.status, shows=shows)
         self._has_room = result.has_room
@@ -371,7 +373,15 @@ class _RolloutActor(RolloutNode):
 
 
 class _LostError(Exception):
-    """Weights did not reach the actor: retry."""
+    """Weights did not reach the actor: retry.
+
+    Attributes:
+        lost: The holder or the relay, or both, that are not to be asked again.
+    """
+
+    def __init__(self, reason: str, *lost: Any) -> None:
+        super().__init__(reason)
+        self.lost = lost
 
 
 def _send_tensors_as_bytes() -> None:

@@ -202,6 +202,7 @@ def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daem
             daemon.wait_step(step + 5)
             assert {name: pid for name, pid in daemon.pids().items() if name.startswith("rollout")} == workers
         assert sent_bytes(daemon.metrics())[0] == 3 * nbytes
+        assert "all references to the actor were removed" not in daemon.errors, "the other one went on"
         assert total(daemon.metrics(), "rlhfd_weight_syncs_total", result="refused") == 0
         metrics = daemon.metrics()
         assert balanced(metrics)

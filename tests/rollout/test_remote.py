@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -430,3 +431,28 @@ def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
     wake.set()
     work.join()
     assert node.status(logging.INFO, 1.0).activity == OTHER
+
+
+@pytest.mark.parametrize(("lost", "kept"), [(("holder",), "relay"), (("relay",), "holder"), ((), "both")])
+def test_of_holder_and_relay_the_lost_one_alone_is_found_anew(monkeypatch, lost, kept):
+    """Ray ends an actor with the handle of the process that made it, and with it the version that it has."""
+    rays = pytest.importorskip("pipeline.rollout.ray")
+    stream, tries = object.__new__(rays.RemoteStream), []
+    stream._holder, stream._relay = "holder", "relay"
+
+    def newest(stored_s, transferred_s):
+        tries.append((stream._holder, stream._relay))
+        if len(tries) == 1:
+            raise rays._LostError("it is gone", *lost)
+        return "reference"
+
+    for name, value in (
+        ("_newest", newest), ("_node_id", lambda: "node"), ("_call", lambda method, reference, patience_s: reference),
+    ):  # fmt: skip
+        monkeypatch.setattr(stream, name, value, raising=False)
+    monkeypatch.setattr(rays, "_RETRY_S", 0.0)
+
+    assert stream.fetch(SimpleNamespace(nbytes=1)) == "reference"
+
+    expected = {"relay": (None, "relay"), "holder": ("holder", None), "both": ("holder", "relay")}[kept]
+    assert tries == [("holder", "relay"), expected]
