@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class StepLines:
-    """An open file of lines. A line that cannot be written waits for the next one; the run goes on.
+    """A file of lines, opened at once. A line that cannot be written waits for the next one; the run goes on.
 
     Attributes:
         lost: Lines that were given up, because too many waited for a disk with room.
@@ -43,19 +43,26 @@ class StepLines:
         """
         self._waiting: list[bytes] = []
         self._is_failing = False
-        self.lost = 0
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_new_run and path.exists() and path.stat().st_size:
-            path.rename(path.with_name(f"{path.name}.before"))
-        self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.lost = self.found_bytes = self._size = 0
+        self.last = b""
+        self._path, self._after_step, self._is_new_run = path, after_step, is_new_run
+        self._descriptor = -1
+        self._open()
+
+    def _open(self) -> None:
+        """Open the file as a start does."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._is_new_run and self._path.exists() and self._path.stat().st_size:
+            self._path.rename(self._path.with_name(f"{self._path.name}.before"))
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            self.found_bytes = os.fstat(self._descriptor).st_size
-            self._size, self.last = _bytes_through(self._descriptor, self.found_bytes, after_step)
-            os.ftruncate(self._descriptor, self._size)
+            self.found_bytes = os.fstat(descriptor).st_size
+            self._size, self.last = _bytes_through(descriptor, self.found_bytes, self._after_step)
+            os.ftruncate(descriptor, self._size)
         except BaseException:
-            os.close(self._descriptor)
+            os.close(descriptor)
             raise
+        self._descriptor = descriptor
 
     def write(self, line: bytes) -> None:
         """Append a line, which ends with a newline, behind those that wait."""
@@ -63,8 +70,10 @@ class StepLines:
         if len(self._waiting) > _MOST_WAITING:
             del self._waiting[0]
             self.lost += 1
-        data = left = b"".join(self._waiting)
         try:
+            if self._descriptor < 0:
+                self._open()
+            data = left = b"".join(self._waiting)
             if self._is_failing:
                 # Part of a line may have been written.
                 os.ftruncate(self._descriptor, self._size)
@@ -84,6 +93,8 @@ class StepLines:
 
     def flush(self) -> None:
         """Flush all lines to disk: a checkpoint must not be on disk without the lines of its steps."""
+        if self._descriptor < 0:
+            return
         try:
             os.fdatasync(self._descriptor)
         except OSError as error:

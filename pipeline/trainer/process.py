@@ -327,8 +327,8 @@ def new_hooks(
     leads = context.index == 0
 
     hooks: list[TrainerHook] = [_Recording(config, start, metrics, leads=leads)]
-    if leads and (step_log := open_step_log(config, start)) is not None:
-        hooks.append(step_log)
+    if leads:
+        hooks.append(open_step_log(config, start))
     if config.evaluation.files and (leads or agree is not None):
         hooks.append(evaluation_follower(config, agree, of_first, rank=context.index))
     if process_device().type == "cuda":
@@ -477,16 +477,11 @@ def objective_of(config: Config) -> Objective:
     )
 
 
-def open_step_log(config: Config, start: Start) -> StepLog | None:
-    """Return the log of the run's steps, without those that are taken again; None if it cannot be written."""
-    path = run_dir(config) / FILE_NAME
+def open_step_log(config: Config, start: Start) -> StepLog:
+    """Return the log of the run's steps, without those that are taken again."""
     # Version 0 is published by a run without a step, or by one that is rolled back to its start.
     is_new_run = start.version == 0 and not start.rollback
-    try:
-        return StepLog(path, after_step=start.progress.step, is_new_run=is_new_run)
-    except OSError as error:
-        log.warning("no line is written for a step: path=%s error=%s", path, error.strerror)
-        return None
+    return StepLog(run_dir(config) / FILE_NAME, after_step=start.progress.step, is_new_run=is_new_run)
 
 
 def open_recorder(config: Config, start: Start, device: torch.device, metrics: TrainerMetrics) -> StepRecorder | None:

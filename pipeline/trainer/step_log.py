@@ -56,7 +56,8 @@ class StepLog(StepLines, TrainerHook):
     ) -> None:
         """Open the file, and remove the lines of steps that are taken again; see `StepLines`.
 
-        Lines that are missing before `after_step` are a warning in the log: a disk lost them, or another program.
+        A file that cannot be opened is a warning in the log, and opened at a later line. So are lines that are missing
+        before `after_step`: a disk lost them, or another program.
 
         Args:
             path: Path of the file; it is made if there is none.
@@ -64,20 +65,30 @@ class StepLog(StepLines, TrainerHook):
             is_new_run: Whether the lines present are of another run: they are kept as ``metrics.jsonl.before``.
             clock_s: Unix time.
             monotonic_s: Monotonic time, by which the speed is measured.
-
-        Raises:
-            OSError: If the file cannot be opened or cut.
         """
-        super().__init__(path, after_step=after_step, is_new_run=is_new_run)
         self._clock_s = clock_s
         self._monotonic_s = monotonic_s
         self._before_s: float | None = None
+        self._evaluated_step: int | None = None
+        try:
+            super().__init__(path, after_step=after_step, is_new_run=is_new_run)
+        except OSError as error:
+            self._is_failing = True
+            log.warning("the file of steps' lines cannot be opened, they wait: path=%s error=%s", path, error.strerror)
+
+    def _open(self) -> None:
+        super()._open()
         last = msgspec.json.decode(self.last, type=_Line) if self.last else None
-        self._evaluated_step = last.step if last is not None and bytes(last.evaluation) else None
         last_step = 0 if last is None else last.step
-        if last_step < after_step:
+        if last is not None and bytes(last.evaluation):
+            self._evaluated_step = self._evaluated_step or last_step
+            first = msgspec.json.decode(self._waiting[0], type=_Line) if self._waiting else None
+            if first is not None and first.step == last_step and bytes(first.evaluation):
+                # The file was not open to tell that it has this line.
+                del self._waiting[0]
+        if last_step < self._after_step:
             log.warning("lines of steps are missing: path=%s last_step=%d continues_after_step=%d size_bytes=%d",
-                        path, last_step, after_step, self.found_bytes)  # fmt: skip
+                        self._path, last_step, self._after_step, self.found_bytes)  # fmt: skip
 
     def taken(self, taken: TakenStep) -> None:
         """Add the line of a step."""

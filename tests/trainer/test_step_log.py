@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.telemetry.evaluations import Evaluation, summary
 from pipeline.trainer.hooks import TakenStep
 from pipeline.trainer.state import Progress
 from pipeline.trainer.step_log import StepLog, line_of
@@ -161,6 +163,39 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
 
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4] and step_log.lost == 0
     assert (logged("was not written"), logged("written again")) == (1, 1)
+
+
+def test_lines_wait_for_a_file_that_a_start_cannot_open_and_each_is_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a trainer that starts again while its disk is read-only."""
+    path = tmp_path / "metrics.jsonl"
+    of_two = Evaluation(2, "", "", 0.0, 4, 1, summary("all", [], 1, 1), [])
+    write_steps(path, range(1, 3), after_step=0)
+    before = StepLog(path, after_step=2)
+    before.evaluated(2, of_two)
+    before.taken(taken(3))
+    before.close()
+    opened, is_read_only = os.open, [True]
+
+    def open_unless_read_only(place: Any, *arguments: Any) -> int:
+        if is_read_only[0] and Path(place) == path:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opened(place, *arguments)
+
+    monkeypatch.setattr(os, "open", open_unless_read_only)
+
+    step_log = StepLog(path, after_step=2)
+    step_log.evaluated(2, of_two)
+    step_log.taken(taken(3))
+    step_log.flush()
+    is_read_only[0] = False
+    step_log.taken(taken(4))
+    step_log.close()
+
+    assert [line["step"] for line in lines_in(path)] == [1, 2, 2, 3, 4]
+    assert ["evaluation" in line for line in lines_in(path)] == [False, False, True, False, False]
+    assert sum("cannot be opened, they wait" in record.message for record in caplog.records) == 1
 
 
 def steps_in_whole_lines(path: Path) -> list[int]:
