@@ -364,7 +364,7 @@ def test_a_start_that_fails_before_anything_is_begun_leaves_nothing(tmp_path, ta
     (tmp_path / "run").chmod(0o700)
 
     with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
-        assert daemon.wait() == 1, daemon.errors
+        assert daemon.wait() == 78, daemon.errors
 
     assert not daemon.shm_dir.exists()
 
