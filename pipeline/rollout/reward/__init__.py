@@ -15,6 +15,7 @@ pool          reward functions in processes that can be killed
 problems      the log of rows without a reward: each cause once
 process       the processes of a pool
 remote        the rewards `remote` and `judge`, of a service
+row_rewards   the weighted sums of the scores of functions, and rows without one
 sandbox       the limited process of `code`
 service       requests to a service: attempts, deadline, circuit breaker
 signatures    the call of a function by its signature: batched, async, its columns

@@ -10,7 +10,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.response_text import ResponseText
 from pipeline.rollout.reward.foreign import adapted
-from pipeline.rollout.reward.numbers import FurtherNumbers, of_rows, scored, split
+from pipeline.rollout.reward.numbers import of_rows, scored, split
 from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.row_rewards import LARGEST, RowRewards, is_reward
 from pipeline.rollout.reward.signatures import Signature, awaited
-from pipeline.rollout.reward.wire import RowScore, applied, none_applies, numbers_of_parts, row_score
+from pipeline.rollout.reward.wire import row_score
 
 RewardFunction = Callable[..., Any]
 """``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number.
@@ -40,38 +41,20 @@ called as they are (`pipeline.rollout.reward.foreign`)."""
 NAMED = "reward"
 """The module that functions of this package show in errors: ``reward:exact``."""
 
-LARGEST: Final = float(torch.finfo(torch.float32).max)
-"""The largest reward."""
 
-
-class FunctionReward:
+class FunctionReward(RowRewards):
     """Functions with the interface of a reward model, in coati's convention for verifiable rewards; results add up.
+
+    See `RowRewards` for the other arguments, attributes and errors.
 
     Args:
         functions: At least one; each is called once a row with right-padded ids and the columns of the response
             (`response_end` exclusive, the stop included), and returns a number or a tensor with one element. One that
             is `batched` is called once for all rows; calls of an async one run at the same time.
         tokenizer: Passed to every function.
-        telemetry: Told of each row's weighted results, of each row without a score, and of progress after each row: a
-            function that never returns makes none.
-        weights: One a function; None: 1 each.
+        telemetry: Told also of progress after each row: a function that never returns makes none.
         timeout_s: Limit of the calls of an async function, for all rows together; 0: none.
-        labels: A name of each function, of its column in an experience's `info`; without them there is no column.
         text: Decodes the responses; None: with the special tokens of `tokenizer`, but pad and eos.
-        problems: Logs the rows without a score, which then are NaN; None: the first of them ends the call.
-
-    Attributes:
-        labels: As given.
-        parts: ``(B, functions)`` float32, the results of the last call before their weights, NaN in a row without a
-            score.
-        exact: ``(B,)`` float64, the scores of the last call before they are rounded to float32: groups compare these.
-        numbers: Further numbers of each row of the last call by name (`pipeline.rollout.reward.numbers`).
-        problem: The first row without a score of the last call; None if all had one.
-        problems: As given.
-        may_be_absent: Whether a row to which no function applies scores 0, as beside a reward model.
-
-    Raises:
-        ConfigError: If there are no functions, or not one weight a function.
     """
 
     def __init__(
@@ -86,24 +69,12 @@ class FunctionReward:
         text: ResponseText | None = None,
         problems: RewardProblems | None = None,
     ) -> None:
-        if not functions:
-            raise ConfigError("no reward functions: give at least one")
-        if weights is not None and len(weights) != len(functions):
-            raise ConfigError(f"{len(weights)} weights for {len(functions)} reward functions")
+        names = [_name_of(function) for function in functions]
+        super().__init__(names, telemetry, weights=weights, labels=labels, problems=problems)
         self._functions = [(function, Signature(function)) for function in functions]
         self._tokenizer = tokenizer
         self._text = ResponseText.of(tokenizer) if text is None else text
-        self._telemetry = telemetry
-        self._weights = list(weights or [1.0] * len(functions))
         self._timeout_s = timeout_s
-        self.labels = list(labels)
-        self.problems = problems
-        self.problem: RowScore | None = None
-        self.may_be_absent = False
-        self.parts = torch.empty(0, len(functions))
-        self.exact = torch.empty(0, dtype=torch.float64)
-        self.numbers: list[dict[str, float]] = []
-        self._further = FurtherNumbers(labels, telemetry)
 
     @property
     def sees_images(self) -> bool:
@@ -152,43 +123,15 @@ class FunctionReward:
         Raises:
             RewardError: If a function raises, or does not return one finite number, without `problems`.
         """
-        scores, parts = [], []
-        self.numbers = []
         which = range(len(self._functions))
-        missing: list[tuple[int, RowScore]] = []
         rows = self.results(which, input_ids, attention_mask, response_start, response_end, gt_answer, vision, columns)
-        for row, found in enumerate(rows):
-            values = [part for part in found if not isinstance(part, RewardError)]
-            weighted: list[float] | None = None
-            if len(values) == len(found) and all(map(math.isnan, values)) and not self.may_be_absent:
-                found = [*found[:-1], none_applies([_name_of(function) for function, _ in self._functions], row)]
-            if isinstance(error := found[-1], RewardError):
-                if self.problems is None:
-                    raise error
-                missing.append((row, row_score(found, is_joint=len(values) in self.together)))
-                self._telemetry.reward_errored(missing[-1][1].problem)
-                values = [math.nan] * len(which)
-                self.numbers.append({})
-            else:
-                self.numbers.append(self._further.of_row(numbers_of_parts(values)))
-                values = applied(values)
-                weighted = [weight * part for weight, part in zip(self._weights, values, strict=True)]
-                if not is_reward(sum(weighted)):
-                    missing.append((row, too_large(weighted)))
-                    if self.problems is None:
-                        raise RewardError(missing[-1][1].text)
-                    self._telemetry.reward_errored(missing[-1][1].problem)
-                    values, weighted = [math.nan] * len(which), None
-            parts.append(values)
-            scores.append(math.nan if weighted is None else sum(weighted))
-            self._telemetry.scored(weighted)
+        scores = []
+        for found in rows:
+            if isinstance(error := found[-1], RewardError) and self.problems is None:
+                raise error
+            scores.append(row_score(found, is_joint=len(found) - 1 in self.together))
             self._telemetry.progress()
-        self.problem = missing[0][1] if missing else None
-        if self.problems is not None:
-            self.problems.report(len(scores), missing)
-        self.parts = torch.tensor(parts, dtype=torch.float32).reshape(len(scores), len(which))
-        self.exact = torch.tensor(scores, dtype=torch.float64)
-        return self.exact.float()
+        return self.keep(scores)
 
     def results(
         self,
@@ -446,18 +389,6 @@ def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> floa
         large = "a number beyond float32" if math.isfinite(score) else score
         return RewardError(message, cause=f"{name} returned {large}{location}")
     return scored(score, numbers)
-
-
-def is_reward(value: float) -> bool:
-    """Return whether a number can be a reward: it is finite in float32 too, in which an experience holds it."""
-    return abs(value) <= LARGEST
-
-
-def too_large(weighted: Sequence[float]) -> RowScore:
-    """Return the result of a row whose weighted scores have a sum that is no reward."""
-    parts = " + ".join(f"{part:g}" for part in weighted)
-    text = f"the sum of the weighted scores is beyond float32: {parts}"
-    return RowScore(problem="invalid", text=text, cause="the sum of the weighted scores is beyond float32")
 
 
 def _location_of(function: RewardFunction, error: BaseException | None = None) -> str:

@@ -19,26 +19,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from pipeline.config.rewards import RewardConfig, reward_of, to_json
 from pipeline.config.user_modules import PROMPT
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.progress import Telemetry
-from pipeline.rollout.reward.functions import is_reward, too_large
-from pipeline.rollout.reward.numbers import FurtherNumbers
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.process import prepare
+from pipeline.rollout.reward.row_rewards import RowRewards
 from pipeline.rollout.reward.wire import (
     RowScore,
     RowsScored,
     RowsToScore,
     RowToScore,
-    applied,
     messages,
-    none_applies,
-    row_score,
     with_images,
 )
 from pipeline.runtime.pool import STARTUP_TIMEOUT_S, Ended, PoolProcess, ProcessPool, how_ended
@@ -51,34 +46,25 @@ _TIMEOUTS_IN_A_ROW = 3
 _VARIABLES = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class RewardPool:
+class RewardPool(RowRewards):
     """Reward functions by name, with the interface of a reward model; a row without a reward scores NaN.
 
     Not thread-safe; close it, or use it as a context manager. Its processes die with this one.
+
+    See `RowRewards` for the other arguments and attributes.
 
     Args:
         functions: A name or ``module:function`` each; their results add up.
         tokenizer: Directory of the tokenizer that is passed to the functions.
         timeout_s: Longest time the functions may take for one row, and one that is batched or async for all rows.
         processes: Rows that are scored at the same time.
-        telemetry: Told of each row's weighted results, of each row without a score, and of progress at least once a
-            second while rows are scored.
+        telemetry: Told also of progress, at least once a second while rows are scored.
         may_fork: Whether the processes may be forks of this one, which has torch loaded and no state that a function
             must not have; a fork is refused, and a new process started, where it has threads or a GPU.
-        settings: Options of the functions that are known by name.
-        weights: One a function; None: 1 each.
-        labels: A name of each function, of its column in an experience's `info`; without them there is no column.
         hidden: Ids of special tokens that are left out of the text of a response; None: all of them.
 
     Attributes:
-        labels: As given.
-        parts: ``(B, functions)`` float32, the results of the last call before their weights, NaN in a row without
-            a score.
-        exact: ``(B,)`` float64, the scores of the last call before they are rounded to float32.
-        numbers: Further numbers of each row of the last call by name.
-        problem: The first row without a score of the last call; None if all had one.
         problems: Logs the rows without a score.
-        may_be_absent: Whether a row to which no function applies scores 0, as beside a reward model.
     """
 
     def __init__(
@@ -94,20 +80,16 @@ class RewardPool:
         labels: Sequence[str] = (),
         hidden: Sequence[int] | None = None,
     ) -> None:
-        self.labels = list(labels)
         rewards = [reward_of(one) for one in functions]
-        self._functions = [reward.name for reward in rewards]
-        self._count = len(functions)
-        self._weights = list(weights or [1.0] * len(functions))
-        self.parts = torch.empty(0, len(functions))
-        self.exact = torch.empty(0, dtype=torch.float64)
-        self.numbers: list[dict[str, float]] = []
-        self._further = FurtherNumbers(labels, telemetry)
-        self.problems = RewardProblems(telemetry)
-        self.problem: RowScore | None = None
-        self.may_be_absent = False
+        self.problems: RewardProblems
+        super().__init__(
+            [reward.name for reward in rewards],
+            telemetry,
+            weights=weights,
+            labels=labels,
+            problems=RewardProblems(telemetry),
+        )
         self._timeout_s = timeout_s
-        self._telemetry = telemetry
         self._pool: ProcessPool[RowsScored] = ProcessPool(
             prepare,
             [to_json(rewards), tokenizer, timeout_s, None if hidden is None else list(hidden)],
@@ -178,28 +160,7 @@ class RewardPool:
                 )
                 for row, named in zip(rows, columns, strict=True)
             ]
-        scores = self._score(rows, facts["together"])
-        weighted = [
-            [weight * part for weight, part in zip(self._weights, score.parts, strict=False)] for score in scores
-        ]
-        scores = [
-            score if score.problem or is_reward(sum(parts)) else too_large(parts)
-            for score, parts in zip(scores, weighted, strict=True)
-        ]
-        for score, parts in zip(scores, weighted, strict=True):
-            self._telemetry.scored(None if score.problem else parts)
-        self.numbers = [{} if score.problem else self._further.of_row(score.numbers) for score in scores]
-        missing = [math.nan] * self._count
-        raw = [missing if score.problem else score.parts for score in scores]
-        self.parts = torch.tensor(raw, dtype=torch.float32).reshape(len(scores), self._count)
-        problems = [(row, score) for row, score in enumerate(scores) if score.problem]
-        self.problem = problems[0][1] if problems else None
-        for _, score in problems:
-            self._telemetry.reward_errored(score.problem)
-        self.problems.report(len(scores), problems)
-        sums = [math.nan if score.problem else sum(parts) for score, parts in zip(scores, weighted, strict=True)]
-        self.exact = torch.tensor(sums, dtype=torch.float64)
-        return self.exact.float()
+        return self.keep(self._score(rows, facts["together"]))
 
     def close(self) -> None:
         """End the processes, and all that the functions have started."""
@@ -213,7 +174,7 @@ class RewardPool:
 
     def _score(self, rows: list[RowToScore], together: list[int]) -> list[RowScore]:
         """Return the scores of rows; `together` are the numbers of the functions that score all rows in one call."""
-        alone = [at for at in range(self._count) if at not in together]
+        alone = [at for at in range(len(self._names)) if at not in together]
         # All rows of a function that needs them first: it takes longest, beside the other rows in other processes.
         work = [RowsToScore([at], rows) for at in together if rows]
         work += [RowsToScore(alone, [row]) for row in rows if alone]
@@ -232,12 +193,9 @@ class RewardPool:
                 **{at: score.numbers[:1] for at, score in found.items()},
                 **{at: own.numbers[place : place + 1] for place, at in enumerate(alone)},
             }
-            if all(map(math.isnan, parts.values())) and not self.may_be_absent:
-                scores.append(row_score([none_applies(self._functions, row)], is_joint=False))
-            else:
-                every = range(self._count)
-                of_functions = [next(iter(numbers[at]), {}) for at in every]
-                scores.append(RowScore(parts=applied([parts[at] for at in every]), numbers=of_functions))
+            every = range(len(self._names))
+            of_functions = [next(iter(numbers[at]), {}) for at in every]
+            scores.append(RowScore(parts=[parts[at] for at in every], numbers=of_functions))
         return scores
 
     def _work(self, work: list[RowsToScore]) -> list[list[RowScore]]:
@@ -278,7 +236,7 @@ class RewardPool:
         return [scores[at] for at in range(len(work))]
 
     def _verdict(self, ended: Ended, work: RowsToScore) -> RowScore:
-        names = " or ".join(self._functions[at] for at in work.functions)
+        names = " or ".join(self._names[at] for at in work.functions)
         if ended.took_s >= self._timeout_s:
             said = f"{names} gave no score within {self._timeout_s:g} s (rollout.reward_timeout_s)"
             return RowScore(problem="timeout", text=said, cause=said)

@@ -15,11 +15,12 @@ from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.reward_model import SequenceReward
 from pipeline.progress import Telemetry
 from pipeline.prompts.types import Prompt
-from pipeline.rollout.reward.functions import FunctionReward, is_reward, too_large
+from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.reward.wire import RowScore
+from pipeline.rollout.reward.row_rewards import is_reward, too_large
+from pipeline.rollout.reward.wire import RowScore, row_score
 
 
 class SummedReward:
@@ -101,7 +102,8 @@ class SummedReward:
         found = []
         for row, (own, total) in enumerate(zip(of_functions, self.exact.tolist(), strict=True)):
             if math.isfinite(own) and not is_reward(total):
-                found.append((row, self._problem_of(row, scores[row]) or too_large([own, *weighted[row]])))
+                beyond = row_score([too_large([own, *weighted[row]])], is_joint=False)
+                found.append((row, self._problem_of(row, scores[row]) or beyond))
                 self._telemetry.reward_errored(found[-1][1].problem)
         self.problem = self.problem or (found[0][1] if found else None)
         self._problems.report(len(scores), found)

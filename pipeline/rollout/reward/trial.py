@@ -23,7 +23,7 @@ from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, load_reward_function
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
-from pipeline.rollout.reward.wire import none_applies
+from pipeline.rollout.reward.row_rewards import none_applies
 
 
 class Trial(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -68,18 +67,6 @@ class RowsScored(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 messages = msgspec.msgpack.Decoder(Ready | RowsScored)
-
-
-def none_applies(names: Sequence[str], row: int) -> RewardError:
-    """Return the error of a row to which no reward function applies; `names` are those of the functions."""
-    every = names[0] if len(names) == 1 else "every reward function"
-    said = f"{every} returned None"
-    return RewardError(f"{said} for row {row}: no reward applies to it", cause=said, is_absent=True)
-
-
-def applied(parts: Sequence[float]) -> list[float]:
-    """Return the numbers of a row's functions, 0 for one that does not apply to it, which is NaN."""
-    return [0.0 if math.isnan(part) else part for part in parts]
 
 
 def row_score(found: Sequence[float | RewardError], *, is_joint: bool) -> RowScore:

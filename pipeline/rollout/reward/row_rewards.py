@@ -1,0 +1,134 @@
+"""The rewards of a call's rows: the weighted sums of the scores of its functions, kept with their parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import ConfigError, RewardError
+from pipeline.progress import Telemetry
+from pipeline.rollout.reward.numbers import FurtherNumbers
+from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.wire import RowScore, row_score
+
+LARGEST: Final = float(torch.finfo(torch.float32).max)
+"""The largest reward."""
+
+
+class RowRewards:
+    """Adds up the scores of functions, row by row. A row without one of the scores has no reward: NaN.
+
+    Args:
+        names: A name of each function, at least one, for messages.
+        telemetry: Told of each row's weighted results, and of each row without a reward.
+        weights: One a function; None: 1 each.
+        labels: A name of each function, of its column in an experience's `info`; without them there is no column.
+        problems: Logs the rows without a reward; None: the first of them ends the call.
+
+    Attributes:
+        labels: As given.
+        parts: ``(B, functions)`` float32, the results of the last call before their weights, NaN in a row without a
+            reward.
+        exact: ``(B,)`` float64, the rewards of the last call before they are rounded to float32: groups compare these.
+        numbers: Further numbers of each row of the last call by name (`pipeline.rollout.reward.numbers`).
+        problem: The first row without a reward of the last call; None if all had one.
+        problems: As given.
+        may_be_absent: Whether a row to which no function applies scores 0, as beside a reward model.
+
+    Raises:
+        ConfigError: If there are no functions, or not one weight a function.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        telemetry: Telemetry,
+        *,
+        weights: Sequence[float] | None = None,
+        labels: Sequence[str] = (),
+        problems: RewardProblems | None = None,
+    ) -> None:
+        if not names:
+            raise ConfigError("no reward functions: give at least one")
+        if weights is not None and len(weights) != len(names):
+            raise ConfigError(f"{len(weights)} weights for {len(names)} reward functions")
+        self._names = list(names)
+        self._telemetry = telemetry
+        self._weights = list(weights or [1.0] * len(names))
+        self.labels = list(labels)
+        self.problems = problems
+        self.problem: RowScore | None = None
+        self.may_be_absent = False
+        self.parts = torch.empty(0, len(names))
+        self.exact = torch.empty(0, dtype=torch.float64)
+        self.numbers: list[dict[str, float]] = []
+        self._further = FurtherNumbers(labels, telemetry)
+
+    def keep(self, scores: Sequence[RowScore]) -> Tensor:
+        """Keep the scores of a call and return its rewards, ``(B,)`` float32, NaN in a row without one.
+
+        Args:
+            scores: Of each row; a part is NaN where its function does not apply.
+
+        Raises:
+            RewardError: If a row has no reward for another reason than that of its score, without `problems`.
+        """
+        checked = [self._checked(row, score) for row, score in enumerate(scores)]
+        weighted = [None if score.problem else self._weighted(score) for score in checked]
+        found = [(row, score) for row, score in enumerate(checked) if score.problem]
+        for parts in weighted:
+            self._telemetry.scored(parts)
+        for _, score in found:
+            self._telemetry.reward_errored(score.problem)
+        self.problem = found[0][1] if found else None
+        if self.problems is not None:
+            self.problems.report(len(checked), found)
+        self.numbers = [{} if score.problem else self._further.of_row(score.numbers) for score in checked]
+        missing = [math.nan] * len(self._names)
+        raw = [missing if score.problem else score.parts for score in checked]
+        self.parts = torch.tensor(raw, dtype=torch.float32).reshape(len(checked), len(self._names))
+        self.exact = torch.tensor(
+            [math.nan if parts is None else sum(parts) for parts in weighted], dtype=torch.float64
+        )
+        return self.exact.float()
+
+    def _checked(self, row: int, score: RowScore) -> RowScore:
+        """Return the score with 0 for a function that does not apply, or why the row has no reward."""
+        if score.problem:
+            return score
+        if all(map(math.isnan, score.parts)) and not self.may_be_absent:
+            return self._without(none_applies(self._names, row))
+        parts = [0.0 if math.isnan(part) else part for part in score.parts]
+        applied = RowScore(parts=parts, numbers=score.numbers)
+        weighted = self._weighted(applied)
+        return applied if is_reward(sum(weighted)) else self._without(too_large(weighted))
+
+    def _weighted(self, score: RowScore) -> list[float]:
+        return [weight * part for weight, part in zip(self._weights, score.parts, strict=True)]
+
+    def _without(self, error: RewardError) -> RowScore:
+        if self.problems is None:
+            raise error
+        return row_score([error], is_joint=False)
+
+
+def none_applies(names: Sequence[str], row: int) -> RewardError:
+    """Return the error of a row to which no reward function applies; `names` are those of the functions."""
+    every = names[0] if len(names) == 1 else "every reward function"
+    said = f"{every} returned None"
+    return RewardError(f"{said} for row {row}: no reward applies to it", cause=said, is_absent=True)
+
+
+def is_reward(value: float) -> bool:
+    """Return whether a number can be a reward: it is finite in float32 too, in which an experience holds it."""
+    return abs(value) <= LARGEST
+
+
+def too_large(weighted: Sequence[float]) -> RewardError:
+    """Return the error of a row whose weighted scores have a sum that is no reward."""
+    said = "the sum of the weighted scores is beyond float32"
+    return RewardError(f"{said}: {' + '.join(f'{part:g}' for part in weighted)}", cause=said)
