@@ -291,6 +291,16 @@ def load_critic(
     return critic.eval()
 
 
+def critic_of(
+    actor: PreTrainedModel, path: str | Path | None, *, dtype: str | torch.dtype, device: torch.device | str
+) -> Critic:
+    """Return the critic in a directory, or without one a critic made of the actor's backbone, still without adapters.
+
+    See `load_critic` for the other arguments and the errors.
+    """
+    return Critic.from_actor(actor) if path is None else load_critic(path, dtype=dtype, device=device)
+
+
 def load_reward_model(
     path: str | Path, *, dtype: str | torch.dtype, device: torch.device | str, field: str = "model.reward"
 ) -> SequenceReward:

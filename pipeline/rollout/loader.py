@@ -10,11 +10,12 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pipeline.config.losses import log_probs_by, worker_holds_actor
+from pipeline.config.prompts import PromptsConfig
 from pipeline.config.rewards import function_labels, reward_functions
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, RlhfdError
@@ -26,8 +27,8 @@ from pipeline.models.float32_logits import compute_in_float32, use_float32_logit
 from pipeline.models.fused_norms import fuse_norms
 from pipeline.models.fused_rotary import fuse_rotary
 from pipeline.models.loading import (
+    critic_of,
     load_actor,
-    load_critic,
     outline_of_actor,
     refuse_large_tokenizer,
     sees_images,
@@ -52,6 +53,8 @@ from pipeline.rollout.generation.engine_probe import (
     PublishedProbe,
 )
 from pipeline.rollout.generation.engines import as_stream, load_engine
+from pipeline.rollout.generation.interface import Engine
+from pipeline.rollout.generation.vllm.engine import EngineProcess
 from pipeline.rollout.generation.vllm.engine import begin as begin_vllm
 from pipeline.rollout.generation.weights import EngineWeights, ModelWeights, WorkerWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
@@ -60,10 +63,10 @@ from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.reward.summed import SummedReward, load_reward
+from pipeline.rollout.reward.summed import Reward, SummedReward, load_reward
 from pipeline.rollout.roller import LocalRoller, PromptReader
 from pipeline.rollout.sampling import sampling_of
-from pipeline.rollout.shaping import shaping_of
+from pipeline.rollout.shaping import Shaping, shaping_of
 from pipeline.rollout.vision_prompts import VisionPrompts
 from pipeline.storage.weights_header import Probe, WeightsVersion
 
@@ -104,6 +107,27 @@ def load_roller(
     return roller
 
 
+class _Models(NamedTuple):
+    """The models of a worker.
+
+    Attributes:
+        actor: The policy; an outline without weights if the engine alone holds them.
+        reference: The reference of the KL: None if the worker has none, the actor itself with LoRA.
+        critic: PPO's value model, else None.
+        holds_actor: Whether the actor has weights.
+    """
+
+    actor: Any
+    reference: Any
+    critic: Critic | None
+    holds_actor: bool
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the actor's vocabulary."""
+        return int(self.actor.config.get_text_config().vocab_size)
+
+
 def _load(
     config: Config,
     tokenizer: Any,
@@ -114,9 +138,7 @@ def _load(
     undone: contextlib.ExitStack,
 ) -> LocalRoller:
     """Load as `load_roller` does; `undone` closes what an error leaves behind."""
-    takes_images = sees_images(config.model.actor)
-    refuse_environment_for_images(config, takes_images=takes_images)
-    vision = VisionPrompts(config.model.actor, tokenizer) if takes_images else None
+    vision = load_vision(config, tokenizer)
     # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
     # functions' processes are forks of this one as long as it has no GPU.
     functions = load_functions(config, tokenizer, telemetry)
@@ -131,23 +153,55 @@ def _load(
         undone.callback(begun.close)
     reward = load_reward(config, tokenizer, device, functions, telemetry)
     tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
-    whole = functools.partial(load_actor, config.model.actor, dtype=config.model.dtype)
+    models = _load_models(config, tokenizer, tokens, device)
+    # Such as of an actor that a critic was made of: the engine takes what is free.
+    free_cached()
+    before_engine()
+    engine = new_engine(config, models.actor, device, telemetry, begun)
+    if config.rollout.deterministic and not getattr(engine, "deterministic", False):
+        log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
+                    config.rollout.engine, device)  # fmt: skip
+    shaping = shaping_of(config)
+    roller = new_roller(
+        config,
+        tokenizer,
+        telemetry,
+        maker=_new_maker(config, models, reward, tokenizer, shaping, telemetry),
+        prompts=config.prompts,
+        weights=_weights_of(config, models, engine, shaping, tokens, device, telemetry),
+        functions=functions,
+        reward=reward,
+        environment=environment,
+        vision=vision,
+        vocabulary=models.vocabulary,
+    )
+    undone.callback(roller.close)
+    _try_reward(config, roller, reward, environment, texts=texts)
+    return roller
+
+
+def _load_models(config: Config, tokenizer: Any, tokens: Sequence[int], device: torch.device) -> _Models:
+    """Return the worker's models, adapted and prepared for their passes.
+
+    Raises:
+        ConfigError: If one cannot be loaded, or the tokenizer has more tokens than the actor.
+    """
+    whole = functools.partial(load_actor, config.model.actor, dtype=config.model.dtype, device=device)
     holds_actor = worker_holds_actor(config)
     # The trainer's answer to the probe is of all these tokens, and the engine's row must have room for them.
     if not holds_actor and not 2 <= len(tokens) < config.lengths.row:
         log.warning("the actor is loaded, the engine cannot be asked about the first prompt: tokens=%d row_tokens=%d",
                     len(tokens), config.lengths.row)  # fmt: skip
         holds_actor = True
-    actor = whole(device=device) if holds_actor else outline_of_actor(config.model.actor, dtype=config.model.dtype)
+    actor = whole() if holds_actor else outline_of_actor(config.model.actor, dtype=config.model.dtype)
     reference = load_reference(config, actor, device)
     critic = None
     if config.rollout.algorithm == "ppo":
-        critic = (
-            Critic.from_actor(actor if holds_actor else whole(device=device))
-            if config.model.critic is None
-            else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
-        )
-    refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
+        has_weights = holds_actor or config.model.critic is not None
+        made_of = actor if has_weights else whole()
+        critic = critic_of(made_of, config.model.critic, dtype=config.model.dtype, device=device)
+    models = _Models(actor, reference, critic, holds_actor)
+    refuse_large_tokenizer(tokenizer, models.vocabulary, config.model.actor)
     # After the critic, which is made of the unadapted backbone.
     adapt(actor, config.model, seed=config.daemon.seed)
     if config.trainer.kind == "builtin":
@@ -162,18 +216,17 @@ def _load(
         in_float32 = with_float32_logits(config, measured, tokens, device)
         if in_float32 and reference is not None and reference is not measured:
             compute_in_float32(reference)
-    shaping = shaping_of(config)
-    beside_actor = joined({} if critic is None else {"critic": critic.state_dict()})
-    if shaping.score_moments is not None:
-        beside_actor[SCORES] = shaping.score_moments
-    rollout = config.rollout
     share_prompts(config, actor, reference, device)
     compile_passes(config, actor, reference, critic, device)
-    # Such as of an actor that a critic was made of: the engine takes what is free.
-    free_cached()
-    before_engine()
+    return models
+
+
+def new_engine(
+    config: Config, actor: Any, device: torch.device, telemetry: Telemetry, begun: EngineProcess | None = None
+) -> Engine:
+    """Return the engine that samples from an actor; `begun` is vLLM's process if it was begun before."""
     loaded = load_engine(
-        rollout.engine,
+        config.rollout.engine,
         actor,
         directory=Path(config.model.actor),
         device=device,
@@ -181,15 +234,18 @@ def _load(
         config=config,
         begun=begun,
     )
-    engine = as_stream(loaded, most_rows=rollout.inference_batch_size, telemetry=telemetry)
-    if rollout.deterministic and not getattr(engine, "deterministic", False):
-        log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
-                    rollout.engine, device)  # fmt: skip
-    maker = NaiveExperienceMaker(
-        actor,
-        critic,
+    return as_stream(loaded, most_rows=config.rollout.inference_batch_size, telemetry=telemetry)
+
+
+def _new_maker(
+    config: Config, models: _Models, reward: Reward | None, tokenizer: Any, shaping: Shaping, telemetry: Telemetry
+) -> NaiveExperienceMaker:
+    rollout = config.rollout
+    return NaiveExperienceMaker(
+        models.actor,
+        models.critic,
         reward,
-        reference,
+        models.reference,
         tokenizer,
         kl_coef=config.rollout_kl_coef,
         gamma=rollout.gamma,
@@ -206,26 +262,69 @@ def _load(
         refuse_not_finite=False,
         telemetry=telemetry,
     )
-    judging = judging_of(config, actor, telemetry)
-    weights: WorkerWeights
-    if holds_actor:
-        probe = ModelProbe(actor, tokens or _ANY_TOKENS, device, row_tokens=config.lengths.row, judging=judging)
-        targets = {**joined({"actor": published(actor)}), **beside_actor}
-        weights = ModelWeights(targets, engine, weights_check(actor, tokens, device), probe)
-    else:
+
+
+def _weights_of(
+    config: Config,
+    models: _Models,
+    engine: Engine,
+    shaping: Shaping,
+    tokens: Sequence[int],
+    device: torch.device,
+    telemetry: Telemetry,
+) -> WorkerWeights:
+    """Return the weights that a published version replaces."""
+    beside_actor = joined({} if models.critic is None else {"critic": models.critic.state_dict()})
+    if shaping.score_moments is not None:
+        beside_actor[SCORES] = shaping.score_moments
+    actor, judging = models.actor, judging_of(config, models.actor, telemetry)
+    if not models.holds_actor:
         log.info("the engine alone holds the actor: probe_tokens=%d", len(tokens))
-        weights = EngineWeights(engine, PublishedProbe(tokens, actor.dtype, judging), beside_actor)
-    source = PromptSource(config.prompts, config.daemon.seed)
-    roller = LocalRoller(
+        return EngineWeights(engine, PublishedProbe(tokens, actor.dtype, judging), beside_actor)
+    probe = ModelProbe(actor, tokens or _ANY_TOKENS, device, row_tokens=config.lengths.row, judging=judging)
+    targets = {**joined({"actor": published(actor)}), **beside_actor}
+    return ModelWeights(targets, engine, weights_check(actor, tokens, device), probe)
+
+
+def new_roller(
+    config: Config,
+    tokenizer: Any,
+    telemetry: Telemetry,
+    *,
+    maker: NaiveExperienceMaker,
+    prompts: PromptsConfig,
+    weights: WorkerWeights,
+    functions: FunctionReward | RewardPool | None,
+    reward: Reward | None,
+    environment: TurnSettings | None,
+    vision: VisionPrompts | None,
+    vocabulary: int,
+) -> LocalRoller:
+    """Return the roller of a configuration.
+
+    Args:
+        config: The instance's.
+        tokenizer: The actor's.
+        telemetry: Receives progress and events.
+        maker: Makes the experience.
+        prompts: The prompts of its tickets.
+        weights: The weights that it samples with.
+        functions: The reward functions; None if there are none.
+        reward: The reward, of which they may be a part.
+        environment: The environments; None if there are none.
+        vision: The reader of prompts with images; None if the actor takes none.
+        vocabulary: Tokens of the actor's vocabulary.
+    """
+    return LocalRoller(
         maker,
-        source,
+        PromptSource(prompts, config.daemon.seed),
         tokenizer,
         weights,
         seed=config.daemon.seed,
         lengths=config.lengths,
-        vocabulary=actor.config.get_text_config().vocab_size,
+        vocabulary=vocabulary,
         template=rendering_of(config.prompts),
-        sampling=sampling_of(config, tokenizer, actor.config.get_text_config().vocab_size),
+        sampling=sampling_of(config, tokenizer, vocabulary),
         vision=vision,
         turns=environment,
         readers=prompt_readers(functions, reward),
@@ -234,7 +333,16 @@ def _load(
         new_evaluations=evaluation_rollers(maker, config),
         telemetry=telemetry,
     )
-    undone.callback(roller.close)
+
+
+def _try_reward(
+    config: Config, roller: LocalRoller, reward: Reward | None, environment: TurnSettings | None, *, texts: bool
+) -> None:
+    """Score the first rollouts.
+
+    Raises:
+        ConfigError: If there is no reward for them; with `texts` it may quote the user's function.
+    """
     try:
         refuse_broken_reward(roller, config.row_bytes)
     except RewardError as error:
@@ -246,7 +354,6 @@ def _load(
             error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
         )
         raise ConfigError(f"rewards: {message}, prompt {roller.last_location}") from error
-    return roller
 
 
 def prompt_readers(functions: FunctionReward | RewardPool | None, reward: Any) -> list[PromptReader]:
@@ -260,14 +367,17 @@ def prompt_readers(functions: FunctionReward | RewardPool | None, reward: Any) -
     return readers
 
 
-def refuse_environment_for_images(config: Config, *, takes_images: bool) -> None:
-    """Refuse an environment beside a model that takes images.
+def load_vision(config: Config, tokenizer: Any) -> VisionPrompts | None:
+    """Return the reader of prompts with images; None if the actor takes none.
 
     Raises:
-        ConfigError: If there are both.
+        ConfigError: If there is an environment too, or the processor of images cannot be loaded.
     """
-    if takes_images and config.rollout.environment is not None:
+    if not sees_images(config.model.actor):
+        return None
+    if config.rollout.environment is not None:
         raise ConfigError("rollout.environment: model.actor takes images, and an environment is for text alone")
+    return VisionPrompts(config.model.actor, tokenizer)
 
 
 def load_environment(config: Config, tokenizer: Any, telemetry: Telemetry) -> TurnSettings | None:

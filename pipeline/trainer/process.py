@@ -19,12 +19,11 @@ from pipeline.config.rewards import may_have_numbers, part_labels
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode
 from pipeline.models.compiled_layers import Uses, compile_layers
-from pipeline.models.critic import Critic
 from pipeline.models.device import device_name, free_cached, grow_segments, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.fused_norms import fuse_norms
 from pipeline.models.fused_rotary import fuse_rotary
-from pipeline.models.loading import load_actor, load_critic, load_tokenizer, refuse_large_tokenizer
+from pipeline.models.loading import critic_of, load_actor, load_tokenizer, refuse_large_tokenizer
 from pipeline.models.lora import adapt
 from pipeline.models.tokenizer_file import TokenizerFiles
 from pipeline.models.weights.held import HeldVersion
@@ -454,11 +453,7 @@ def whole_models(config: Config, device: torch.device) -> dict[str, torch.nn.Mod
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     models: dict[str, torch.nn.Module] = {"actor": actor}
     if config.rollout.algorithm == "ppo":
-        models["critic"] = (
-            Critic.from_actor(actor)
-            if config.model.critic is None
-            else load_critic(config.model.critic, dtype=config.model.dtype, device=device)
-        )
+        models["critic"] = critic_of(actor, config.model.critic, dtype=config.model.dtype, device=device)
     # After the critic, which is made from the backbone without adapters.
     adapt(actor, config.model, seed=config.daemon.seed)
     return models

@@ -6,33 +6,28 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from pipeline.config.evaluation import held_out
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, FieldError, RewardError, ShapeError
 from pipeline.models.device import process_device
-from pipeline.models.loading import load_actor, load_tokenizer, refuse_large_tokenizer, sees_images
+from pipeline.models.loading import load_actor, load_tokenizer, refuse_large_tokenizer
 from pipeline.progress import Telemetry
-from pipeline.prompts.rendering import first_tokens, rendering_of
-from pipeline.prompts.source import PromptSource
-from pipeline.rollout.evaluation.roller import evaluation_rollers
+from pipeline.prompts.rendering import first_tokens
 from pipeline.rollout.first_rollouts import note_first_prompts
-from pipeline.rollout.generation.engines import as_stream, load_engine
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import (
     load_environment,
     load_functions,
-    prompt_readers,
-    refuse_environment_for_images,
+    load_vision,
+    new_engine,
+    new_roller,
     with_float32_logits,
 )
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.summed import Reward, load_reward
 from pipeline.rollout.roller import LocalRoller
-from pipeline.rollout.sampling import sampling_of
-from pipeline.rollout.vision_prompts import VisionPrompts
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.telemetry.evaluations import Evaluation, PromptResult
 
@@ -89,10 +84,9 @@ def _problem_of(roller: LocalRoller, reward: Reward | None) -> str:
 
 def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, Reward | None]:
     """Return a roller with those of the held-out files, and the reward; `stack` closes them."""
-    telemetry, rollout = Telemetry(log_texts=config.daemon.log_texts), config.rollout
-    takes_images = sees_images(config.model.actor)
-    refuse_environment_for_images(config, takes_images=takes_images)
+    telemetry = Telemetry(log_texts=config.daemon.log_texts)
     tokenizer = load_tokenizer(config.model.actor)
+    vision = load_vision(config, tokenizer)
     note_first_prompts(config, tokenizer)
     functions = load_functions(config, tokenizer, telemetry)
     if isinstance(functions, RewardPool):
@@ -102,15 +96,7 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, R
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     with_float32_logits(config, actor, first_tokens(config.prompts, config.daemon.seed, tokenizer), device)
     refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
-    loaded = load_engine(
-        rollout.engine,
-        actor,
-        directory=Path(config.model.actor),
-        device=device,
-        telemetry=telemetry,
-        config=config,
-    )
-    engine = as_stream(loaded, most_rows=rollout.inference_batch_size, telemetry=telemetry)
+    engine = new_engine(config, actor, device, telemetry)
     # GRPO needs no critic; `EvaluationRoller` sets the number of responses.
     maker = NaiveExperienceMaker(
         actor,
@@ -121,26 +107,21 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, R
         kl_coef=0.0,
         use_grpo=True,
         num_generation=2,
-        inference_batch_size=rollout.inference_batch_size,
+        inference_batch_size=config.rollout.inference_batch_size,
         drop_errored=True,
     )
-    roller = LocalRoller(
-        maker,
-        PromptSource(held_out(config, config.evaluation.files[0]), config.daemon.seed),
+    roller = new_roller(
+        config,
         tokenizer,
-        ModelWeights({}, engine),
-        seed=config.daemon.seed,
-        lengths=config.lengths,
+        telemetry,
+        maker=maker,
+        prompts=held_out(config, config.evaluation.files[0]),
+        weights=ModelWeights({}, engine),
+        functions=functions,
+        reward=reward,
+        environment=load_environment(config, tokenizer, telemetry),
+        vision=vision,
         vocabulary=actor.config.get_text_config().vocab_size,
-        template=rendering_of(config.prompts),
-        sampling=sampling_of(config, tokenizer, actor.config.get_text_config().vocab_size),
-        vision=VisionPrompts(config.model.actor, tokenizer) if takes_images else None,
-        turns=load_environment(config, tokenizer, telemetry),
-        readers=prompt_readers(functions, reward),
-        group_size=config.group_size,
-        cuts_prompts=config.rollout.long_prompts == "cut_left",
-        new_evaluations=evaluation_rollers(maker, config),
-        telemetry=telemetry,
     )
     stack.callback(roller.close)
     return roller, reward
