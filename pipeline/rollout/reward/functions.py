@@ -45,7 +45,7 @@ NAMED = "reward"
 class FunctionReward(RowRewards):
     """Functions with the interface of a reward model, in coati's convention for verifiable rewards; results add up.
 
-    See `RowRewards` for the other arguments, attributes and errors.
+    See `RowRewards` for attributes and errors.
 
     Args:
         functions: At least one; each is called once a row with right-padded ids and the columns of the response
@@ -53,8 +53,11 @@ class FunctionReward(RowRewards):
             is `batched` is called once for all rows; calls of an async one run at the same time.
         tokenizer: Passed to every function.
         telemetry: Told also of progress after each row: a function that never returns makes none.
+        weights: As for `RowRewards`.
         timeout_s: Limit of the calls of an async function, for all rows together; 0: none.
+        labels: As for `RowRewards`.
         text: Decodes the responses; None: with the special tokens of `tokenizer`, but pad and eos.
+        problems: As for `RowRewards`.
     """
 
     def __init__(

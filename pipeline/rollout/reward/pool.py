@@ -51,7 +51,7 @@ class RewardPool(RowRewards):
 
     Not thread-safe; close it, or use it as a context manager. Its processes die with this one.
 
-    See `RowRewards` for the other arguments and attributes.
+    See `RowRewards` for attributes.
 
     Args:
         functions: A name or ``module:function`` each; their results add up.
@@ -61,6 +61,8 @@ class RewardPool(RowRewards):
         telemetry: Told also of progress, at least once a second while rows are scored.
         may_fork: Whether the processes may be forks of this one, which has torch loaded and no state that a function
             must not have; a fork is refused, and a new process started, where it has threads or a GPU.
+        weights: As for `RowRewards`.
+        labels: As for `RowRewards`.
         hidden: Ids of special tokens that are left out of the text of a response; None: all of them.
 
     Attributes:
