@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 OLDEST: Final = (0, 24)
-BEYOND: Final = (0, 33)
+BEYOND: Final = (0, 34)
 """The oldest admitted release, and the first that is not admitted any more; pyproject.toml has the same bounds."""
 
 QUANTIZES: Final = (0, 32)

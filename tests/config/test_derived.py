@@ -176,7 +176,7 @@ def test_a_release_of_vllm_that_is_not_admitted_is_not_chosen(monkeypatch: pytes
     found = loaded(f"model.actor={tmp_path}/model", on_cards=True)
 
     assert found.config.rollout.engine == "transformers"
-    assert found.reasons["rollout.engine"] == "auto: vLLM 0.23.2 is not admitted, >=0.24,<0.33 is"
+    assert found.reasons["rollout.engine"] == "auto: vLLM 0.23.2 is not admitted, >=0.24,<0.34 is"
 
 
 def test_files_that_vllm_cannot_take_are_a_reason_too_and_other_problems_of_files_stay_errors(

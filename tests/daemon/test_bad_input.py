@@ -226,7 +226,7 @@ def test_broken_reward_function_ends_a_serial_start(tmp_path: Path, task: Path, 
 # A vLLM that is not admitted.
 
 
-@pytest.mark.parametrize("version", ["0.23.2", variant("0.33.0")])
+@pytest.mark.parametrize("version", ["0.23.2", variant("0.34.0")])
 def test_a_release_of_vllm_that_is_not_admitted_ends_the_start(tmp_path: Path, task: Path, version: str) -> None:
     for name in ("vllm", f"vllm-{version}.dist-info"):
         (tmp_path / name).mkdir()
@@ -236,7 +236,7 @@ def test_a_release_of_vllm_that_is_not_admitted_ends_the_start(tmp_path: Path, t
 
     shown = refused(Daemon(tmp_path, *settings, task=task, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
 
-    assert f"rollout.engine: vLLM {version} is not admitted, >=0.24,<0.33 is: " in shown[-1]
+    assert f"rollout.engine: vLLM {version} is not admitted, >=0.24,<0.34 is: " in shown[-1]
 
 
 # A GPU that cannot be used: no run computes on the CPU in its place.

