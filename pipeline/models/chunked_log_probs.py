@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.models.float32_linear import float32_forward, float32_product
+from pipeline.models.inputs import backbone_of
 from pipeline.models.lora import without_other_hooks
 
 CHUNK_ELEMENTS = 2**26
@@ -42,8 +43,8 @@ def plain_head(model: object, device: torch.device) -> nn.Linear | None:
     """Return the linear layer that alone turns the backbone's last hidden states into the model's logits.
 
     Args:
-        model: Any object; one with ``base_model`` and ``get_output_embeddings``, as in transformers, may have such a
-            layer.
+        model: Any object; one with a `backbone_of` it and ``get_output_embeddings``, as in transformers, may have such
+            a layer.
         device: Device of the model's inputs; the model is tested once, on two tokens.
 
     Returns:
@@ -51,9 +52,9 @@ def plain_head(model: object, device: torch.device) -> nn.Linear | None:
     """
     if not isinstance(model, nn.Module):
         return None
-    backbone, find_head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", None)
+    backbone, find_head = backbone_of(model), getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
-    if not isinstance(backbone, nn.Module) or backbone is model or not isinstance(head, nn.Linear):
+    if backbone is None or not isinstance(head, nn.Linear):
         return None
     if model not in _plain_heads:
         _plain_heads[model] = _head_makes_logits(head, model, backbone, device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models.attention_kernels import chooses_kernels
-from pipeline.models.inputs import position_ids_from_mask
+from pipeline.models.inputs import backbone_of, position_ids_from_mask
 from pipeline.models.position_limits import check_rows
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Critic(nn.Module):
         Returns:
             The critic, its backbone trainable, on the actor's device.
         """
-        backbone: Any = copy.deepcopy(actor.base_model)
+        backbone: Any = copy.deepcopy(backbone_of(actor))
         backbone.requires_grad_(True)
         return cls(backbone)
 

@@ -53,6 +53,17 @@ def cache_keyword(model: nn.Module) -> str:
     return new if new in inspect.signature(model.forward).parameters else old
 
 
+def backbone_of(model: object) -> nn.Module | None:
+    """Return the part of a model of transformers below its head; None if it has none.
+
+    The ``base_model`` of Llama 4's text models is the model itself.
+    """
+    backbone = getattr(model, "base_model", None)
+    if backbone is model:
+        backbone = getattr(model, "model", None)
+    return backbone if isinstance(backbone, nn.Module) else None
+
+
 def model_inputs(
     model: Callable[..., Any], input_ids: Tensor, attention_mask: Tensor, vision: VisionRows | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:

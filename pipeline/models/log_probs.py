@@ -15,7 +15,7 @@ from pipeline.errors import ShapeError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.attention_kernels import chooses_kernels
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
-from pipeline.models.inputs import accepted_keywords, model_inputs
+from pipeline.models.inputs import accepted_keywords, backbone_of, model_inputs
 
 
 @overload
@@ -98,7 +98,7 @@ def action_log_probs(
     settings: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
     head = plain_head(model, sequences.device)
     if head is not None:
-        backbone: Any = getattr(model, "base_model", None)
+        backbone: Any = backbone_of(model)
         states = backbone(**inputs, **accepted_keywords(backbone, optional)).last_hidden_state[:, before]
         log_probs, entropy = head_log_probs(head, states.flatten(0, 1), labels.flatten(), **settings)
     else:

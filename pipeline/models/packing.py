@@ -25,7 +25,7 @@ from pipeline.models.card_attention import kernel_of
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.critic import Critic
 from pipeline.models.flat_rows import FlatRows, on_device, ranges
-from pipeline.models.inputs import accepted_keywords
+from pipeline.models.inputs import accepted_keywords, backbone_of
 from pipeline.models.position_limits import check_rows
 from pipeline.models.shared_prefix import SharedRows
 from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention
@@ -268,7 +268,7 @@ def _log_probs(
     settings: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
     head = plain_head(model, rows.input_ids.device)
     if head is not None:
-        states = packed_states(model.base_model, rows)
+        states = packed_states(backbone_of(model), rows)
         return head_log_probs(head, states, labels, **settings)
     rows.check(model, "logits")
     optional = accepted_keywords(model, {**rows.keywords(model), "logits_to_keep": rows.before})

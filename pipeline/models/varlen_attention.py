@@ -20,6 +20,7 @@ from torch.nn import functional
 from pipeline.errors import FieldError
 from pipeline.models.card_attention import BY_ROWS, Kernel, attend_by, kernel_of
 from pipeline.models.critic import Critic
+from pipeline.models.inputs import backbone_of
 from pipeline.models.prefix_attention import PrefixLayout, response_attention
 from pipeline.models.vision_inputs import vision_backbone
 
@@ -74,9 +75,12 @@ def problem_of_attention(
         inside: Calls a function in which the model's modules can be called.
     """
     owner: Any = model.backbone if isinstance(model, Critic) else model
-    backbone = owner if isinstance(model, Critic) else getattr(model, "base_model", None)
-    if not isinstance(backbone, nn.Module) or vision_backbone(model) is not None:
+    backbone = owner if isinstance(model, Critic) else backbone_of(model)
+    if backbone is None or vision_backbone(model) is not None:
         return "only a model of text alone can"
+    if getattr(owner.config.get_text_config(), "attention_chunk_size", None) is not None:
+        # Rows below a chunk would pass the check.
+        return "its attention counts tokens from the start of a pass"
     was_chosen = uses_varlen_attention(owner)
     if not was_chosen and not use_varlen_attention(owner) and needs_kernel:
         return "its attention is not sdpa over whole rows"

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pipeline.errors import ConfigError
+from pipeline.models.chunked_log_probs import plain_head
+from pipeline.models.critic import Critic
 from pipeline.models.loading import ignores_padding, load_actor
-from pipeline.models.log_probs import action_log_probs
+from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.packing import prepare_packing
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.rollout.generation.blocking import BlockingEngine
@@ -54,11 +56,11 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "gpt_neox": {}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "cohere": {}, "cohere2": WINDOW,
     "starcoder2": {}, "seed_oss": {}, "mixtral": EXPERTS, "qwen2_moe": EXPERTS, "qwen3_moe": EXPERTS, "olmoe": EXPERTS,
     "granitemoe": EXPERTS, "gpt_oss": {**EXPERTS, **WINDOW}, "deepseek_v3": {**EXPERTS, **LATENT},
-    "stablelm": {}, "nemotron": {}, "bloom": {"n_layer": 3, "n_head": 4},
+    "stablelm": {}, "nemotron": {}, "bloom": {"n_layer": 3, "n_head": 4}, "llama4_text": EXPERTS,
 }  # fmt: skip
 """Families whose layers all have attention."""
-UNPACKED = {"stablelm", "nemotron", "bloom", "gpt_oss"}
-"""Models whose packed rows would attend to each other."""
+UNPACKED = {"stablelm", "nemotron", "bloom", "gpt_oss", "llama4_text"}
+"""Models whose packed rows would attend to each other, or count tokens from the start of a pass."""
 UNSHARED = {*UNPACKED, "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "qwen2_moe"}
 """Models that compute a prompt once a row: their layers slide a window, or do not pass the layout on to attention."""
 OTHERS: dict[str, dict[str, Any]] = {
@@ -170,7 +172,9 @@ def test_a_family_with_attention_gives_the_log_probs_of_a_row_alone_however_it_i
     else:
         check_shared(model)
     if family in UNPACKED:
-        with pytest.raises(ConfigError, match=r"^trainer\.packing: .* attend to the row before it"):
+        with pytest.raises(
+            ConfigError, match=r"^trainer\.packing: .* (attend to the row before it|from the start of a pass)"
+        ):
             prepare_packing([model], CPU)
     else:
         check_packed(model)
@@ -189,6 +193,18 @@ def test_a_family_that_keeps_a_state_is_sampled_by_generate_and_not_packed(famil
         prepare_packing([model], CPU)
     with pytest.raises(ConfigError, match=r"^trainer\.shared_prefix: "):
         prepare_shared_prefix([model], CPU, True, key="trainer.shared_prefix")
+
+
+def test_the_part_of_a_llama_4_below_its_head_is_found_for_chunked_logits_and_for_a_critic() -> None:
+    model = built("llama4_text", EXPERTS)
+    ids, mask, actions = ragged()
+
+    critic = Critic.from_actor(model)
+
+    assert model.base_model is model, "without which this test is of nothing"
+    assert plain_head(model, CPU) is model.get_output_embeddings()
+    values = action_values(critic, ids, mask, actions.shape[1])
+    assert values.shape == actions.shape and not values.any()
 
 
 def test_a_model_that_reads_padding_as_tokens_is_refused(tmp_path: Any) -> None:
