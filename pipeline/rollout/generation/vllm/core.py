@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import time
 from typing import Any, Literal
 
 import msgspec
@@ -316,7 +315,6 @@ class Core:
         Raises:
             UpdateError: If the weights do not fit, or the version is not held.
         """
-        started = time.monotonic()
         for _ in range(_FETCH_ATTEMPTS):
             # One age for all cards: each would find a newest version of its own.
             wanted = age or self._engine.collective_rpc("rlhfd_newest", args=(path,))[0]
@@ -326,7 +324,7 @@ class Core:
             found = self._engine.collective_rpc("rlhfd_fetch", args=(path, tuple(wanted)))
             kinds = {kind: message for kind, message, _ in found}
             if set(kinds) == {""}:
-                return self._updated(found[0][2], started)
+                return self._updated(*found[0][2])
             if "mismatch" in kinds:
                 raise UpdateError("mismatch", kinds["mismatch"])
             if set(kinds) == {"version"} and age is not None:
@@ -341,20 +339,19 @@ class Core:
         Raises:
             UpdateError: If the weights do not fit.
         """
-        started = time.monotonic()
         self._forget_packed()
         for kind, message, _ in self._engine.collective_rpc("rlhfd_take", args=(path, msgspec.msgpack.encode(places))):
             if kind:
                 raise UpdateError("mismatch", message)
-        return self._updated((version, 0, 0), started)
+        return self._updated(version, 0)
 
     def _forget_packed(self) -> None:
         # Adapters leave the matrices as they are.
         if self._packed is not None and self._adapter is None:
             self._packed.forget()
 
-    def _updated(self, found: tuple[int, int, int], started: float) -> Updated:
-        self.version, fingerprint, history = found
+    def _updated(self, version: int, history: int) -> Updated:
+        self.version = version
         # Keys and values of the former weights are of no use; a request that runs has its own computed again.
         self._engine.engine_core.reset_prefix_cache(reset_running_requests=True)
         if self._has_encoder:
@@ -366,7 +363,7 @@ class Core:
         self._progress.look(self._live_tokens(), 0)
         self._progress.drop(self._live_tokens())
         self._versions.update(self.version, self._generated())
-        return Updated(self.version, fingerprint, history, time.monotonic() - started)
+        return Updated(version, history)
 
     def _grow(self, key: int, row: int, growing: _Growing, completion: Any, *, finished: bool) -> None:
         request = self._requests[key]

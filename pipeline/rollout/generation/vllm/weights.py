@@ -28,6 +28,7 @@ from pipeline.rollout.generation.vllm.memory import mapped
 from pipeline.rollout.generation.vllm.quantized import reload_quantized
 from pipeline.rollout.generation.vllm.ranks import forget_names
 from pipeline.rollout.generation.vllm.targets import watched
+from pipeline.storage.weights_header import Age
 
 if TYPE_CHECKING:
     from pipeline.rollout.generation.vllm.adapters import Adapters
@@ -36,8 +37,8 @@ _MARKS = {4: 0x7FC0DEAD, 2: 0x7FDE}
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 _PLAIN_METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
-Outcome = tuple[str, str, tuple[int, int, int]]
-"""Kind of the error ("" for none), its message, and version, fingerprint and history of the weights.
+Outcome = tuple[str, str, Age]
+"""Kind of the error ("" for none), its message, and the age of the weights.
 
 Kinds: "mismatch", weights of another model; "version", a version that is not held, with the parameters as before;
 "torn", no whole version, with parameters of no version.
@@ -100,10 +101,10 @@ class FeedsWeights:
                     targets = joined({"actor": self._rlhfd_learned or {}})
                     self._rlhfd_targets = _identity(path), self._rlhfd_addresses(), targets
         except WeightsMismatchError as error:
-            return "mismatch", str(error), (0, 0, 0)
+            return "mismatch", str(error), (0, 0)
         except (WeightsError, OSError) as error:
-            return ("torn" if begun else "version"), str(error), (0, 0, 0)
-        return "", "", (found.version, found.fingerprint, found.history)
+            return ("torn" if begun else "version"), str(error), (0, 0)
+        return "", "", found.age
 
     def rlhfd_take(self, path: str, specs: bytes) -> Outcome:
         """Load tensors that lie in a file."""
@@ -114,8 +115,8 @@ class FeedsWeights:
             else:
                 self._rlhfd_load(tensors)
         except WeightsMismatchError as error:
-            return "mismatch", str(error), (0, 0, 0)
-        return "", "", (0, 0, 0)
+            return "mismatch", str(error), (0, 0)
+        return "", "", (0, 0)
 
     def _rlhfd_reader(self, path: str) -> WeightsReader:
         reader: WeightsReader | None = getattr(self, "_rlhfd_open", None)

@@ -181,12 +181,10 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Updated(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `Fetch` and `Take`: the version that the engine computes with now, and the seconds it took."""
+    """The answer to `Fetch` and `Take`: the version that the engine computes with now."""
 
     version: int
-    fingerprint: int
     history: int
-    seconds: float
 
 
 class Paused(msgspec.Struct, frozen=True, array_like=True, tag=True):
