@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 _FEISTEL_ROUNDS = 8
 _MASK_64 = (1 << 64) - 1
+SPLITMIX64_STEP = 0x9E3779B97F4A7C15
+"""The difference of the states of two numbers that follow each other."""
 # Weights whose common denominator is larger are rounded to this many parts.
 _MOST_PARTS = 4096
 _MIXING = 0x6D6978
@@ -110,7 +112,7 @@ def permuted(slot: int, size: int, *, seed: int, epoch: int) -> int:
 
 def splitmix64(state: int) -> int:
     """Return one output of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) from a state."""
-    state = (state + 0x9E3779B97F4A7C15) & _MASK_64
+    state = (state + SPLITMIX64_STEP) & _MASK_64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return state ^ (state >> 31)

@@ -26,6 +26,7 @@ from pipeline.rollout.generation.interface import (
     Span,
     row_seed,
 )
+from pipeline.rollout.generation.stops import ends_with_stop
 from pipeline.rollout.rows import check_responses
 
 # The last number is the row of a request that is computed alone.
@@ -182,11 +183,8 @@ class BlockingEngine:
 
 
 def _finish_reason(ids: Tensor, request: Request) -> FinishReason:
-    sampling = request.sampling
-    if len(ids) < request.max_new_tokens or int(ids[-1]) in sampling.eos_token_ids:
+    if len(ids) < request.max_new_tokens:
         return "stop"
-    tail = tuple(ids[-max(map(len, sampling.stop_sequences), default=0) :].tolist()) if sampling.stop_sequences else ()
-    if any(tail[-len(stop) :] == stop for stop in sampling.stop_sequences):
-        return "stop"
-    strings = sampling.stop_strings
-    return "stop" if strings is not None and strings.completed_by(ids.tolist()) is not None else "length"
+    stops = request.sampling
+    has_stopped = ends_with_stop(ids[None], stops.stop_sequences, stops.eos_token_ids, stops.stop_strings)
+    return "stop" if bool(has_stopped) else "length"

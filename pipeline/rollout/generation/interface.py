@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pipeline.errors import FieldError
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.prompts.order import SPLITMIX64_STEP, splitmix64
 from pipeline.rollout.generation.stop_strings import StopStrings
 
 
@@ -335,21 +336,14 @@ def row_seed(ticket_seed: int, row: int) -> int:
     Rows of a ticket never share a seed nor its lowest 32 bits, the ones that torch's generator of a CPU reads: they are
     a permutation of the row. Rows of two tickets share a seed with a probability of 2**-63, and these bits with 2**-32.
     """
-    whole = _splitmix64(ticket_seed, row + 1) >> 32
-    keys = _splitmix64(ticket_seed, -1)
+    # The states of a generator with this seed: before its number `row`, and two before its first one.
+    whole = splitmix64(ticket_seed + row * SPLITMIX64_STEP) >> 32
+    keys = splitmix64(ticket_seed - 2 * SPLITMIX64_STEP)
     lowest = _permuted32(_permuted32(row ^ (keys >> 32)) ^ (keys & _LOWEST_32))
     return (whole >> 1) << 32 | lowest
 
 
 _LOWEST_32 = (1 << 32) - 1
-
-
-def _splitmix64(seed: int, step: int) -> int:
-    mask = (1 << 64) - 1
-    z = (seed + 0x9E3779B97F4A7C15 * step) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
 
 
 def _permuted32(value: int) -> int:

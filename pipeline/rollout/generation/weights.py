@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -19,11 +19,8 @@ from pipeline.storage.weights_header import WeightsVersion
 _FETCH_ATTEMPTS = 16
 
 
-class WeightsSource(Protocol):
-    """Source of published weights: shared memory (`WeightsReader`), or a copy sent over the network (`WeightsCopy`)."""
-
-    def fetch(self, into: Mapping[str, Tensor]) -> WeightsVersion:
-        """Copy the newest version into tensors, by published name; return that version."""
+WeightsSource: TypeAlias = WeightsReader | WeightsCopy
+"""Source of published weights: shared memory, or a copy sent over the network."""
 
 
 class WorkerWeights(abc.ABC):
@@ -112,19 +109,19 @@ class EngineWeights(WorkerWeights):
         self.engine = engine
         self.probe = probe
         self.beside = beside
-        self._source: WeightsReader | WeightsCopy | None = None
+        self._source: WeightsSource | None = None
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version, the engine's straight from shared memory, or out of a copy."""
-        self._source = given = cast("WeightsReader | WeightsCopy", source)
+        self._source = source
         self.engine.pause()
         for _ in range(_FETCH_ATTEMPTS):
             # The fingerprint of a copy is compared with the published one here: the engine gets its tensors alone.
-            if self.beside or isinstance(given, WeightsCopy):
-                fetched = given.fetch(self.beside, partial=True)
+            if self.beside or isinstance(source, WeightsCopy):
+                fetched = source.fetch(self.beside, partial=True)
             else:
-                fetched = given.newest_whole()
-            if self._has_taken(given, fetched):
+                fetched = source.newest_whole()
+            if self._has_taken(source, fetched):
                 self.engine.resume()
                 self.probe.published = fetched
                 return fetched
@@ -139,7 +136,7 @@ class EngineWeights(WorkerWeights):
             raise WeightsError(f"the engine must have version {version} again, and shared memory holds it no more")
         self.engine.resume()
 
-    def _has_taken(self, source: WeightsReader | WeightsCopy, wanted: WeightsVersion) -> bool:
+    def _has_taken(self, source: WeightsSource, wanted: WeightsVersion) -> bool:
         if isinstance(source, WeightsCopy):
             self.engine.update_weights(part_of(source.tensors(), "actor"), wanted.version)
             return True
