@@ -7,6 +7,7 @@ of the Hugging Face hub; nothing is ever downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -75,11 +76,8 @@ def rows_at_most(path: Path) -> int:
         return 0
     if not table_kind(path):
         return lines_at_most(path)
-    rows = open_rows(path)
-    try:
+    with contextlib.closing(open_rows(path)) as rows:
         return len(rows)
-    finally:
-        rows.close()
 
 
 def _in_folder(folder: Path, split: str, field: str) -> list[Path]:

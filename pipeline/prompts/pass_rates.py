@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,17 +29,14 @@ def write_pass_rates(prompts: PromptsConfig, rates: Mapping[int, float], path: P
         OSError: If the file cannot be written.
     """
     (part,) = parts_of(prompts)
-    opened = OpenedPart(part, filtered=False)
-    try:
-        with (
-            replacing(path) as descriptor,
-            # Half of a surrogate pair, which a further column may hold, is written as JSON escapes it.
-            open(descriptor, "w", closefd=False, encoding="utf-8", errors="backslashreplace") as file,
-        ):
-            for index in range(len(opened)):
-                if index in rates:
-                    rows, at = opened.rows_at(index)
-                    file.write(json.dumps({**rows.record(at), column: rates[index]}, ensure_ascii=False) + "\n")
+    with (
+        contextlib.closing(OpenedPart(part, filtered=False)) as opened,
+        replacing(path) as descriptor,
+        # Half of a surrogate pair, which a further column may hold, is written as JSON escapes it.
+        open(descriptor, "w", closefd=False, encoding="utf-8", errors="backslashreplace") as file,
+    ):
+        for index in range(len(opened)):
+            if index in rates:
+                rows, at = opened.rows_at(index)
+                file.write(json.dumps({**rows.record(at), column: rates[index]}, ensure_ascii=False) + "\n")
         return len(opened) - len(rates)
-    finally:
-        opened.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.prompts.source import PromptSource
@@ -15,11 +17,8 @@ def prompts_of_passes(config: Config) -> int:
     """
     if not config.trainer.max_epochs:
         return 0
-    source = PromptSource(config.prompts, config.daemon.seed)
-    try:
+    with contextlib.closing(PromptSource(config.prompts, config.daemon.seed)) as source:
         return config.trainer.max_epochs * len(source)
-    finally:
-        source.close()
 
 
 def last_step(config: Config) -> int:

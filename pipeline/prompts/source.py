@@ -7,7 +7,7 @@ import bisect
 import contextlib
 import itertools
 import os
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pipeline.config.prompts import PromptsConfig, PromptSourceConfig
 from pipeline.errors import ConfigError
@@ -18,6 +18,8 @@ from pipeline.prompts.rows import ColumnNames, Row, row_of
 from pipeline.prompts.types import Prompt
 
 _PARTS = 10
+
+_BOUNDS: Final = ("min_characters", "max_characters", "min_pass_rate", "max_pass_rate")
 
 AnyPrompts = str | os.PathLike[str] | PromptsConfig
 """The section of the configuration, or the path of one file with the defaults."""
@@ -37,7 +39,8 @@ class PromptSource:
             ConfigError: If a file cannot be read or a source has no prompt.
         """
         parts = parts_of(prompts)
-        self._mixture = Mixture([part.weight for part in parts], seed, is_mixed=parts[0].is_mixed)
+        weights, is_mixed = [part.source.weight for part in parts], parts[0].section.shuffle
+        self._mixture = Mixture(weights, seed, is_mixed=is_mixed)
         self._seeds = [source_seed(seed, number, len(parts)) for number in range(len(parts))]
         self._parts: list[OpenedPart] = []
         with contextlib.ExitStack() as undone:
@@ -87,41 +90,29 @@ class Part(NamedTuple):
 
     Attributes:
         source: Path, weight and split of the source.
+        section: The section of the source: bounds of its prompts, and their order.
         field: The configuration field that names it.
         names: Columns of the source.
-        least: Minimum characters of a prompt.
-        most: Maximum characters of a prompt; None for no maximum.
-        least_rate: Minimum pass rate of a prompt.
-        most_rate: Maximum pass rate of a prompt.
-        easy_first: Whether the first epoch goes from the highest pass rate to the lowest.
-        is_mixed: Whether each epoch is another order of the rows; else all have that of the files.
     """
 
     source: PromptSourceConfig
-    field: str = "prompts.path"
-    names: ColumnNames = ColumnNames()
-    least: int = 0
-    most: int | None = None
-    least_rate: float = 0.0
-    most_rate: float = 1.0
-    easy_first: bool = False
-    is_mixed: bool = True
+    section: PromptsConfig
+    field: str
+    names: ColumnNames
 
     @property
-    def weight(self) -> float:
-        """The weight of the source."""
-        return self.source.weight
-
-    @property
-    def filters(self) -> bool:
-        """Whether some rows may be left out."""
-        return self.least > 0 or self.most is not None or self.least_rate > 0 or self.most_rate < 1
+    def bounds(self) -> dict[str, Any]:
+        """The settings that may leave rows out, by key."""
+        fields = PromptsConfig.model_fields
+        return {key: value for key in _BOUNDS if (value := getattr(self.section, key)) != fields[key].default}
 
     def takes(self, row: Row) -> bool:
         """Return whether a row's prompt has a length and a pass rate that are wanted."""
-        if row.pass_rate is not None and not self.least_rate <= row.pass_rate <= self.most_rate:
+        section = self.section
+        if row.pass_rate is not None and not section.min_pass_rate <= row.pass_rate <= section.max_pass_rate:
             return False
-        return self.least <= row.characters and (self.most is None or row.characters <= self.most)
+        most = section.max_characters
+        return section.min_characters <= row.characters and (most is None or row.characters <= most)
 
 
 class OpenedPart:
@@ -154,12 +145,12 @@ class OpenedPart:
             self._starts = list(itertools.accumulate(map(len, self.files), initial=0))
             if not self._starts[-1]:
                 raise ConfigError(f"{paths[0]}:1:1: no prompt in the file, at least one is needed")
-            if filtered and part.filters:
+            if filtered and part.bounds:
                 rows = range(self._starts[-1])
                 self._kept = array.array("q", (at for at in rows if part.takes(self.read(*self.rows_at(at)))))
                 if not self._kept:
                     raise ConfigError(f"{paths[0]}:1:1: {nothing_wanted(part)}")
-            if filtered and part.easy_first:
+            if filtered and part.section.curriculum == "easy_first":
                 rates = [
                     self.read(*self.rows_at(self.index_of(number))).pass_rate or 0.0 for number in range(len(self))
                 ]
@@ -172,7 +163,7 @@ class OpenedPart:
 
     def index_at(self, slot: int, *, seed: int, epoch: int) -> int:
         """Return the index, among all rows, of the prompt at a slot of an epoch."""
-        if not self.part.is_mixed:
+        if not self.part.section.shuffle:
             return self.index_of(slot)
         if epoch or self._easiest_first is None:
             return self.index_of(permuted(slot, len(self), seed=seed, epoch=epoch))
@@ -214,16 +205,11 @@ def parts_of(prompts: AnyPrompts) -> list[Part]:
     return [
         Part(
             source,
+            section,
             field,
             ColumnNames(
                 source.prompt_column or "prompt", source.answer_column, section.tools_column, section.pass_rate_column
             ),
-            section.min_characters,
-            section.max_characters,
-            section.min_pass_rate,
-            section.max_pass_rate,
-            section.curriculum == "easy_first",
-            section.shuffle,
         )
         for source in section.files
     ]
@@ -231,12 +217,9 @@ def parts_of(prompts: AnyPrompts) -> list[Part]:
 
 def nothing_wanted(part: Part) -> str:
     """Return the message about a source of which no prompt is wanted."""
-    bounds = [f"prompts.min_characters = {part.least}"] if part.least else []
-    bounds += [f"prompts.max_characters = {part.most}"] if part.most is not None else []
-    bounds += [f"prompts.min_pass_rate = {part.least_rate}"] if part.least_rate > 0 else []
-    bounds += [f"prompts.max_pass_rate = {part.most_rate}"] if part.most_rate < 1 else []
-    wanted = "length or pass rate" if part.least_rate > 0 or part.most_rate < 1 else "length"
-    return f"no prompt has the {wanted} that is wanted: {', '.join(bounds)}"
+    wanted = "length or pass rate" if any("pass_rate" in key for key in part.bounds) else "length"
+    bounds = ", ".join(f"prompts.{key} = {value}" for key, value in part.bounds.items())
+    return f"no prompt has the {wanted} that is wanted: {bounds}"
 
 
 def prompts_at_most(prompts: PromptsConfig) -> int:
