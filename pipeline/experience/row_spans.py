@@ -20,8 +20,6 @@ class Spans(NamedTuple):
     tokens: list[int]
     actions: list[int]
     end: list[int]
-    width: int
-    action_columns: int
     full_masks: tuple[str, ...]
 
     @classmethod
@@ -49,7 +47,7 @@ class Spans(NamedTuple):
         full_masks: tuple[str, ...] = () if mask is None else ("attention_mask",)
         if action_mask is not None and is_within:
             full_masks += ("action_mask",)
-        return cls(tokens, actions, [width] * rows, width, columns, full_masks)
+        return cls(tokens, actions, [width] * rows, full_masks)
 
     @classmethod
     def _in_general(cls, shape: tuple[int, int], columns: int, mask: Array | None, action_mask: Array | None) -> Spans:
@@ -80,7 +78,7 @@ class Spans(NamedTuple):
             is_within = bool((start_of + shift >= start).all())
             if is_within and (taken == actions).all() and _is_plain(action_mask):
                 full_masks += ("action_mask",)
-        return cls((end - start).tolist(), actions.tolist(), end.tolist(), width, columns, full_masks)
+        return cls((end - start).tolist(), actions.tolist(), end.tolist(), full_masks)
 
 
 def _ones_at_the_end(mask: Array) -> list[int] | None:
