@@ -81,13 +81,11 @@ def action_rewards(
     action_mask: Tensor,
     kl_coef: float,
     turn_rewards: Tensor | None = None,
-    *,
-    clip: float | None = SCORE_CLIP,
 ) -> Tensor:
-    """Reward each action for staying close to the reference, and the last one with the clipped score.
+    """Reward each action for staying close to the reference, and the last one with the score.
 
-    r_t = -kl_coef k_t, plus clip(score, -c, c) at the last action of the row (arXiv:1909.08593 eq. 2). In rows of
-    several turns the reward of each turn is at its own last action, and clipped there.
+    r_t = -kl_coef k_t, plus the score at the last action of the row (arXiv:1909.08593 eq. 2). In rows of several turns
+    the reward of each turn is at its own last action.
 
     Args:
         scores: ``(B,)`` float32, the reward of each response.
@@ -95,7 +93,6 @@ def action_rewards(
         action_mask: ``(B, A)`` bool, at least one action a row.
         kl_coef: Weight of the KL term.
         turn_rewards: ``(B, A)`` float32, the part of the scores that belongs to single turns, at their last actions.
-        clip: Maximum magnitude of a score, c; None: none.
 
     Returns:
         ``(B, A)`` float32.
@@ -105,8 +102,7 @@ def action_rewards(
     """
     _count_actions(action_mask)
     rewards = (-kl_coef * log_ratios).masked_fill(~action_mask, 0.0)
-    placed = placed_scores(scores, action_mask, turn_rewards)
-    return rewards + (placed if clip is None else placed.clamp(-clip, clip))
+    return rewards + placed_scores(scores, action_mask, turn_rewards)
 
 
 def placed_scores(scores: Tensor, action_mask: Tensor, turn_rewards: Tensor | None = None) -> Tensor:

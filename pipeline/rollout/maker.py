@@ -479,7 +479,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         shaped = self.shaping.shaped(rows, clipped.sum(dim=1), is_clipped=False)
         reward_actions = coati_action_rewards
         if not coati:
-            reward_actions = functools.partial(action_rewards, turn_rewards=clipped, clip=None)
+            reward_actions = functools.partial(action_rewards, turn_rewards=clipped)
         rewards = reward_actions(shaped, kl, mask, self.kl_coef)
         if self.shaping.advantages is None and of_turns is not None:
             # Observations are no time steps.

@@ -13,7 +13,6 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import FieldError
-from pipeline.experience.advantages import action_rewards, generalized_advantages
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.prompts.types import Prompt
@@ -347,10 +346,14 @@ def test_the_penalty_of_length_counts_what_the_model_wrote() -> None:
     assert shaped == pytest.approx([score - one for score, one in zip(scores, over, strict=True)])
 
 
-def test_with_ppo_each_reward_is_at_the_end_of_its_turn_and_advantages_skip_the_observations() -> None:
+@pytest.mark.parametrize("clip", [None, 2.5])
+def test_with_ppo_each_reward_is_at_the_end_of_its_turn_and_advantages_skip_the_observations(
+    clip: float | None,
+) -> None:
+    """The reward of a turn is clipped where it is: the third turn's 3, and not the row's sum of 6."""
     actor = tiny.llama()
     options = {"use_grpo": False, "critic": Critic.from_actor(actor), "kl_coef": 0.1, "gamma": 0.9, "lam": 0.8}
-    maker = maker_of(actor, **options)
+    maker = maker_of(actor, **options, shaping=Shaping(reward_clip=clip))
     completed, _ = sampled(maker=maker)
     batch = batch_of(maker)
 
@@ -359,7 +362,7 @@ def test_with_ppo_each_reward_is_at_the_end_of_its_turn_and_advantages_skip_the_
     for row, response in enumerate(rows_of(completed)):
         actions = ~response.observed
         log_ratios = (experience.action_log_probs - experience.base_action_log_probs)[row, : len(actions)][actions]
-        rewards = (response.rewards[actions] - 0.1 * log_ratios).tolist()
+        rewards = (response.rewards[actions].clamp(max=clip or math.inf) - 0.1 * log_ratios).tolist()
         values = experience.values[row, : len(actions)][actions].tolist()
         advantage, expected = 0.0, []
         for reward, value, following in reversed([*zip(rewards, values, [*values[1:], 0.0], strict=True)]):
@@ -367,18 +370,6 @@ def test_with_ppo_each_reward_is_at_the_end_of_its_turn_and_advantages_skip_the_
             expected.append(advantage)
         assert experience.advantages[row, : len(actions)][actions].tolist() == pytest.approx(expected[::-1], abs=1e-5)
         assert not experience.advantages[row, : len(actions)][response.observed].any()
-
-
-def test_the_reward_of_a_turn_is_clipped_where_it_is() -> None:
-    mask = torch.tensor([[True, True, False, True, True]])
-    turns = torch.tensor([[0.0, 9.0, 0.0, 0.0, -7.0]])
-    scores = torch.tensor([3.0])  # 2 of turns, 1 of a function
-
-    rewards = action_rewards(scores, torch.zeros(1, 5), mask, 0.1, turns)
-
-    assert rewards.tolist() == [[0.0, 5.0, 0.0, 0.0, -5.0]]
-    values = torch.zeros(1, 5)
-    assert generalized_advantages(values, rewards, mask, 1.0, 1.0).tolist() == [[0.0, 0.0, 0.0, -5.0, -5.0]]
 
 
 @pytest.mark.parametrize("packing", [False, True])
