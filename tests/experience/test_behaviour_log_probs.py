@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.errors import FieldError, ShapeError
+from pipeline.errors import FieldError
 from pipeline.experience import codec
-from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
+from pipeline.experience.batching import make_experience_batch
 from pipeline.experience.types import BufferItem, Experience, ExperienceVL
 from pipeline.trainer.state import digest_after
-from tests.support.experiences import made_up, made_up_vl
+from tests.support.experiences import made_up, made_up_vl, through
 from tests.support.items import item_of
 
 
@@ -28,16 +28,6 @@ def real(experience: Experience, name: str) -> Tensor:
     """Return a field's values at the actions, row by row."""
     assert experience.action_mask is not None
     return torch.as_tensor(getattr(experience, name)[experience.action_mask.bool()])
-
-
-def through_an_extent(*experiences: Experience) -> Experience:
-    parts = []
-    for experience in experiences:
-        memory = memoryview(bytearray(1 << 16))
-        encoded = codec.encode(experience, memory)
-        reader = codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
-        parts.append((reader, range(reader.header.rows)))
-    return codec.gather_padded(parts)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +49,7 @@ def test_they_come_back_from_an_extent_where_they_belong(vision: bool) -> None:
     made = made_up_vl if vision else made_up
     appends = [with_behaviour(made(rows=3, seed=seed)) for seed in (1, 2)]
 
-    batch = through_an_extent(*appends)
+    batch = through(*appends)
 
     assert isinstance(batch, ExperienceVL) == vision
     expected = torch.cat([real(one, "behaviour_log_probs") for one in appends])
@@ -78,39 +68,11 @@ def test_a_digest_tells_them_apart() -> None:
     assert len(digests) == 3
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_rows_keep_them_through_split_strip_and_batch(packing: bool) -> None:
-    items = [
-        dataclasses.replace(item_of(3, 4), behaviour_log_probs=torch.tensor([-1.0, -2.0, -3.0, -4.0])),
-        dataclasses.replace(item_of(1, 2), behaviour_log_probs=torch.tensor([-5.0, -6.0])),
-    ]
-    batch = make_experience_batch(items)
-    assert isinstance(batch.behaviour_log_probs, Tensor)
-    assert batch.behaviour_log_probs.tolist() == [[-1.0, -2.0, -3.0, -4.0], [0.0, 0.0, -5.0, -6.0]]
+def test_one_that_is_not_finite_is_named() -> None:
+    item = dataclasses.replace(item_of(3, 2), behaviour_log_probs=torch.tensor([0.0, float("nan")]))
 
-    again = make_experience_batch(remove_padding_in_sequences(split_experience_batch(batch)), packing)
-
-    found: list[Tensor] = list(again.behaviour_log_probs)  # type: ignore[arg-type]
-    assert found[1][-2:].tolist() == [-5.0, -6.0]
-    assert len(found[1]) == (2 if packing else 4)
-
-
-def test_rows_with_and_without_them_are_no_batch() -> None:
-    items = [dataclasses.replace(item_of(3, 2), behaviour_log_probs=torch.zeros(2)), item_of(3, 2)]
-
-    with pytest.raises(FieldError, match="behaviour_log_probs is None in row 1"):
-        make_experience_batch(items)
-    with pytest.raises(FieldError, match="behaviour_log_probs: present, or of one dtype"):
-        through_an_extent(with_behaviour(made_up()), made_up())
-
-
-def test_a_wrong_field_is_named() -> None:
-    item = item_of(3, 2)
-
-    with pytest.raises(ShapeError, match="behaviour_log_probs has shape"):
-        make_experience_batch([dataclasses.replace(item, behaviour_log_probs=torch.zeros(3))])
     with pytest.raises(FieldError, match="row 0: behaviour_log_probs is nan in column 1"):
-        make_experience_batch([dataclasses.replace(item, behaviour_log_probs=torch.tensor([0.0, float("nan")]))])
+        make_experience_batch([item])
 
 
 def test_they_are_given_by_name_so_that_positions_stay_those_of_the_originals() -> None:

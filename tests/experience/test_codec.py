@@ -11,21 +11,10 @@ from pipeline.config.lengths import extent_bytes_bound, row_bytes_bound
 from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
-from tests.support.experiences import made_up
+from tests.support.experiences import made_up, stored, through
 
 TOKEN_FIELDS = ("sequences", "attention_mask")
 ACTION_FIELDS = ("action_log_probs", "base_action_log_probs", "values", "kl", "advantages", "action_mask")
-
-
-def stored(experience, nbytes=1 << 20):
-    memory = memoryview(bytearray(nbytes))
-    encoded = codec.encode(experience, memory)
-    return codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
-
-
-def through(*experiences):
-    readers = [stored(experience) for experience in experiences]
-    return codec.gather_padded([(reader, range(reader.header.rows)) for reader in readers])
 
 
 def tokens_of(experience, name, row):
@@ -137,15 +126,6 @@ def test_no_row_is_stored_with_the_length_of_another():
     encoded = codec.encode(experience, memoryview(bytearray(1 << 24)))
 
     assert encoded.nbytes < 1.01 * true_bytes + 2000
-
-
-def test_chosen_rows_come_in_the_order_asked_for():
-    experience = made_up(rows=5, seed=3)
-    reader = stored(experience)
-
-    batch = codec.gather_padded([(reader, [4, 1])])
-
-    assert torch.equal(batch.reward, experience.reward[[4, 1]])
 
 
 @pytest.mark.parametrize("rows", [[0, 2, 1, 3], [3, 3], [0, 0, 2], [4, 3, 2, 1, 0]])

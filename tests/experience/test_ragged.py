@@ -13,12 +13,7 @@ from pipeline.experience import codec, ragged
 from pipeline.experience.ragged import RaggedRows, join, pad
 from pipeline.experience.types import Experience, ExperienceVL
 from tests.experience.test_codec_reference import experiences
-from tests.support.experiences import made_up, made_up_vl
-
-
-def stored(experience):
-    memory = memoryview(bytearray(1 << 18))
-    return codec.ExtentReader(memory[: codec.encode(experience, memory).nbytes])
+from tests.support.experiences import made_up, made_up_vl, stored
 
 
 def flat(experience):

@@ -17,23 +17,12 @@ from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
 from pipeline.experience import codec
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.extent_format import align, read_header
-from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.experience.types import ExperienceVL
 from pipeline.runtime.messages import Sealed
-from tests.support.experiences import made_up, made_up_vl
+from tests.support.experiences import made_up, made_up_vl, stored, through
 from tests.support.protocol import House
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
-
-
-def stored(experience, nbytes=1 << 18):
-    memory = memoryview(bytearray(nbytes))
-    encoded = codec.encode(experience, memory)
-    return codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
-
-
-def through(*experiences):
-    readers = [stored(experience) for experience in experiences]
-    return codec.gather_padded([(reader, range(reader.header.rows)) for reader in readers])
 
 
 def batched(parts):
@@ -191,10 +180,6 @@ def test_counts_of_any_number_format_come_out_as_float32():
 def test_text_and_vision_language_do_not_mix():
     with pytest.raises(FieldError, match="1 of 2 extents hold an ExperienceVL; a batch is of one kind"):
         through(made_up(), vl([1, 0]))
-
-
-def test_plain_text_comes_back_plain():
-    assert type(through(made_up())) is Experience
 
 
 def test_pixels_of_two_dtypes_are_refused_with_both():

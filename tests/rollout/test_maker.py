@@ -1,4 +1,7 @@
-"""The maker: PPO and GRPO worked by hand over small fakes, the originals' faults one by one, and real tiny models."""
+"""The maker: the originals' faults one by one over small fakes, and real tiny models.
+
+`test_worked_by_hand` has PPO and GRPO from prompts to advantages.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.trainer.learner import Learner
 from tests.support import tiny
+from tests.support.experiences import stored
 
 PAD, EOS = 0, 1
 L2 = math.log(2.0)
@@ -135,67 +139,6 @@ def close(value: Tensor | None, expected: list[Any]) -> None:
     torch.testing.assert_close(real(value), torch.tensor(expected, dtype=torch.float32), atol=1e-5, rtol=0)
 
 
-# --- by hand
-
-
-def test_ppo_worked_by_hand() -> None:
-    """V is the id of the token before the action: 6, 2, 3 and 7, 2, 2, 2.
-
-    First row, errors from the end: (2 + 0.1 ln 2) - 3; 0.5 * 3 - 2 = -0.5; -0.1 ln 2 + 0.5 * 2 - 6. Second row, its
-    score of 10 clipped to 5: 5 - 0.1 ln 2 - 2; twice -0.1 ln 2 + 0.5 * 2 - 2; -0.1 ln 2 + 0.5 * 2 - 7.
-    """
-    experience = maker().make_experience(PROMPTS, MASK, max_length=7)
-
-    third = 2 + 0.1 * L2 - 3
-    second = -0.5 + 0.25 * third
-    first = -0.1 * L2 + 1 - 6 + 0.25 * second
-    w = 5 - 0.1 * L2 - 2
-    z = -0.1 * L2 + 1 - 2 + 0.25 * w
-    y = -0.1 * L2 + 1 - 2 + 0.25 * z
-    x = -0.1 * L2 + 1 - 7 + 0.25 * y
-    assert experience.sequences.tolist() == [[PAD, 5, 6, 2, 3, EOS, PAD], [4, 5, 7, 2, 2, 2, 2]]
-    assert real(experience.attention_mask).tolist() == [[0, 1, 1, 1, 1, 1, 0], [1] * 7]
-    assert real(experience.action_mask).tolist() == [[True, True, True, False], [True] * 4]
-    close(experience.action_log_probs, [[-L2, -2 * L2, -2 * L2, 0], [-L2] * 4])
-    close(experience.base_action_log_probs, [[-2 * L2, -2 * L2, -L2, 0], [-2 * L2] * 4])
-    close(experience.values, [[6, 2, 3, 0], [7, 2, 2, 2]])
-    close(experience.reward, [2, 10])
-    close(experience.kl, [[L2 - 0.5, 0, 1 - L2, 0], [L2 - 0.5] * 4])
-    close(experience.advantages, [[first, second, third, 0], [x, y, z, w]])
-    assert experience.info is not None
-    close(experience.info["score"], [2, 10])
-
-
-def test_grpo_worked_by_hand() -> None:
-    """The KL term is the mean of -0.1 k over a response's own tokens; two numbers deviate by |a - b| / sqrt 2."""
-    responses = [[2, 3, EOS], [2, EOS], [3, 3, EOS], [3, EOS]]
-    maker_ = maker(responses=responses, scores=[2.0, 10.0, 1.0, 1.0], use_grpo=True, num_generation=2, critic=None)
-
-    experience = maker_.make_experience(PROMPTS, MASK, max_length=7)
-
-    kl = [0.0, 0.0, 0.1 * L2 / 3, 0.1 * L2 / 2]
-    rewards = [2.0, 10.0, 1 + kl[2], 1 + kl[3]]
-    half = (kl[3] - kl[2]) / 2
-    scaled = half / (half * math.sqrt(2) + 1e-4)
-    assert experience.sequences[:, :3].tolist() == [[PAD, 5, 6]] * 2 + [[4, 5, 7]] * 2
-    close(experience.kl, kl)
-    close(experience.reward, rewards)
-    close(experience.values, rewards)
-    torch.testing.assert_close(
-        real(experience.advantages),
-        torch.tensor([-4 / (4 * math.sqrt(2) + 1e-4), 4 / (4 * math.sqrt(2) + 1e-4), -scaled, scaled]),
-        atol=2e-3,
-        rtol=0,
-    )
-    assert experience.info is not None
-    close(experience.info["score"], [2, 10, 1, 1])
-    assert experience.info["group_mixed"].tolist() == [True, True, False, False]
-    close(
-        experience.base_action_log_probs,
-        [[-2 * L2, -2 * L2, -L2, 0], [-2 * L2, -L2, 0, 0], [-2 * L2, -2 * L2, -L2, 0], [-2 * L2, -L2, 0, 0]],
-    )
-
-
 @pytest.mark.parametrize("use_grpo", [False, True])
 def test_shapes_and_dtypes_are_those_of_the_table(use_grpo: bool) -> None:
     maker_ = maker(responses=RESPONSES * 2, scores=[1.0, 2.0, 3.0, 4.0], use_grpo=use_grpo, num_generation=2)
@@ -256,13 +199,18 @@ def test_coatis_conventions_come_with_compat() -> None:
 
 def test_calls_without_a_seed_differ_and_no_call_touches_the_random_state() -> None:
     """The original seeds the global generator with 41 in every call: each call, and each worker, samples the same."""
-    maker_ = maker(actor=tiny.llama(), initial_model=tiny.llama(), reward_model=FakeReward([0.0, 0.0]))
+    one, another = (
+        maker(actor=tiny.llama(), initial_model=tiny.llama(), reward_model=FakeReward([0.0, 0.0])) for _ in range(2)
+    )
     state = torch.get_rng_state()
 
-    first, second = (maker_.make_experience(PROMPTS, MASK, max_length=16).sequences for _ in range(2))
+    first, second, elsewhere = (
+        maker_.make_experience(PROMPTS, MASK, max_length=16).sequences for maker_ in (one, one, another)
+    )
 
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(first, second)
+    assert not torch.equal(first, elsewhere)
 
 
 def test_sampling_depends_on_the_seed_alone() -> None:
@@ -624,9 +572,7 @@ def test_the_importance_ratio_of_an_unchanged_policy_is_one(build: Any, use_grpo
 
 def through_an_extent(experience: Experience) -> Experience:
     """The rows written into an extent and read out of it in another order."""
-    memory = memoryview(bytearray(1 << 20))
-    encoded = codec.encode(experience, memory)
-    reader = codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
+    reader = stored(experience)
     return codec.gather_padded([(reader, list(range(reader.header.rows))[::-1])])
 
 

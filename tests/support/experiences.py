@@ -2,7 +2,20 @@
 
 import torch
 
+from pipeline.experience import codec
 from pipeline.experience.types import Experience, ExperienceVL
+
+
+def stored(experience, nbytes=1 << 20):
+    """Return the reader of an extent that holds the experience."""
+    memory = memoryview(bytearray(nbytes))
+    encoded = codec.encode(experience, memory)
+    return codec.ExtentReader(memory[: encoded.nbytes], checksum=encoded.checksum)
+
+
+def through(*experiences):
+    """Return the batch of all rows, through an extent of each experience."""
+    return codec.gather_padded([(reader, range(reader.header.rows)) for reader in map(stored, experiences)])
 
 
 def made_up(rows=4, prompt=5, actions=6, *, seed=0, ppo=True, holes=False, dtype=torch.float32):

@@ -88,41 +88,6 @@ def ids(responses):
 # The interface.
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_log_probs_are_the_models_own_at_the_temperature(engine, models, temperature):
-    ended = run(engine, request(temperature=temperature), request(1, PROMPT.flip(0), temperature=temperature))
-
-    for prompt, responses in ((PROMPT, ended[0]), (PROMPT.flip(0), ended[1])):
-        assert len(responses) == 4
-        for response in responses:
-            assert response.log_probs is not None
-            expected = log_probs_of(models.first, prompt, response.token_ids, temperature)
-            torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=1e-4)
-
-
-def test_a_response_ends_by_a_stop_token_that_belongs_to_it_or_by_its_room(engine):
-    responses = run(engine, request(group_size=32, room=30))[0]
-
-    assert {response.finish_reason for response in responses} == {"stop", "length"}
-    for response in responses:
-        tokens = response.token_ids.tolist()
-        assert EOS not in tokens[:-1]
-        assert (tokens[-1] == EOS) == (response.finish_reason == "stop")
-        assert response.finish_reason == "stop" or len(tokens) == 30
-        assert response.spans == (Span(0, 0, len(tokens)),)
-
-
-def test_the_same_request_has_the_same_tokens_and_each_row_draws_from_a_stream_of_its_own(engine):
-    # Without eos: short responses might be equal by chance.
-    options = {"eos_token_ids": ()}
-    first = run(engine, request(first_row=0, **options), request(1, first_row=4, **options))
-    again = run(engine, request(first_row=0, **options), request(1, first_row=4, **options))
-    other = run(engine, request(first_row=0, seed=6, **options))
-
-    assert [ids(first[key]) for key in (0, 1)] == [ids(again[key]) for key in (0, 1)]
-    assert len({*ids(first[0]), *ids(first[1]), *ids(other[0])}) == 12
-
-
 def test_greedy_takes_the_most_probable_token_each_time(engine, models):
     (response,) = run(engine, request(group_size=1, do_sample=False))[0]
     (hot,) = run(engine, request(group_size=1, do_sample=False, temperature=0.5))[0]
