@@ -473,10 +473,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         kl = self.shaping.kl_estimator(log_ratios, mask)
         of_turns = None if rows.turns is None else rows.columns(rows.turns.rewards.float())
         # The whole score is clipped, or each turn's, where it is placed; the penalty of length is no part of it.
-        clip = SCORE_CLIP if self.shaping.reward_clip == "coati" else self.shaping.reward_clip
         placed = self.shaping.scaled(placed_scores(scores, mask, of_turns))
-        clipped = placed if clip is None else placed.clamp(-clip, clip)
-        shaped = self.shaping.shaped(rows, clipped.sum(dim=1), is_clipped=False)
+        clipped = self.shaping.bounded(placed, coati=SCORE_CLIP)
+        shaped = self.shaping.shaped(rows, clipped.sum(dim=1))
         reward_actions = coati_action_rewards
         if not coati:
             reward_actions = functools.partial(action_rewards, turn_rewards=clipped)

@@ -73,6 +73,11 @@ class Shaping:
         """Return scores, of rows or placed at actions, divided by their running deviation."""
         return scores if self.score_moments is None else scores / Moments.of(self.score_moments).scale
 
+    def bounded(self, scores: Tensor, *, coati: float | None = None) -> Tensor:
+        """Return scaled scores within their bound, of rows or placed at actions; `coati` is that of "coati"."""
+        bound = coati if self.reward_clip == "coati" else self.reward_clip
+        return scores if bound is None else scores.clamp(-bound, bound)
+
     def clipped(self, scores: Tensor) -> dict[str, Tensor]:
         """Return the entry of `info` for scaled scores beyond the bound, of rows ``(B,)`` or turns ``(B, A)``."""
         if not isinstance(self.reward_clip, float):
@@ -80,10 +85,8 @@ class Shaping:
         beyond = scores.abs() > self.reward_clip
         return {"reward_clipped": beyond if beyond.dim() == 1 else beyond.any(dim=1)}
 
-    def shaped(self, rows: Rows, scores: Tensor, *, is_clipped: bool = True) -> Tensor:
-        """Return scaled scores within their bound, with the penalty of length, ``(B,)``."""
-        if is_clipped and isinstance(self.reward_clip, float):
-            scores = scores.clamp(-self.reward_clip, self.reward_clip)
+    def shaped(self, rows: Rows, scores: Tensor) -> Tensor:
+        """Return bounded scores with the penalty of length, ``(B,)``."""
         if not self.overlong_buffer_tokens:
             return scores
         longest = rows.num_actions if self.longest is None else self.longest
@@ -96,7 +99,7 @@ class Shaping:
     ) -> dict[str, Any]:
         """Return the fields of an algorithm that compares the responses of a prompt."""
         # In float64: a reward of 100,000,001 beside one of 100,000,000 is a signal.
-        shaped = self.shaped(rows, self.scaled(scores.double()))
+        shaped = self.shaped(rows, self.bounded(self.scaled(scores.double())))
         kl = kl_rewards(self.kl_estimator(log_ratios, rows.action_mask), rows.action_mask, kl_coef)
         rewards = shaped + kl
         advantages = self.estimate(AdvantageInputs(rewards, group_size, rows.action_mask)).float()
