@@ -53,6 +53,7 @@ class Signature:
         is_async: Whether calls are awaited.
         wants_columns: Whether the function takes columns of the prompt's row.
         wants_prompt: Whether the function names the prompt.
+        vision: The image keywords that it names.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -70,7 +71,7 @@ class Signature:
             name for name, one in parameters.items() if one.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         ]
         self._takes_any = any(one.kind is kinds.VAR_KEYWORD for one in parameters.values())
-        self._vision: list[str] = [name for name in VISION_KEYWORDS if name in named]
+        self.vision: list[str] = [name for name in VISION_KEYWORDS if name in named]
         self._wants_response = RESPONSE in named
         # The first two are tokens and mask.
         reserved = {*REWARD_KEYWORDS, RESPONSE, PROMPT, *VISION_KEYWORDS}
@@ -79,11 +80,6 @@ class Signature:
         self.wants_prompt = PROMPT in named
         self._reserved = reserved
         self.wants_columns = self._takes_any or bool(self._columns)
-
-    @property
-    def vision(self) -> list[str]:
-        """The image keywords that the function names."""
-        return self._vision
 
     def keywords(
         self, row: Mapping[str, Any], seen: Mapping[str, Any], columns: Mapping[str, Any], response: Callable[[], str]
@@ -112,7 +108,7 @@ class Signature:
             given.setdefault(ANSWER, row["gt_answer"])
         if self.wants_prompt:
             given[PROMPT] = columns.get(PROMPT)
-        given |= {**row, **{name: seen[name] for name in self._vision}}
+        given |= {**row, **{name: seen[name] for name in self.vision}}
         if self._wants_response:
             given[RESPONSE] = response()
         return given
