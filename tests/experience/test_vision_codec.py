@@ -288,11 +288,6 @@ def test_a_flipped_bit_of_a_pixel_is_found_by_the_checksum():
     codec.ExtentReader(memory[: encoded.nbytes])  # the header is as it was: nothing else would have told
 
 
-def test_a_row_that_the_extent_does_not_have_is_damage():
-    with pytest.raises(DecodeError, match="row 2 is requested from an extent of 2 rows"):
-        codec.gather_padded([(stored(vl([1, 1])), [0, 2])])
-
-
 def leaves(node, path=()):
     """Paths of all values in nested lists."""
     yield path
