@@ -337,6 +337,14 @@ OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_gating": "binary_kl",
       "algo.advantage.is_correction_threshold": 0.05},
      {"trainer.importance_correction": "none", "trainer.importance_cap": None}),
+    ({"algo.advantage.is_correction_enable": True, "algo.advantage.is_correction_type": "icepop",
+      "algo.advantage.is_correction_threshold": [0.5, 4.0]},
+     {"trainer.importance_correction": "icepop", "trainer.importance_cap": 4.0}),
+    ({"algo.advantage.is_correction_enable": True, "algo.advantage.is_correction_threshold": [0.0, 3.0]},
+     {"trainer.importance_correction": "token", "trainer.importance_cap": 3.0}),
+    # A weight below 0.5 is raised to it there.
+    ({"algo.advantage.is_correction_enable": True},
+     {"trainer.importance_correction": "none", "trainer.importance_cap": None}),
     # Steps 0 to 5 are the critic's.
     ({"critic.freezing_steps": 5}, {"trainer.critic_warmup_steps": 6}),
     ({"actor.eps_clip_low_high": [0.2, 0.27], "vllm.num_engines": 4},
@@ -573,6 +581,89 @@ class TestFiles:
             "$unknown": None,
         }
 
+    def test_arrays_of_options_are_filled_in(self, tmp_path: Path) -> None:
+        text = (
+            "n=${N:-5}; batch=$((4 * 16)); empty=${EMPTY:-}\n"
+            "DATA=(\n  data.train_files=\"['$HOME/a.parquet']\"  # these\n  data.train_batch_size=${batch}\n)\n"
+            "ROLLOUT=(\n  actor_rollout_ref.rollout.n=${n} 'data.prompt_key=a b'\n"
+            '  data.max_response_length=$((batch * (n - 1) / 2 + 1024))\n)\nALL=("${DATA[@]}" algorithm.lam=0.9)\n'
+            'ALL+=("${ROLLOUT[@]}" +data.apply_chat_template_kwargs.enable_thinking=False)\nLAUNCH=(python3)\n'
+            '"${LAUNCH[@]}" -m verl.trainer.main_ppo --config-name=ppo_trainer.yaml \\\n'
+            '  "${ALL[@]}" "${OTHER[@]}" \\\n'
+            '  trainer.total_epochs=${empty:-3} "$@"\n'
+        )
+
+        found = self.read(tmp_path, "run.sh", text, "verl")
+
+        assert found == {
+            "config_name": "ppo_trainer.yaml",
+            "data.train_files": ["~/a.parquet"],
+            "data.train_batch_size": 64,
+            "actor_rollout_ref.rollout.n": 5,
+            "data.prompt_key": "a b",
+            "data.max_response_length": 1152,
+            "algorithm.lam": 0.9,
+            "data.apply_chat_template_kwargs": {"enable_thinking": False},
+            "${OTHER[@]}": None,
+            "trainer.total_epochs": 3,
+        }
+        assert not any("config_name" in line for line in converted("verl", found).lost)
+
+    def test_a_value_of_a_branch_is_not_taken_for_that_of_each_run(self, tmp_path: Path) -> None:
+        text = (
+            "lr=1e-6\nlength=512\nrows=8 # for all\nMORE=(algorithm.gamma=0.9)\n"
+            'case "$DEVICE" in\n  gpu|cuda)\n    length=2048\n    MORE+=(data.seed=3 algorithm.gamma=0.9)\n    ;;\n'
+            "  npu)\n    length=16; rows=8\n    MORE+=(trainer.save_freq=9) ;;\nesac\n"
+            'if [ $# -gt 0 ]; then\n  lr=$1\nfi\n[ -n "$X" ] && n=4\n'
+            'check() {\n  n=5\n  echo "rows=9 is large; if so"\n}\n'
+            'if true; then\n  seed=7\n  python3 -m verl.trainer.main_ppo algorithm.gamma=1.0 "${MORE[@]}" \\\n'
+            "    data.train_batch_size=$rows data.max_response_length=${length} \\\n"
+            "    actor_rollout_ref.actor.optim.lr=$lr \\\n"
+            "    actor_rollout_ref.rollout.n=${n:-1} trainer.total_epochs=$seed\nelse\n  trainer.total_epochs=1\nfi\n"
+        )
+
+        found = self.read(tmp_path, "run.sh", text, "verl")
+
+        assert found == {
+            "algorithm.gamma": 0.9,
+            "data.seed": "3",
+            "trainer.save_freq": "9",
+            "data.train_batch_size": 8,
+            "data.max_response_length": "${length}",
+            "actor_rollout_ref.actor.optim.lr": "$lr",
+            "actor_rollout_ref.rollout.n": "${n:-1}",
+            "trainer.total_epochs": 7,
+        }
+        done = converted("verl", found)
+        branch = "a branch of the script sets it: write the value into the file"
+        assert {f'data.seed = "3": {branch}', f'trainer.save_freq = "9": {branch}'} <= set(done.lost)
+        assert not done.settings.keys() & {"daemon.seed", "rollout.max_new_tokens", "trainer.learning_rate"}
+
+    def test_only_the_command_of_the_trainer_has_its_options(self, tmp_path: Path) -> None:
+        text = (
+            "python3 prepare.py --seed 3\npython3 -m verl.trainer.main_ppo data.train_batch_size=8 \\\n"
+            "  # algorithm.lam=0.5 \\\n  algorithm.gamma=0.9 \\\n  trainer.save_freq=2 > run.log 2>&1 &\nwait\n"
+            "python3 -m merge --local_dir x algorithm.lam=0.7\n"
+        )
+
+        found = self.read(tmp_path, "run.sh", text, "verl")
+
+        assert found == {"data.train_batch_size": 8, "algorithm.gamma": 0.9, "trainer.save_freq": 2}
+        text = "python3 -m verl.trainer.main_ppo data.train_batch_size=8\npython3 -m merge algorithm.lam=0.7\n"
+        assert self.read(tmp_path, "run.sh", text, "verl") == {"data.train_batch_size": 8}
+
+    def test_the_lines_of_a_document_are_one_command(self, tmp_path: Path) -> None:
+        text = (
+            "read -r -d '' options <<EOF\nopenrlhf.cli.train_ppo_ray\n   --train.seed 3\n   --actor.adam.lr 1e-6\n"
+            "   --ds.packing_samples\nEOF\n\ndeepspeed --module $options --train.seed 9\n"
+        )
+
+        assert self.read(tmp_path, "run.sh", text, "openrlhf") == {
+            "train.seed": 3,
+            "actor.adam.lr": 1e-6,
+            "ds.packing_samples": True,
+        }
+
     def test_a_script_of_another_run_of_trl_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "run.sh"
         path.write_text("trl rloo --model_name_or_path m --reward_clip_range -5 5\n")
@@ -663,6 +754,7 @@ class TestFiles:
             ("c.yaml", b"beta: 1\nx: \xff", "c.yaml:2: not UTF-8 but byte 0xff"),
             ("c.yaml", "run_name: 2026-13-01", "c.yaml: month must be in 1..12"),
             ("c.yaml", "lr: 1", "c.yaml: no option of TRL is in the file"),
+            ("c.sh", 'a\n--beta "$(x', "c.sh:2: no closing quotation, for a word that begins here"),
             ("c.sh", "a\n\n--beta 'x\nb", "c.sh:3: no closing quotation, for a word that begins here"),
             ("c.py", "GRPOConfig(\n  beta=)\n", "c.py:2:8: invalid syntax"),
             ("c.py", "beta = 1\0", "c.py: source code string cannot contain null bytes"),

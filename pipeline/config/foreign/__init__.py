@@ -7,6 +7,7 @@ openrlhf        the options of OpenRLHF
 option          an option: its key, conversion and reason
 page            docs/coming-from.md
 program         options read from a Python program of TRL
+script          the words of a shell script's commands, with its variables and arrays
 trl             the options of TRL
 verl            the options of verl
 """

@@ -1,14 +1,13 @@
 """The options of a run of another trainer, read from its file: JSON, YAML, a shell script, or a program of Python.
 
-Nothing is executed. In a script the variables that it sets itself are filled in; a value that needs the shell for more
-stays as it is written, with its ``$``.
+Nothing is executed. In a script the variables and arrays that it sets itself are filled in; a value that needs the
+shell for more stays as it is written, with its ``$``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,14 +15,16 @@ from typing import Any, Final
 import yaml
 
 from pipeline.config.foreign.option import Trainer
-from pipeline.config.foreign.program import of_program
+from pipeline.config.foreign.program import Computed, of_program
+from pipeline.config.foreign.script import Word, words
 from pipeline.errors import ConfigError
 
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::?-((?:\$\{[^}]*\}|[^}])*))?\}|(\w+))")
-_ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-_ENDS: Final = ("|", "||", "&", "&&", ";", ">", ">>", "2>&1", "<")
+
+
+class _OfBranch(Computed):
+    reason = "a branch of the script sets it: write the value into the file"
 
 
 def read(path: Path, trainer: Trainer) -> dict[str, Any]:
@@ -51,10 +52,27 @@ def read(path: Path, trainer: Trainer) -> dict[str, Any]:
         case ".py":
             raise ConfigError(f"{path}: a program; of {trainer.name} JSON, YAML and shell scripts are converted")
         case _:
-            found = dict(_of_script(path, text, trainer))
+            found = {}
+            for name, value in _of_script(path, text, trainer):
+                # A branch that sets it to what it is anyway changes nothing.
+                if not isinstance(value, _OfBranch) or name not in found or scalar(str(value)) != found[name]:
+                    found[name] = value
     if not any(trainer.find(name) for name in found):
         raise ConfigError(f"{path}: no option of {trainer.name} is in the file")
-    return {name: _resolved(value, found) for name, value in found.items()}
+    return {name: _resolved(value, found) for name, value in _with_tables(found, trainer).items()}
+
+
+def _with_tables(found: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """Return options with those of the chat template, which verl takes one by one too, as one table."""
+    options: dict[str, Any] = {}
+    for name, value in found.items():
+        table, _, inner = name.rpartition(".")
+        option = trainer.find(table) if trainer.find(name) is None else None
+        if option is not None and option.key == ("prompts.template_arguments",):
+            options[table] = {**(options.get(table) or {}), inner: value}
+        else:
+            options[name] = value
+    return options
 
 
 def scalar(text: str) -> Any:
@@ -119,53 +137,55 @@ def _flat(table: Mapping[str, Any], trainer: Trainer, prefix: str = "") -> Itera
 
 
 def _of_script(path: Path, text: str, trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    words = list(_words(path, text))
-    programs = [number for number, word in enumerate(words) if _is_program(word, trainer)]
+    found = words(path, text)
+    programs = [number for number, word in enumerate(found) if _is_program(word.text, trainer)]
     first = programs[-1] + 1 if programs else 0
-    if programs and first < len(words) and words[first] in trainer.others:
-        kind = f"{words[first - 1]} {words[first]}"
+    if programs and first < len(found) and found[first].text in trainer.others:
+        kind = f"{found[first - 1].text} {found[first].text}"
         raise ConfigError(f"{path}: a run of `{kind}`; of {trainer.name} those of `trl grpo` are converted")
-    variables: dict[str, str] = {}
-    for word in words[:first] if programs else words:
-        if match := _ASSIGNMENT.fullmatch(word):
-            variables[match[1]] = _filled(match[2], variables)
-    name, values = "", list[str]()
-    for word in _spread(words[first:], variables):
-        override = _OVERRIDE.fullmatch(word)
+    name, values = "", list[Word]()
+    for word in _command(found[first:], trainer, is_program=bool(programs)):
+        override = _OVERRIDE.fullmatch(word.text)
         is_override = override and (programs or "." in override[1]) and (not name or trainer.find(override[1]))
-        if not (word.startswith("--") or is_override):
+        if not (word.text.startswith("--") or is_override):
             if name:
-                values.append(_filled(word, variables))
-            elif word.startswith("$") and word not in ("$@", "$*"):
+                values.append(word)
+            elif word.text.startswith("$") and word.text not in ("$@", "$*"):
                 # More options, perhaps, that are not known.
-                yield word, None
+                yield word.text, None
             continue
         if name:
             yield name, _joined(values)
         name, values = "", []
-        if word.startswith("--"):
-            name, has_value, value = word[2:].partition("=")
+        if word.text.startswith("--"):
+            name, has_value, value = word.text[2:].partition("=")
             name = name.replace("-", "_")
-            if has_value:
-                yield name, scalar(_filled(value, variables))
+            if has_value or not word.is_certain:
+                yield name, _value(word._replace(text=value))
                 name = ""
         elif override:
-            yield override[1], scalar(_filled(override[2], variables))
+            yield override[1], _value(word._replace(text=override[2]))
     if name:
         yield name, _joined(values)
 
 
-def _spread(words: list[str], variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield the words up to the end of the command, those of a variable of the script in its place."""
-    for word in words:
-        if word in _ENDS:
+def _command(found: list[Word], trainer: Trainer, *, is_program: bool) -> Iterator[Word]:
+    """Yield the words of a command; further lines that begin with an option belong to it, as behind a comment."""
+    has_options, is_next_line = is_program, False
+    for word in found:
+        if word.end:
+            is_next_line = is_program and (is_next_line or word.end == "\n")
+            if has_options and word.end != "\n":
+                return
+            continue
+        override = _OVERRIDE.fullmatch(word.text)
+        is_option = word.text.startswith("--") or bool(
+            override and ("." in override[1] or trainer.find(override[1]) is not None)
+        )
+        if is_next_line and not is_option:
             return
-        match = _VARIABLE.fullmatch(word)
-        name = "" if match is None else match[1] or match[3]
-        if name in variables:
-            yield from shlex.split(variables[name])
-        else:
-            yield word
+        has_options, is_next_line = has_options or is_option, False
+        yield word
 
 
 def _is_program(word: str, trainer: Trainer) -> bool:
@@ -173,34 +193,12 @@ def _is_program(word: str, trainer: Trainer) -> bool:
     return last in trainer.programs and not word.startswith("--")
 
 
-def _words(path: Path, text: str) -> Iterator[str]:
-    # A line that goes on in the next one: a blank in its place keeps the numbers of the lines.
-    lexer = shlex.shlex(text.replace("\\\r\n", " \n").replace("\\\n", " \n"), posix=True)
-    lexer.whitespace_split = True
-    while True:
-        line = lexer.lineno
-        try:
-            word = lexer.get_token()
-        except ValueError as error:
-            raise ConfigError(f"{path}:{line}: {str(error).lower()}, for a word that begins here") from error
-        if word is None:
-            return
-        yield word.strip("\n")
+def _value(word: Word) -> Any:
+    return scalar(word.text) if word.is_certain else _OfBranch(word.text)
 
 
-def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """Return a text with the variables of the script filled in; others keep their ``$``."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        otherwise = "~" if name == "HOME" else match[0] if match[2] is None else _filled(match[2], variables)
-        return variables.get(name, otherwise)
-
-    return _VARIABLE.sub(value, text)
-
-
-def _joined(values: list[str]) -> Any:
-    found = [scalar(value) for value in values]
+def _joined(values: list[Word]) -> Any:
+    found = [_value(value) for value in values]
     return True if not found else found[0] if len(found) == 1 else found
 
 

@@ -141,6 +141,19 @@ def _correction(value: Any, given: Given) -> dict[str, Any]:
     )
 
 
+def _former_correction(value: Any, given: Given) -> dict[str, Any]:
+    if not value:
+        return {}
+    kind, (low, high) = given["algo.advantage.is_correction_type"], given["algo.advantage.is_correction_threshold"]
+    if kind == "icepop" and low == 0.5:
+        return {"trainer.importance_correction": "icepop", "trainer.importance_cap": high}
+    if kind == "tis" and low == 0:
+        return {"trainer.importance_correction": "token", "trainer.importance_cap": high}
+    raise NotCarriedError(
+        f"{kind} with the bounds {low:g} and {high:g}: a token's weight is cut at a cap, with no bound below it, or with icepop left out below 0.5; trainer.importance_correction is none in its place"
+    )
+
+
 def _gate(value: Any, given: Given) -> dict[str, Any]:
     if given["algo.advantage.is_correction_gating"] not in (None, "ratio"):
         raise NotCarriedError("the bound of another statistic than the ratio")
@@ -256,6 +269,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("algo.advantage.is_correction_mode", "trainer.importance_correction", default="mask", to=lambda value, given: {}),
     missing("algo.advantage.is_correction_gating", "the gate is the ratio: trainer.importance_correction is none in its place", key="trainer.importance_correction", off=("ratio",)),
     carried("algo.advantage.is_correction_threshold", "trainer.importance_cap", "the upper bound; the lower one is 0.5 with icepop", default=[0.5, 5.0], to=_gate),
+    carried("algo.advantage.is_correction_enable", "trainer.importance_correction", "of OpenRLHF 0.10, with is_correction_type", to=_former_correction),
+    carried("algo.advantage.is_correction_type", "trainer.importance_correction", "of OpenRLHF 0.10: icepop; tis with a lower bound of 0: token; seq-mask-tis is missing", default="tis", to=lambda value, given: {}),
     carried("enable_vllm_is_correction", "trainer.importance_correction", "of OpenRLHF before 0.10: token", to=lambda value, given: {"trainer.importance_correction": "token"} if value else {}),
     carried("vllm_is_truncated_threshold", "trainer.importance_cap", "of OpenRLHF before 0.10", to=only_if(lambda given: bool(given["enable_vllm_is_correction"]), "trainer.importance_cap")),
     carried("algo.kl.init_coef", "rollout.kl_coef trainer.kl_coef", "in the reward, with algo.kl.use_loss in the loss; in the reward of GRPO rlhfd takes the mean of a response, OpenRLHF the sum from each token on", default=0.01, written=True, to=_kl, aliases="init_kl_coef"),

@@ -276,6 +276,7 @@ _OVERLONG = (
     "reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
 )  # fmt: skip
+_CONFIGURATIONS = ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer", "ppo_torchtitan_trainer")
 _OPTIONS: Final[tuple[Option, ...]] = (
     # The data.
     carried("data.train_files", "prompts.path prompts.sources", "verl joins several files; here they are mixed by weight", to=_files),
@@ -437,6 +438,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("trainer.balance_batch trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep trainer.esi_redundant_time trainer.ray_wait_register_center_timeout trainer.device trainer.use_v1 trainer.v1.* trainer.use_legacy_worker_impl",
              "rows are dealt to the ranks for equal work; the daemon watches its processes itself"),
     missing("distillation.*", "the policy is trained by rewards alone", unless=lambda value, given: not given["distillation.enabled"]),
+    missing("config_path config_name", "the options of that file are not read: convert it by itself", unless=lambda value, given: PurePosixPath(str(value)).stem in (*_CONFIGURATIONS, "config")),
+    needless("model_engine hydra.*", "the trainer shards its models by FSDP2"),
     needless("transfer_queue.* ray_kwargs.* ray_init.* global_profiler.* skip.* *.profiler.*", "the buffer is the daemon's; no Ray is needed on one server"),
 )  # fmt: skip
 
