@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
@@ -130,7 +131,7 @@ def conversation(prompt: Prompt, response: str, tokenizer: Any, rendering: Rende
 
 
 def remarks(prompt: Prompt, tokenizer: Any, rendering: Rendering, ends: Collection[int] = ()) -> list[str]:
-    """Return the oddities at the ends of a rendered prompt, a phrase each; errors as for `render`.
+    """Return the oddities of a rendered prompt, of its ends or of its messages, a phrase each; errors as for `render`.
 
     Args:
         prompt: The prompt.
@@ -142,6 +143,8 @@ def remarks(prompt: Prompt, tokenizer: Any, rendering: Rendering, ends: Collecti
     is_text = isinstance(prompt.prompt, str) and rendering.template != "chat"
     if is_text:
         found += _encoded(str(prompt.prompt), tokenizer)[1]
+    elif roles := _roles_left_out(prompt, tokenizer, rendering):
+        found.append(f"the chat template leaves out messages of the role {', '.join(map(repr, roles))}")
     bos, eos = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)
     if bos is not None and ids[:2] == [bos, bos]:
         found.append("it begins with two BOS tokens")
@@ -236,6 +239,12 @@ def _render_chat(prompt: Prompt, tokenizer: Any, rendering: Rendering) -> list[i
             f"{prompt.named} needs a chat template and the tokenizer has none: "
             'give texts and prompts.template = "none", or a tokenizer with a chat template'
         )
+    messages, keywords = _chat(prompt, tokenizer, rendering)
+    return _templated(prompt, messages, tokenizer, keywords)
+
+
+def _chat(prompt: Prompt, tokenizer: Any, rendering: Rendering) -> tuple[list[Message], dict[str, Any]]:
+    """Return the messages of a prompt in the form that the template takes, and the template's keywords."""
     keywords: dict[str, Any] = {**rendering.arguments}
     if tools := prompt.tools or list(rendering.tools):
         keywords["tools"] = tools
@@ -246,7 +255,25 @@ def _render_chat(prompt: Prompt, tokenizer: Any, rendering: Rendering) -> list[i
         keywords |= {"add_generation_prompt": False, "continue_final_message": True}
     elif _is_empty_answer(messages[-1]) and len(messages) > 1:
         messages = messages[:-1]
-    return _templated(prompt, messages, tokenizer, keywords)
+    return messages, keywords
+
+
+def _roles_left_out(prompt: Prompt, tokenizer: Any, rendering: Rendering) -> list[str]:
+    """Return the roles of messages whose text the template shows nowhere; of the assistant it may hide thoughts."""
+    messages, keywords = _chat(prompt, tokenizer, rendering)
+    shown = _without_spaces(tokenizer.apply_chat_template(messages, tokenize=False, **keywords))
+
+    def is_shown(text: str) -> bool:
+        # As it is, or within JSON.
+        return any(_without_spaces(form) in shown for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]))
+
+    given = [message for message in messages if message["role"] != "assistant"]
+    left_out = [message for message in given if not all(map(is_shown, _texts_of(message.get("content"))))]
+    return list(dict.fromkeys(str(message["role"]) for message in left_out))
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def _templated(prompt: Prompt, messages: list[Message], tokenizer: Any, keywords: dict[str, Any]) -> list[int]:

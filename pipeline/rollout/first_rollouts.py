@@ -78,7 +78,7 @@ def _log_ends(ids: list[int], location: str, found: list[str], tokenizer: Any, c
     first, last = ids[:_SHOWN_TOKENS], ids[-_SHOWN_TOKENS:]
     text = f" ends_with={tokenizer.decode(last)!r}" if config.daemon.log_texts else ""
     if found:
-        log.warning("a rendered prompt has odd ends: %s: prompt=%s tokens=%d first_ids=%s last_ids=%s%s",
+        log.warning("a rendered prompt is odd: %s: prompt=%s tokens=%d first_ids=%s last_ids=%s%s",
                     "; ".join(found), location, len(ids), first, last, text)  # fmt: skip
     else:
         log.info("a prompt is rendered: prompt=%s tokens=%d first_ids=%s last_ids=%s%s",

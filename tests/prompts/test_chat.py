@@ -190,6 +190,40 @@ def test_a_template_that_begins_twice_is_told() -> None:
     assert found == ["it begins with two BOS tokens"]
 
 
+ROLES = (
+    "{% for m in messages %}{% if m['role'] in ['system', 'user'] %}<|im_start|>{{ m['content'] | trim }}"
+    "{% elif m['role'] == 'tool' %}{{ m['content'] | tojson }}{% elif m['role'] == 'assistant' %}"
+    "{{ m['content'].split('</think>')[-1] }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "remark"),
+    [
+        (["human"], "the chat template leaves out messages of the role 'human'"),
+        (["developer", "user", "human"], "the chat template leaves out messages of the role 'developer', 'human'"),
+        (["system", "user", "assistant", "tool", "user"], ""),
+        (["user", "assistant", "user"], ""),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_told(roles: list[str], remark: str) -> None:
+    messages: list[Message] = [{"role": role, "content": f' {role}:\n "1"  + {at}</think> x '}
+                               for at, role in enumerate(roles)]  # fmt: skip
+
+    found = remarks(Prompt(0, 0, 0, messages, None), tokenizer_of(ROLES), Rendering())
+
+    assert found == ([remark] if remark else [])
+
+
+def test_a_system_prompt_that_the_template_leaves_out_is_told() -> None:
+    tokenizer = tokenizer_of("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")
+
+    found = remarks(Prompt(0, 0, 0, "x", None), tokenizer, Rendering("chat", system_prompt="think first"))
+
+    assert found == ["the chat template leaves out messages of the role 'system'"]
+
+
 @pytest.mark.parametrize("log_texts", [False, True])
 def test_the_first_odd_prompt_is_shown_by_ids_and_by_its_text_only_if_that_is_allowed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, log_texts: bool
