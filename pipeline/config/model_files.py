@@ -31,6 +31,8 @@ _TOKENIZER_FILES = (
     "tekken.json", "*.tiktoken",
 )  # fmt: skip
 _HEADS = ("lm_head.", "value_head.", "score.")
+_ROUTERS = (".gate.weight", ".router.weight", ".router.layer.weight")
+"""Ends of the names of matrices that choose experts, no linear layers in the model."""
 _MOST_TOLD = 60
 """Characters of a value in a note."""
 _LAYER_LISTS = ("layers", "h", "blocks", "block")
@@ -83,7 +85,7 @@ class ModelSizes(NamedTuple):
         found: dict[str, int] = {}
         for name, shape in self.tensors.items():
             # The experts of a layer, a matrix each in the files, are one parameter of three dimensions in the model.
-            if (layer := _layer_of(name)) and len(shape) == 2 and ".experts." not in name:
+            if (layer := _layer_of(name)) and len(shape) == 2 and not _is_of_experts(name):
                 stack = layer.rpartition(".")[0]
                 found[stack] = found.get(stack, 0) + math.prod(shape)
         return max(found.values(), default=0)
@@ -102,12 +104,31 @@ class ModelSizes(NamedTuple):
     def adapter_parameters(self, rank: int, targets: Sequence[str] | str) -> int:
         """Return the parameters of LoRA adapters of a rank on linear layers with these names, or "all-linear"."""
         adapted: list[tuple[int, ...]]
+        linear = {
+            name: shape for name, shape in self.tensors.items() if not (_is_of_experts(name) or name.endswith(_ROUTERS))
+        }
         if isinstance(targets, str):
-            adapted = [shape for name, shape in self.tensors.items() if _layer_of(name) and len(shape) == 2]
+            adapted = [shape for name, shape in linear.items() if _layer_of(name) and len(shape) == 2]
         else:
             ends = tuple(f".{target}.weight" for target in targets)
-            adapted = [shape for name, shape in self.tensors.items() if name.endswith(ends)]
+            adapted = [shape for name, shape in linear.items() if name.endswith(ends)]
         return sum(rank * sum(shape) for shape in adapted)
+
+    def expert_parameters(self, targets: Sequence[str] | str) -> int:
+        """Return the parameters of experts that have one of these names, or any for "all-linear"."""
+        ends = ("",) if isinstance(targets, str) else tuple(f".{target}.weight" for target in targets)
+        # One of three dimensions holds all experts of a layer, but for the kernel of a convolution.
+        found = [
+            shape
+            for name, shape in self.tensors.items()
+            if name.endswith(ends) and (_is_of_experts(name) or (len(shape) == 3 and _layer_of(name) and shape[1] > 1))
+        ]
+        return sum(map(math.prod, found))
+
+
+def _is_of_experts(name: str) -> bool:
+    """Return whether a tensor is of experts of a mixture, which are one parameter a layer in the model."""
+    return ".experts." in name
 
 
 def _layer_of(name: str) -> str:

@@ -91,8 +91,16 @@ def target_layers(actor: nn.Module, targets: Sequence[str] | str) -> list[nn.Lin
     linears = {name: module for name, module in actor.named_modules() if isinstance(module, nn.Linear)}
     if unknown := set(targets) - {name.rpartition(".")[2] for name in linears}:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
-        raise ConfigError(f"model.lora_targets: no linear layer is called {min(unknown)!r}, only {', '.join(kinds)}")
+        hint = "; the experts of a mixture have no adapters" if "experts" in _parts(actor) else ""
+        raise ConfigError(
+            f"model.lora_targets: no linear layer is called {min(unknown)!r}, only {', '.join(kinds)}{hint}"
+        )
     return [layer for name, layer in linears.items() if name.rpartition(".")[2] in targets]
+
+
+def _parts(model: nn.Module) -> set[str]:
+    """Return the parts of the names of a model's modules."""
+    return {part for name, _ in model.named_modules() for part in name.split(".")}
 
 
 def initial_adapters(actor: nn.Module, settings: LoraSettings, *, seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from typing import Final
 from pipeline.config.evaluation import EvaluationConfig, held_out
 from pipeline.config.load import LoadedConfig
 from pipeline.config.losses import LossSection, lacks_ratio_for_staleness, log_probs_by
-from pipeline.config.model_files import processors_of, text_settings
+from pipeline.config.model_files import model_sizes, processors_of, text_settings
 from pipeline.config.positions import positions_of
 from pipeline.config.rewards import reward_functions
 from pipeline.config.schema import Config
@@ -220,6 +220,22 @@ def _of_model(config: Config) -> Iterator[tuple[str, str]]:
             "model.actor",
             f"the model was made for {positions[1]:,} tokens ({positions[0]}), rows have up to {row:,} "
             "(rollout.max_length)",
+        )
+    if config.model.lora_rank:
+        yield from _of_adapters(config)
+
+
+def _of_adapters(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield a note if experts are among the layers that would get adapters and get none."""
+    try:
+        sizes = model_sizes(Path(config.model.actor), "model.actor")
+    except ConfigError:
+        return
+    if experts := sizes.expert_parameters(config.model.lora_targets):
+        yield (
+            "model.lora_targets" if config.model.lora_targets != "all-linear" else "model.lora_rank",
+            f"the experts of the mixture, {experts / sizes.parameters:.0%} of its parameters, get no adapters and stay "
+            "as they are: they are no linear layers in the model, as with peft's target_modules",
         )
 
 

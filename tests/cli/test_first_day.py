@@ -38,8 +38,10 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
 
 from pipeline.cli.main import main
 from pipeline.config import sections, user_modules
@@ -488,6 +490,30 @@ def test_what_can_run_and_is_hardly_meant_is_noted(folder: Path, text: str, note
 
     assert result.exit_code == 0, result.stderr
     assert f"note: {note.replace('{folder}', str(folder))}" in result.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("targets", "is_noted"), [("", True), ('lora_targets = ["w1"]\n', True), ('lora_targets = ["q_proj"]\n', False)]
+)
+def test_experts_that_get_no_adapters_are_noted(folder: Path, targets: str, is_noted: bool) -> None:
+    layer = "model.layers.0.block_sparse_moe"
+    shapes = {
+        "model.layers.0.self_attn.q_proj": (10, 10),
+        f"{layer}.experts.0.w1": (5, 30),
+        f"{layer}.experts.1.w1": (5, 30),
+    }
+    model(folder, hidden_size=10, num_attention_heads=2, num_hidden_layers=1, intermediate_size=5, vocab_size=9)
+    save_file({f"{name}.weight": numpy.zeros(shape, numpy.float32) for name, shape in shapes.items()},
+              folder / "m/model.safetensors")  # fmt: skip
+
+    result = check(f'[model]\nactor = "m"\nlora_rank = 2\n{targets}{OWN}')
+
+    line, key = ("4:16", "lora_targets") if targets else ("3:13", "lora_rank")
+    note = (
+        f"note: c.toml:{line}: model.{key}: the experts of the mixture, 75% of its parameters, get no adapters and "
+        "stay as they are: they are no linear layers in the model, as with peft's target_modules"
+    )
+    assert (note in result.stderr.splitlines()) is is_noted, result.stderr
 
 
 def test_the_kl_of_the_loss_has_an_effect_with_an_external_trainer_too(folder: Path) -> None:

@@ -23,10 +23,11 @@ from pipeline.config.model_files import model_sizes
 from pipeline.config.plan import checkpoint_bytes, models_of, needs
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.models.lora import adapt
+from pipeline.models.lora import adapt, adapter_of
 from pipeline.rollout.generation.vllm import engine as vllm_engine
 from pipeline.supervisor.capacity.budgets import budgets_of
 from pipeline.supervisor.capacity.machine import Machine
+from tests.models.test_families import ATTENTION, OTHERS, built
 from tests.project.test_sizes import MODELS, bytes_a_parameter, table
 from tests.support import tiny
 
@@ -64,6 +65,31 @@ def test_adapters_have_the_parameters_of_the_adapted_model(folder: Path) -> None
     adapters = model_sizes(folder, "model.actor").adapter_parameters(3, config.model.lora_targets)
 
     assert adapters == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("family", "share"),
+    [
+        ("mixtral", 0.867),
+        ("qwen2_moe", 0.639),
+        ("gpt_oss", 0.867),
+        ("deepseek_v3", 0.473),
+        ("granitemoe", 0.867),
+        ("lfm2", 0.0),
+        ("bamba", 0.0),
+    ],
+)
+def test_experts_of_a_mixture_have_no_adapters(tmp_path: Path, family: str, share: float) -> None:
+    config = configured(tmp_path, model={"lora_rank": 3})
+    model = built(family, {**ATTENTION, **OTHERS}[family])
+    model.save_pretrained(tmp_path)
+    sizes = model_sizes(tmp_path, "model.actor")
+
+    trained = adapter_of(adapt(model, config.model, seed=0)).values()
+
+    assert sizes.adapter_parameters(3, "all-linear") == sum(tensor.numel() for tensor in trained)
+    assert sizes.expert_parameters("all-linear") == pytest.approx(share * sizes.parameters, rel=1e-3)
+    assert sizes.expert_parameters(["q_proj"]) == 0
 
 
 def test_a_model_in_two_files_is_counted_once(folder: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from pipeline.models.varlen_attention import use_varlen_attention
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.trainer.learner import Learner
+from tests.models.test_families import EXPERTS, built
 from tests.support import tiny
 from tests.support.adapted_reference import reference_log_probs
 from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
@@ -178,6 +179,11 @@ def test_rank_0_is_off_and_an_unknown_layer_is_refused():
     assert published(model).keys() == tiny.llama().state_dict().keys()
     with pytest.raises(ConfigError, match="no linear layer is called 'c_attn', only down_proj, gate_proj, k_proj, lm_"):
         adapt(model, settings(targets=("q_proj", "c_attn")), seed=0)
+
+
+def test_layers_of_experts_are_refused_with_the_reason():
+    with pytest.raises(ConfigError, match=r"called 'gate_proj', only .*; the experts of a mixture have no adapters"):
+        adapt(built("qwen3_moe", EXPERTS), settings(targets=("q_proj", "gate_proj")), seed=0)
 
 
 @torch.no_grad()
