@@ -19,7 +19,7 @@ import torch
 from pipeline.config.user_modules import ANSWER, PROMPT, trainer_of
 from pipeline.errors import RewardError
 from pipeline.rollout.reward.numbers import REWARD, Scored
-from pipeline.rollout.reward.signatures import batched
+from pipeline.rollout.reward.signatures import batched, is_async
 
 Function = Callable[..., Any]
 
@@ -58,7 +58,7 @@ def _of_trl(function: Function) -> Function:
         ]
         return takes({**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids})
 
-    if inspect.iscoroutinefunction(function):
+    if is_async(function):
 
         async def call_async(ids: torch.Tensor, mask: torch.Tensor, **columns: Any) -> Any:
             return await function(**keywords(ids, columns))
@@ -99,7 +99,7 @@ def _of_verl(function: Function) -> Function:
             raise RewardError(f'the dict has no "score", its keys are {", ".join(map(str, result))}')
         return result
 
-    if inspect.iscoroutinefunction(function):
+    if is_async(function):
 
         async def call_async(ids: torch.Tensor, mask: torch.Tensor, **row: Any) -> Any:
             return score(await function(**keywords(ids, row)))

@@ -45,6 +45,11 @@ def batched(function: F) -> F:
     return function
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a call of a function, or of an object that is called as one, is awaited."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 class Signature:
     """The parameters of a reward function.
 
@@ -60,7 +65,7 @@ class Signature:
         """Read the parameters of a reward function."""
         target = function.forward if isinstance(function, torch.nn.Module) else function
         self.is_batched = bool(getattr(function, "is_batched", False))
-        self.is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
+        self.is_async = is_async(target)
         try:
             parameters = inspect.signature(target).parameters
         # Some functions written in C have no signature, and so no named parameters.

@@ -35,6 +35,20 @@ async def trl_chat(prompts, completions):
         for prompt, completion in zip(prompts, completions)
     ]
 
+class Awaited:
+    async def __call__(self, **given):
+        return [2.0] * len(given["completions"]) if "completions" in given else float(given["solution_str"] == "12")
+
+class AwaitedTrl(Awaited):
+    async def __call__(self, prompts, completions):
+        return await super().__call__(completions=completions)
+
+class AwaitedVerl(Awaited):
+    async def __call__(self, solution_str, ground_truth):
+        return await super().__call__(solution_str=solution_str)
+
+trl_object, verl_object = AwaitedTrl(), AwaitedVerl()
+
 def verl_score(data_source, solution_str, ground_truth, extra_info=None):
     assert (data_source, extra_info) == ("digits", {"split": "train"})
     return {"score": float(solution_str == ground_truth), "acc": True}
@@ -101,6 +115,8 @@ def scored(name: str, **given: Any) -> float:
         ("verl_score", {"data_source": "digits", "extra_info": {"split": "train"}}, 1.0),
         ("verl_score", {"data_source": "digits", "extra_info": {"split": "train"}, "answer": "21"}, 0.0),
         ("verl_short", {}, 1.0),
+        ("trl_object", {}, 2.0),
+        ("verl_object", {}, 1.0),
         ("named", {}, 1.0),
     ],
 )
