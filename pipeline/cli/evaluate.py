@@ -140,7 +140,7 @@ def _as_its_run(loaded: LoadedConfig, head: CheckpointNote) -> Config:
     They follow from the model that a run began with, and from the GPUs of its machine.
     """
     from pipeline.config.conflicts import conflicts
-    from pipeline.config.own_model import LENGTH_KEYS
+    from pipeline.config.lengths import LENGTH_KEYS
 
     config = loaded.config
     for keys in (("model.dtype",), LENGTH_KEYS):

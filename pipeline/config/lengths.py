@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_LENGTH: Final = 24
 MOST_TOKENS: Final = 2**20
+LENGTH_KEYS: Final = ("rollout.max_length", "rollout.max_prompt_length", "rollout.max_new_tokens")
 # Header of an extent: fields, groups and vision fields, and some numbers per row, which `row_bytes_bound` includes.
 EXTENT_OVERHEAD_BYTES = 8192
 
@@ -44,8 +45,15 @@ def lengths_of(rollout: RolloutConfig) -> Lengths:
     return Lengths(row, prompt, row - prompt)
 
 
-def conflict_of_lengths(rollout: RolloutConfig) -> tuple[str, str] | None:
-    """Return the key to change and the conflict between the three keys; None if there is none."""
+def conflict_of_lengths(rollout: RolloutConfig) -> tuple[tuple[str, ...], str] | None:
+    """Return the keys, the one to change first, and the conflict between the three keys; None if there is none."""
+    if (found := _conflict(rollout)) is None:
+        return None
+    key, message = found
+    return tuple(dict.fromkeys((key, *LENGTH_KEYS))), message
+
+
+def _conflict(rollout: RolloutConfig) -> tuple[str, str] | None:
     row, prompt, response = rollout.max_length, rollout.max_prompt_length, rollout.max_new_tokens
     given = {"max_prompt_length": prompt, "max_new_tokens": response}
     if rollout.long_prompts == "cut_left" and prompt is None and response is None:

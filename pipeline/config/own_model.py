@@ -9,13 +9,13 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pipeline.config.lengths import LENGTH_KEYS
 from pipeline.config.model_files import text_settings
 from pipeline.config.positions import positions_of, row_limit
 from pipeline.config.types import BUILTIN_PREFIX
 
 MOST_TOKENS: Final = 1024
 SAVED_STEPS: Final = 50
-LENGTH_KEYS: Final = ("rollout.max_length", "rollout.max_prompt_length", "rollout.max_new_tokens")
 NEEDED: Final = {
     "rewards": ("model.reward", "rollout.environment"),
     "prompts.path": ("prompts.sources",),
