@@ -9,7 +9,7 @@ import re
 import stat
 import subprocess
 import sys
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from pipeline import sort_digits
@@ -37,6 +37,9 @@ from pipeline.prompts.rendering import rendering_of
 from pipeline.prompts.source import PromptSource
 from pipeline.supervisor import placement
 
+Problems = Iterable[tuple[str, str]]
+"""The problem of each key; an empty text is none."""
+
 _PROMPTS_SEEN = 256
 _START_CHECK = "pipeline.rollout.start_check"
 _START_CHECK_S = 300.0
@@ -49,115 +52,120 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         loaded: The configuration.
         unused: The keys of `own_model.NEEDED` that the command can do without.
     """
-    if errors := _unreadable_models(loaded):
+    if errors := _placed(loaded, _unreadable_models(loaded.config)):
         # Nearly every check below reads them.
         return errors
-    errors = _problems_of_own_model(loaded, unused)
-    for key, source in _models(loaded):
-        if not Path(source).is_dir():
-            errors.append(f"{loaded.where(key)}: {_no_directory(loaded, Path(source))}")
-        elif not (Path(source) / "config.json").is_file() and (Path(source) / "adapter_config.json").is_file():
-            errors.append(f"{loaded.where(key)}: {source} is a LoRA adapter: merge it into its model first")
-        elif not (Path(source) / "config.json").is_file():
-            found = sorted(Path(source).glob("snapshots/*/config.json"))
+    return [
+        *_problems_of_own_model(loaded, unused),
+        *_placed(loaded, _problems_of_models(loaded)),
+        *_problems_of_prompts(loaded),
+        *_placed(loaded, _problems_of_packages(loaded)),
+        *_placed(loaded, ((key, _problem_of_secret(get(loaded.config, key), key)) for key in SECRET_KEYS)),
+        *_problems_of_devices(loaded),
+        *_placed(loaded, ((key, _problem_of_folder(get(loaded.config, key))) for key in FOLDER_KEYS)),
+    ]
+
+
+def _placed(loaded: LoadedConfig, found: Problems) -> list[str]:
+    return [f"{loaded.where(key)}: {problem}" for key, problem in found if problem]
+
+
+def _problems_of_models(loaded: LoadedConfig) -> Problems:
+    config, actor = loaded.config, Path(loaded.config.model.actor)
+    for key, source in _models(config):
+        folder = Path(source)
+        if not folder.is_dir():
+            yield key, _no_directory(loaded, folder)
+        elif not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+            yield key, f"{folder} is a LoRA adapter: merge it into its model first"
+        elif not (folder / "config.json").is_file():
+            found = sorted(folder.glob("snapshots/*/config.json"))
             advice = f"take {found[-1].parent}" if found else "not a model that transformers saved"
-            errors.append(f"{loaded.where(key)}: no config.json in {source}: {advice}")
-        elif (
-            problem := problem_of_model(
-                Path(source), is_actor=key == "model.actor", is_trained=key in ("model.actor", "model.critic")
-            )
-        ) or (
-            problem := problem_of_positions(
-                Path(source),
-                loaded.config.lengths.row,
-                engine=loaded.config.rollout.engine if key == "model.actor" else "",
-                packed=bool(loaded.config.trainer.packing) and key != "model.reward",
-            )
-        ):
-            errors.append(f"{loaded.where(key)}: {problem}")
-        elif (
-            key == "model.actor"
-            and (parts := loaded.config.rollout.tensor_parallel) > 1
-            and (problem := problem_of_parts(Path(source), parts))
-        ):
-            errors.append(f"{loaded.where('rollout.tensor_parallel')}: {problem}")
-    actor = Path(loaded.config.model.actor)
-    if loaded.config.rollout.quantization != "none" and has_images(actor):
-        where = loaded.where("rollout.quantization")
-        errors.append(f'{where}: must be "none": {actor} is a vision-language model, which is not quantized')
-    errors += _problems_of_vocabularies(loaded)
-    if problem := _problem_of_adapter(loaded):
-        errors.append(f"{loaded.where('model.lora_adapter')}: {problem}")
+            yield key, f"no config.json in {folder}: {advice}"
+        else:
+            is_actor, row = key == "model.actor", config.lengths.row
+            engine, packed = config.rollout.engine if is_actor else "", config.trainer.packing and key != "model.reward"
+            problem = problem_of_model(folder, is_actor=is_actor, is_trained=is_actor or key == "model.critic")
+            problem = problem or problem_of_positions(folder, row, engine=engine, packed=bool(packed))
+            yield key, problem
+            if is_actor and config.rollout.tensor_parallel > 1 and not problem:
+                yield "rollout.tensor_parallel", problem_of_parts(folder, config.rollout.tensor_parallel)
+    if config.rollout.quantization != "none" and has_images(actor):
+        problem = f'must be "none": {actor} is a vision-language model, which is not quantized'
+        yield "rollout.quantization", problem
+    yield from _problems_of_vocabularies(config)
+    yield "model.lora_adapter", _problem_of_adapter(loaded)
+
+
+def _problems_of_prompts(loaded: LoadedConfig) -> list[str]:
+    """Return the problems of prompts, held-out prompts and templates; one in a file's content begins with its place."""
+    config, found = loaded.config, []
+    key = "prompts.sources" if config.prompts.sources else "prompts.path"
     for problems_of in (check, rendering_of):
         try:
-            problems_of(loaded.config.prompts)
+            problems_of(config.prompts)
         except ConfigError as error:
-            # Errors in the prompts' content begin with their place in that file, others with their key.
-            errors += [loaded.placed(line) for line in str(error).splitlines()]
+            found += [loaded.placed(line) for line in str(error).splitlines()]
         except OSError as error:
-            errors.append(f"{loaded.where('prompts.sources' if loaded.config.prompts.sources else 'prompts.path')}: "
-                          f"cannot read {error.filename}: {error.strerror}")  # fmt: skip
+            found.append(f"{loaded.where(key)}: cannot read {error.filename}: {error.strerror}")
             break
-    if problem := _problem_of_images(loaded):
-        errors.append(problem)
-    for file in loaded.config.evaluation.files:
+    if problem := _problem_of_images(config):
+        found.append(f"{loaded.where('rollout.engine')}: {problem}")
+    where, name = loaded.where("evaluation.files"), "prompts.path:"
+    for file in config.evaluation.files:
         try:
-            check(held_out(loaded.config, file))
+            check(held_out(config, file))
         except ConfigError as error:
-            where, name = loaded.where("evaluation.files"), "prompts.path:"
-            errors += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
+            found += [line.replace(name, f"{where}:", line.startswith(name)) for line in str(error).splitlines()]
         except OSError as error:
-            errors.append(f"{loaded.where('evaluation.files')}: cannot read {error.filename}: {error.strerror}")
-    searched = _module_folders(loaded)
-    for name in own_modules(loaded):
-        if problem := user_modules.missing(name, searched):
-            errors.append(f"{loaded.where('rewards')}: {problem}")
+            found.append(f"{where}: cannot read {error.filename}: {error.strerror}")
+    return found
+
+
+def _problems_of_packages(loaded: LoadedConfig) -> Problems:
+    """Yield the functions, and the packages that rewards, optimizer and trackers need, that are not there."""
+    config, searched = loaded.config, _module_folders(loaded)
+    yield from (("rewards", user_modules.missing(name, searched)) for name in own_modules(loaded))
+    is_local = config.cluster.engine == "local"
     for key in FUNCTION_KEYS:
-        name = get(loaded.config, key)
-        if key.startswith("rollout.") and loaded.config.cluster.engine == "ray":
-            continue  # the actors' machines import it
-        if name and ":" in name and (problem := user_modules.missing(name, searched)):
-            errors.append(f"{loaded.where(key)}: {problem}")
-    errors += [
-        f"{loaded.where('rewards')}: {problem}"
-        for name in (reward.name for reward in loaded.config.rewards)
-        if (problem := missing_package(name)) and loaded.config.cluster.engine == "local"
-    ]
-    if problem := missing_optimizer(loaded.config.trainer.optimizer):
-        errors.append(f"{loaded.where('trainer.optimizer')}: {problem}")
-    errors += [
-        f"{loaded.where('metrics.tracker')}: {problem}"
-        for name in loaded.config.metrics.tracker
-        if (problem := missing_tracker(name))
-    ]
-    errors += [problem for key in SECRET_KEYS if (problem := _problem_of_secret(loaded, key))]
+        name = get(config, key)
+        # In a cluster the actors' machines import it.
+        if name and ":" in name and (is_local or not key.startswith("rollout.")):
+            yield key, user_modules.missing(name, searched)
+    yield from (("rewards", missing_package(reward.name)) for reward in config.rewards if is_local)
+    yield "trainer.optimizer", missing_optimizer(config.trainer.optimizer)
+    yield from (("metrics.tracker", missing_tracker(name)) for name in config.metrics.tracker)
+
+
+def _problems_of_devices(loaded: LoadedConfig) -> list[str]:
     try:
         placement.assign(loaded.config, placement.visible_gpus(os.environ), [])
     except ConfigError as error:
-        errors.append(loaded.placed(str(error)))
-    for key in FOLDER_KEYS:
-        folder = get(loaded.config, key)
-        nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
-        if not nearest.is_dir():
-            errors.append(f"{loaded.where(key)}: {nearest} is not a directory")
-        elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
-            errors.append(f"{loaded.where(key)}: {nearest} cannot be written by uid {os.geteuid()}")
-    return errors
+        return [loaded.placed(str(error))]
+    return []
 
 
-def _unreadable_models(loaded: LoadedConfig) -> list[str]:
-    """Return the problems of models that this user may not read, a line each."""
-    found, files = [], [(key, Path(source, "config.json")) for key, source in _models(loaded)]
-    if loaded.config.model.lora_adapter is not None:
-        files.append(("model.lora_adapter", Path(loaded.config.model.lora_adapter, "adapter_config.json")))
+def _problem_of_folder(folder: Path) -> str:
+    """Return why files cannot be made in a folder, which may not exist yet; else an empty text."""
+    nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    if not nearest.is_dir():
+        return f"{nearest} is not a directory"
+    is_writable = os.access(nearest, os.W_OK | os.X_OK, effective_ids=True)
+    return "" if is_writable else f"{nearest} cannot be written by uid {os.geteuid()}"
+
+
+def _unreadable_models(config: Config) -> Problems:
+    """Yield the problems of models that this user may not read."""
+    files = [(key, Path(source, "config.json")) for key, source in _models(config)]
+    if config.model.lora_adapter is not None:
+        files.append(("model.lora_adapter", Path(config.model.lora_adapter, "adapter_config.json")))
     for key, file in files:
         try:
             file.open("rb").close()
         except (FileNotFoundError, NotADirectoryError):
             pass  # other checks say more
         except OSError as error:
-            found.append(f"{loaded.where(key)}: cannot read {file.parent} as uid {os.geteuid()}: {error.strerror}")
-    return found
+            yield key, f"cannot read {file.parent} as uid {os.geteuid()}: {error.strerror}"
 
 
 def _no_directory(loaded: LoadedConfig, source: Path) -> str:
@@ -198,31 +206,27 @@ def _problems_of_own_model(loaded: LoadedConfig, unused: Container[str]) -> list
     return [f"{location}: {key}: {message}" for key, message in missing.items() if key not in unused]
 
 
-def _problems_of_vocabularies(loaded: LoadedConfig) -> list[str]:
-    """Return the problems of the models that read the actor's token ids, a line each."""
-    actor, found = Path(loaded.config.model.actor), []
-    rewards = {model.key: model for model in reward_models(loaded.config)}
-    for key, source in _models(loaded):
+def _problems_of_vocabularies(config: Config) -> Problems:
+    """Yield the problems of the models that read the actor's token ids."""
+    actor, rewards = Path(config.model.actor), {model.key: model for model in reward_models(config)}
+    for key, source in _models(config):
         reward = rewards.get(key)
         if reward is not None and reward.tokenizer == "own":
-            found += [f"{loaded.where(reward.tokenizer_key)}: {NO_IMAGES}"] if has_images(actor) else []
+            yield reward.tokenizer_key, NO_IMAGES if has_images(actor) else ""
         elif key != "model.actor" and (problem := problem_of_vocabulary(Path(source), actor)):
             advice = "" if reward is None else f'; {reward.tokenizer_key} = "own" gives it texts'
-            found.append(f"{loaded.where(key)}: {problem}{advice}")
-    return found
+            yield key, f"{problem}{advice}"
 
 
-def _models(loaded: LoadedConfig) -> list[tuple[str, str]]:
+def _models(config: Config) -> list[tuple[str, str]]:
     """Return key and folder of each model; those of the embedded task are left out."""
-    config = loaded.config
     found = [(key, get(config, key)) for key in MODEL_KEYS if key != "model.reward"]
     found += [(model.key, model.path) for model in reward_models(config)]
     return [(key, source) for key, source in found if source is not None and not source.startswith(BUILTIN_PREFIX)]
 
 
-def _problem_of_images(loaded: LoadedConfig) -> str:
+def _problem_of_images(config: Config) -> str:
     """Return the problem of an engine that takes no images of the model, else an empty text; it reads some prompts."""
-    config = loaded.config
     folder = Path(config.model.actor)
     if config.rollout.engine != "vllm" or not has_images(folder) or model_type(folder) in VLLM_IMAGE_MODELS:
         return ""
@@ -237,9 +241,8 @@ def _problem_of_images(loaded: LoadedConfig) -> str:
         ):
             for position in range(min(len(source), _PROMPTS_SEEN)):
                 if (prompt := source.at(position)).images:
-                    where = loaded.where("rollout.engine")
                     return (
-                        f"{where}: vllm takes images for models of the type {', '.join(VLLM_IMAGE_MODELS)}, "
+                        f"vllm takes images for models of the type {', '.join(VLLM_IMAGE_MODELS)}, "
                         f"model.actor is of the type {model_type(folder)}, and {prompt.named} has images"
                     )
     return ""
@@ -318,16 +321,14 @@ def _module_folders(loaded: LoadedConfig) -> list[str]:
     return user_modules.folders(given)
 
 
-def _problem_of_secret(loaded: LoadedConfig, key: str) -> str:
+def _problem_of_secret(path: Path | None, key: str) -> str:
     """Return the problem of a file of the HTTP server, else an empty text; the server itself checks its content."""
-    path: Path | None = get(loaded.config, key)
     if path is None:
         return ""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
-        return f"{loaded.where(key)}: cannot read {path}: {error.strerror}"
-    if key != "metrics.tls_cert" and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        return f"{loaded.where(key)}: {path} is open to other users, it must have mode 0600: chmod 600 {path}"
-    return ""
+        return f"cannot read {path}: {error.strerror}"
+    is_open = key != "metrics.tls_cert" and mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return f"{path} is open to other users, it must have mode 0600: chmod 600 {path}" if is_open else ""
