@@ -84,7 +84,8 @@ def _problems_of_models(loaded: LoadedConfig) -> Problems:
             yield key, f"no config.json in {folder}: {advice}"
         else:
             is_actor, row = key == "model.actor", config.lengths.row
-            engine, packed = config.rollout.engine if is_actor else "", config.trainer.packing and key != "model.reward"
+            engine = config.rollout.engine if is_actor else ""
+            packed = config.trainer.packing and key in ("model.actor", "model.reference", "model.critic")
             problem = problem_of_model(folder, is_actor=is_actor, is_trained=is_actor or key == "model.critic")
             problem = problem or problem_of_positions(folder, row, engine=engine, packed=bool(packed))
             yield key, problem

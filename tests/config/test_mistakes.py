@@ -1207,6 +1207,15 @@ class TestFiles:
 
         assert len(told) == is_refused and all("model.actor" in line for line in told)
 
+    def test_no_reward_model_has_packed_rows(self, folder: Path) -> None:
+        save_shell(folder / "m")
+        save_shell(folder / "r", model_type="llama4", text_config={"model_type": "llama4_text"})
+        table = '[[rewards]]\nname = "model"\npath = "r"'
+
+        told = errors_of(f'[model]\nactor = "m"\n[trainer]\npacking = true\n{table}', files=True)
+
+        assert not [line for line in told if "trainer.packing" in line]
+
     @pytest.mark.parametrize("key", ["actor", "reference", "critic", "reward"])
     def test_a_model_without_positions_for_the_longest_row_is_refused(self, folder: Path, key: str) -> None:
         save_shell(folder / "m")
