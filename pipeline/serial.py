@@ -228,7 +228,7 @@ class _Serial:
 
     def _new_buffer(self) -> Buffer:
         ledger = Ledger(self._arena.ledger, ledger_layout(self._config))
-        config = self._config.model_copy(update={"rollout": self._config.rollout.model_copy(update={"workers": 1})})
+        config = self._config.changed("rollout", workers=1)
         metrics = self._buffer_metrics
         self._spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
         return new_buffer(config, ledger, self._arena, self._transport.send, metrics, evaluations=self._evaluations)

@@ -148,8 +148,7 @@ def _as_its_run(loaded: LoadedConfig, head: CheckpointNote) -> Config:
             continue
         for section, _, name in (key.partition(".") for key in keys):
             its = head.config.get(section, {})
-            update = {name: its[name]} if name in its else {}
-            config = config.model_copy(update={section: getattr(config, section).model_copy(update=update)})
+            config = config.changed(section, **{name: its[name]}) if name in its else config
     if found := conflicts(config):
         raise ConfigError("\n".join(f"{loaded.where(one.keys[0])}: {one.message}" for one in found))
     return config

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -510,6 +510,10 @@ class Config(Section):
         """Rows that all ranks train between two published versions."""
         trainer = self.trainer
         return self.sample_batch_size * trainer.world_size * trainer.gradient_accumulation_steps * trainer.publish_every
+
+    def changed(self, section: str, **values: Any) -> Config:
+        """Return the configuration with other values of a section, which are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Config:

@@ -6,11 +6,12 @@ supervisor takes the last reading, and none once that is old.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 _INTERVAL_S: Final = 1.0
@@ -36,57 +37,48 @@ class Gpu:
     utilization: float | None
 
 
-class Nvml:
-    """An open session with the driver.
+def readings() -> Generator[list[Gpu]]:
+    """Yield the present reading of every GPU, again and again; a GPU that does not answer is left out.
 
-    Raises:
-        pynvml.NVMLError: If there is no driver or no GPU.
+    None without a driver. The session with the driver ends with the iterator, which the caller closes.
     """
+    # Only here: most commands read no GPU.
+    import pynvml
 
-    def __init__(self) -> None:
-        # Only here: most commands read no GPU.
-        import pynvml
+    nvml: Any = pynvml
+    try:
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        devices = [(device, nvml.nvmlDeviceGetUUID(device)) for device in handles]
+    except nvml.NVMLError as error:
+        log.debug("no GPU is read: error=%s", error)
+        return
+    try:
+        while True:
+            found = (_reading(nvml, index, device, uuid) for index, (device, uuid) in enumerate(devices))
+            yield [gpu for gpu in found if gpu is not None]
+    finally:
+        nvml.nvmlShutdown()
 
-        self._nvml: Any = pynvml
-        self._nvml.nvmlInit()
-        handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(self._nvml.nvmlDeviceGetCount())]
-        self._devices = [(device, self._nvml.nvmlDeviceGetUUID(device)) for device in handles]
 
-    def read(self) -> list[Gpu]:
-        """Return the present reading of every GPU; a GPU that does not answer is left out."""
-        found = []
-        for index, (device, uuid) in enumerate(self._devices):
-            try:
-                memory = self._nvml.nvmlDeviceGetMemoryInfo(device)
-            except self._nvml.NVMLError as error:
-                log.debug("GPU does not answer: index=%d error=%s", index, error)
-                continue
-            try:
-                utilization = self._nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
-            except self._nvml.NVMLError:
-                # A MIG slice of a GPU has no utilization of its own.
-                utilization = None
-            found.append(Gpu(index, uuid, memory.used, memory.total, utilization))
-        return found
-
-    def close(self) -> None:
-        """End the session."""
-        self._nvml.nvmlShutdown()
+def _reading(nvml: Any, index: int, device: object, uuid: str) -> Gpu | None:
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(device)
+    except nvml.NVMLError as error:
+        log.debug("GPU does not answer: index=%d error=%s", index, error)
+        return None
+    try:
+        utilization = nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
+    except nvml.NVMLError:
+        # A MIG slice of a GPU has no utilization of its own.
+        utilization = None
+    return Gpu(index, uuid, memory.used, memory.total, utilization)
 
 
 def read_once() -> list[Gpu]:
     """Return the reading of every GPU; none without a driver."""
-    import pynvml
-
-    try:
-        nvml = Nvml()
-    except pynvml.NVMLError as error:
-        log.debug("no GPU is read: error=%s", error)
-        return []
-    try:
-        return nvml.read()
-    finally:
-        nvml.close()
+    with contextlib.closing(readings()) as found:
+        return next(found, [])
 
 
 class GpuWatch:
@@ -116,19 +108,14 @@ class GpuWatch:
         return gpus if self._clock_s() - at_s <= _MOST_AGE_S else ()
 
     def _watch(self) -> None:
-        import pynvml
-
-        try:
-            nvml = Nvml()
-        except pynvml.NVMLError as error:
-            log.debug("no GPU metrics: error=%s", error)
-            return
-        while not self._stopped.is_set():
-            # The time before the call: a reading that took long is as old as its start.
-            at_s = self._clock_s()
-            self._latest = at_s, nvml.read()
-            self._stopped.wait(_INTERVAL_S)
-        nvml.close()
+        with contextlib.closing(readings()) as found:
+            while not self._stopped.is_set():
+                # The time before the call: a reading that took long is as old as its start.
+                at_s, gpus = self._clock_s(), next(found, None)
+                if gpus is None:
+                    return
+                self._latest = at_s, gpus
+                self._stopped.wait(_INTERVAL_S)
 
 
 def gpu_series(gpus: Sequence[Gpu]) -> dict[str, dict[tuple[str, ...], float]]:

@@ -12,7 +12,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from pipeline.supervisor.gpus import Gpu, GpuWatch, Nvml, gpu_series, read_once
+from pipeline.supervisor.gpus import Gpu, GpuWatch, gpu_series, read_once
 from tests.support.daemon import wait_until
 
 GIB = 1 << 30
@@ -115,11 +115,9 @@ def test_a_gpu_that_is_lost_or_tells_no_load_hides_no_other(monkeypatch: pytest.
     assert [gpu.utilization for gpu in read_once()] == [None, None]
 
 
-def test_a_library_without_a_driver_is_an_error_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_a_driver_tells_of_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch, FakeNvml(fails={"nvmlInit": pynvml.NVML_ERROR_DRIVER_NOT_LOADED}))
 
-    with pytest.raises(pynvml.NVMLError, match="Driver Not Loaded"):
-        Nvml()
     assert read_once() == []
 
 

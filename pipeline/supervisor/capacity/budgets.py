@@ -178,7 +178,7 @@ def _changed(config: Config, key: str, value: object) -> Config | None:
     cannot_sleep = key == "rollout.sleep" and config.rollout.engine != "vllm"
     if getattr(part, name) == value or cannot_shard or has_no_tokens or cannot_sleep:
         return None
-    changed = config.model_copy(update={section: part.model_copy(update={name: value})})
+    changed = config.changed(section, **{name: value})
     return None if conflicts(changed) else changed
 
 

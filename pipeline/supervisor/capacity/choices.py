@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipeline import sort_digits
 from pipeline.config.conflicts import conflicts
@@ -70,7 +70,7 @@ def decided(config: Config, environ: Mapping[str, str]) -> Choices:
     try:
         machine = of_processes(environ)
         if config.trainer.keep_state == "auto" and _holds_state(config):
-            found = decided(_with(config, keep_state="memory"), environ)
+            found = decided(config.changed("trainer", keep_state="memory"), environ)
             return Choices(found.config, {**found.reasons, "trainer.keep_state": "a killed instance has left it there"})
         return choice(config, _models(config), machine._replace(shm_bytes=_shm_room(config, machine)))
     except ConfigError as error:
@@ -126,7 +126,7 @@ def _without_plan(config: Config, error: ConfigError) -> Choices:
     sharding = "none" if config.trainer.sharding == "auto" else config.trainer.sharding
     keep_state = "memory" if config.trainer.keep_state == "auto" else config.trainer.keep_state
     reason = _settled(config) or f"no plan: {error}"
-    return Choices(_with(config, sharding=sharding, keep_state=keep_state), {"trainer.sharding": reason})
+    return Choices(config.changed("trainer", sharding=sharding, keep_state=keep_state), {"trainer.sharding": reason})
 
 
 def _models(config: Config) -> Models:
@@ -138,8 +138,8 @@ def _models(config: Config) -> Models:
 def _sharding(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:
     """Return "none" or "full" in place of "auto"."""
     if (reason := _settled(config)) is not None:
-        return _with(config, sharding="none") if config.trainer.sharding == "auto" else config, reason
-    whole, sharded = _with(config, sharding="none"), _with(config, sharding="full")
+        return config.changed("trainer", sharding="none") if config.trainer.sharding == "auto" else config, reason
+    whole, sharded = config.changed("trainer", sharding="none"), config.changed("trainer", sharding="full")
     budget = max(_of_ranks(whole, models, machine), key=lambda budget: budget.total_bytes - budget.capacity_bytes)
     needed = f"with whole ranks {budget.name} takes {size(budget.total_bytes)} of {size(budget.capacity_bytes)}"
     if not budget.lacks_bytes:
@@ -168,8 +168,7 @@ def _cache(config: Config, models: Models, machine: Machine) -> tuple[Config, st
     halves = [most >> halvings for halvings in range(most.bit_length())]
     # A cache that takes what is free would leave a step nothing: rather the whole card, without a reserve.
     for share, rows in itertools.product((_share(config), 1.0), halves):
-        changed = rollout.model_copy(update={"cache_bytes": cache_bytes(config, models, rows)})
-        sized = config.model_copy(update={"rollout": changed})
+        sized = config.changed("rollout", cache_bytes=cache_bytes(config, models, rows))
         stepping, _ = _passes(sized, models, machine)
         if _fit(_cards_of_ranks(stepping, models, machine), share):
             return sized, f"{rows:,} rows of {config.lengths.row:,} tokens, beside a step on the same card"
@@ -195,8 +194,8 @@ def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, s
         for tokens in (None,) if has_size else _PASS_TOKENS:
             # Left out, a model without layers to checkpoint is no error.
             checkpointing = trainer.activation_checkpointing if not keeps else False
-            sized = _with(config, activation_checkpointing=checkpointing)
-            sized = sized if tokens is None else _with(sized, micro_batch_tokens=tokens)
+            sized = config.changed("trainer", activation_checkpointing=checkpointing)
+            sized = sized if tokens is None else sized.changed("trainer", micro_batch_tokens=tokens)
             cards = _cards_of_ranks(sized, models, machine)
             if _fit(cards, share):
                 fullest = max(cards, key=lambda card: card.total_bytes)
@@ -214,8 +213,7 @@ def _log_prob_passes(config: Config, models: Models, machine: Machine) -> tuple[
         return config, "the cache of vllm takes what is free of the same card: rollout.cache_bytes bounds it"
     share = _share(config)
     for tokens in _LOG_PROB_TOKENS:
-        changed = rollout.model_copy(update={"logits_forward_tokens": tokens})
-        sized = config.model_copy(update={"rollout": changed})
+        sized = config.changed("rollout", logits_forward_tokens=tokens)
         cards = _cards_of_passes(sized, models, machine)
         if _fit(cards, share):
             fullest = max(cards, key=lambda card: card.total_bytes)
@@ -248,14 +246,14 @@ def _state(config: Config, models: Models, machine: Machine) -> tuple[Config, st
     """Return "memory" or "disk" in place of "auto" as the place of the training state."""
     if config.trainer.keep_state != "auto":
         return config, None
-    kept = _with(config, keep_state="memory")
+    kept = config.changed("trainer", keep_state="memory")
     if config.trainer.keep_state_every > 1:
         return kept, "trainer.keep_state_every is set"
     # Without arena and ledger: where these alone leave no room, a publish finds out, and keeps no state in memory.
     shared = needs(kept, models, on_cards=machine.gpus > 0).shared
     needed = shared["weights"] + shared["training state"]
     reason = f"/dev/shm has {size(machine.shm_bytes)}, weights and training state take {size(needed)}"
-    return (kept if needed <= machine.shm_bytes else _with(config, keep_state="disk")), reason
+    return (kept if needed <= machine.shm_bytes else config.changed("trainer", keep_state="disk")), reason
 
 
 def _holds_state(config: Config) -> bool:
@@ -294,7 +292,3 @@ def _of_ranks(config: Config, models: Models, machine: Machine) -> list[Budget]:
 
 def _cards_of_ranks(config: Config, models: Models, machine: Machine) -> list[Budget]:
     return [budget for budget in _of_ranks(config, models, machine) if budget.is_card]
-
-
-def _with(config: Config, **changes: Any) -> Config:
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
