@@ -216,7 +216,7 @@ def metrics_of(record: lock.InstanceRecord) -> str:
     """
     # A proxy has no business with this machine's own address.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://127.0.0.1:{record.port}/metrics", timeout=_ANSWER_S) as answer:
+    with opener.open(f"{record.url}/metrics", timeout=_ANSWER_S) as answer:
         text: str = answer.read().decode()
     return text
 

@@ -86,7 +86,7 @@ def _ready_record(runtime_dir: Path, pid: int) -> lock.InstanceRecord | None:
 
 def _print_hints(record: lock.InstanceRecord, runtime_dir: Path) -> None:
     option = f" --runtime-dir {runtime_dir}"
-    click.echo(f"rlhfd runs: pid {record.pid}" + (f", http://{record.host}:{record.port}/" if record.port else ""))
+    click.echo(f"rlhfd runs: pid {record.pid}" + (f", {record.url}/" if record.url else ""))
     click.echo(f"  rlhfd attach{option}    its live panel")
     click.echo(f"  rlhfd stop{option}      shuts it down")
     if not record.log:

@@ -2,7 +2,7 @@
 
     runtime_dir/lock            flock of the live supervisor, contains its pid; one left by a kill is taken over
     state_dir/lock              the same for a state directory; contains runtime directory and run, too
-    runtime_dir/instance.json   the record: pid, start time, folder in shared memory
+    runtime_dir/instance.json   the record: pid, folder in shared memory, address, place of the log
     shm_dir/                    flock of the live supervisor on the folder itself, where containers share /dev/shm
     shm_dir/control.sock        a JSON line out for each JSON line in (`pipeline.runtime.control`)
 
@@ -244,25 +244,15 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         pid: Pid of the supervisor.
-        started_unix_s: Unix time of its start.
-        run_id: Id of its run.
         shm_dir: Folder of the instance in shared memory.
-        host: Address of the HTTP server.
-        port: Port of the HTTP server, 0 if there is none.
-        config: The configuration file, empty if there is none.
-        world_size: Trainer ranks.
+        url: Address of the HTTP server, empty if there is none.
         log: Place of its log, as in `pipeline.telemetry.run_log`.
         version: Version of rlhfd.
     """
 
     pid: int
-    started_unix_s: float
-    run_id: str
     shm_dir: str
-    host: str = ""
-    port: int = 0
-    config: str = ""
-    world_size: int = 1
+    url: str = ""
     log: str = ""
     version: str = msgspec.field(default_factory=installed_version)
 

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -175,7 +174,7 @@ def _serve(supervisor: Supervisor, config: Config, workspace: Workspace) -> Exit
 def with_workers(config: Config, gpus: list[str]) -> Config:
     """Return the configuration with the number of workers that follows from these GPUs."""
     workers = placement.worker_count(config, gpus)
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"workers": workers})})
+    return config.changed("rollout", workers=workers)
 
 
 class Supervisor:
@@ -359,13 +358,8 @@ class Supervisor:
     def _write_record(self) -> InstanceRecord:
         record = InstanceRecord(
             pid=os.getpid(),
-            started_unix_s=time.time(),
-            run_id=self._workspace.run.run_id,
             shm_dir=str(self._workspace.folder),
-            host=self._config.metrics.host,
-            port=self._http.port if self._http is not None else 0,
-            config=str(self._loaded.path.absolute() if self._loaded.path else ""),
-            world_size=self._config.trainer.world_size,
+            url="" if self._http is None else self._http.url,
             log=self._run_log.destination,
         )
         record.write(Path(self._config.daemon.runtime_dir))

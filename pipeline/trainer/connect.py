@@ -45,11 +45,10 @@ def connect(
     """
     if prefetch < 1:
         raise ConfigError(f"prefetch is {prefetch}, at least 1: a rank without a lease would wait for a batch for good")
-    record = find(Path(runtime_dir))
-    if record.world_size != world_size or not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} of {world_size}: trainer.world_size of the daemon is {record.world_size}")
-    folder = Path(record.shm_dir)
+    folder = Path(find(Path(runtime_dir)).shm_dir)
     config = Config.model_validate_json(Workspace.open(folder).config_path.read_bytes())
+    if (ranks := config.trainer.world_size) != world_size or not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} of {world_size}: trainer.world_size of the daemon is {ranks}")
     if config.trainer.kind != "external":
         raise ConfigError("trainer.kind of the daemon is builtin: start it with --set trainer.kind=external")
     connection = open_connection(

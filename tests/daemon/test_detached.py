@@ -20,6 +20,7 @@ import pytest
 
 from pipeline.runtime import lock
 from tests.support.daemon import END_TIMEOUT_S, PROGRAM, clean_environment, is_alive, rlhfd, wait_until
+from tests.support.folders import save_certificate
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -62,12 +63,17 @@ def attached(folder: Path, *, until: bytes) -> tuple[int, bytes]:
     return code, shown
 
 
+@pytest.mark.needs("openssl")
 def test_a_run_of_init_is_started_detached_listed_attached_to_and_stopped(folder: Path) -> None:
+    save_certificate(folder)
+    with (folder / "grpo.toml").open("a") as file:
+        file.write('tls_cert = "cert.pem"\ntls_key = "key.pem"\n')
+
     started = rlhfd("start", "--detach", "--config", "grpo.toml", folder=folder)
 
     pid = lock.holder(folder / "run")
     assert started.returncode == 0 and pid, started.stderr
-    assert started.stdout.startswith(f"rlhfd runs: pid {pid}, http://127.0.0.1:")
+    assert started.stdout.startswith(f"rlhfd runs: pid {pid}, https://127.0.0.1:")
     assert os.getsid(pid) == pid, "no terminal's end reaches it"
 
     listed = [one for one in json.loads(rlhfd("ps", "--json", folder=folder).stdout) if one["pid"] == pid]

@@ -50,7 +50,7 @@ def refuses(read_it, write, data, rng, tries, *errors):
 
 
 def test_records_and_notes(tmp_path, rng, tries):
-    InstanceRecord(7, 0.0, "run", "/dev/shm/x").write(tmp_path)
+    InstanceRecord(7, "/dev/shm/x").write(tmp_path)
     write_latest(tmp_path, Latest("identity", 1, 2, 3, False, "path", "run"))
     record, latest = tmp_path / "instance.json", tmp_path / "latest.json"
 

@@ -66,7 +66,7 @@ def test_the_signal_that_stopped_a_process_is_named(sleeper: subprocess.Popen[by
 
 def test_a_request_to_a_stopped_instance_is_refused_at_once(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     stop(sleeper.pid, signal.SIGTSTP)
-    record = InstanceRecord(sleeper.pid, 0.0, "run", str(tmp_path))
+    record = InstanceRecord(sleeper.pid, str(tmp_path))
 
     with pytest.raises(StoppedError, match=rf"^pid {sleeper.pid} is stopped \(SIGTSTP\), kill -CONT {sleeper.pid}$"):
         control.request(record, "status", timeout_s=DEADLINE_S)
@@ -84,7 +84,7 @@ def test_commands_say_that_the_daemon_is_stopped(tmp_path: Path, has_record: boo
         assert instance.stdout is not None
         assert instance.stdout.readline() == b"held\n"
         if has_record:
-            InstanceRecord(instance.pid, 0.0, "run", str(tmp_path)).write(tmp_path)
+            InstanceRecord(instance.pid, str(tmp_path)).write(tmp_path)
         stop(instance.pid, signal.SIGTSTP)
 
         for command in ("status", "why", "stop"):

@@ -50,7 +50,6 @@ SHOWN_TO_PEOPLE = {
     "rollout/metrics.py": 1,
     "rollout/sample_recorder.py": 1,
     "cli/samples.py": 2,
-    "supervisor/supervisor.py": 1,
     "trainer/metrics.py": 2,
     "trainer/external_metrics.py": 1,
     "trainer/recording/recorder.py": 1,

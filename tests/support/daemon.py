@@ -381,8 +381,7 @@ class Daemon:
     @property
     def url(self) -> str:
         """The address of its HTTP server."""
-        record = InstanceRecord.read(self.runtime_dir)
-        return f"http://{record.host}:{record.port}"
+        return InstanceRecord.read(self.runtime_dir).url
 
     def get(self, path: str, accept: str = "*/*", token: str = "") -> tuple[int, str]:
         """Return status code and body of a page; refused connections raise."""

@@ -1,9 +1,10 @@
-"""Folders of models without weights that can be used: for checks that read names, shapes and sizes alone."""
+"""Folders of models without weights, for checks that read names, shapes and sizes alone; a certificate."""
 
 from __future__ import annotations
 
 import json
 import struct
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,3 +17,12 @@ def save_shell(folder: Path, **config: Any) -> Path:
     header = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(24))
     return folder
+
+
+def save_certificate(folder: Path) -> None:
+    """Write cert.pem, for 127.0.0.1, and key.pem into a folder."""
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", "req", *options.split(), *names], check=True, capture_output=True, timeout=30)
+    key.chmod(0o600)

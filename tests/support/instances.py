@@ -39,7 +39,7 @@ async def serve():
             stopped.set()
         return {"state": "ready", "pid": os.getpid(), "reward_trend": 0.5, "reward_since_step": 7}
     server = await serve_control(folder / "control.sock", answer)
-    InstanceRecord(os.getpid(), 0.0, "run", str(folder)).write(folder)
+    InstanceRecord(os.getpid(), str(folder)).write(folder)
     print("held", flush=True)
     await stopped.wait()
     server.close()
@@ -68,7 +68,7 @@ def process(runtime_dir: Path, code: str = HOLD, *options: str) -> Iterator[subp
 
 def record(runtime_dir: Path, *, pid: int | None = None) -> InstanceRecord:
     """The record of an instance whose control socket is in the runtime directory too."""
-    return InstanceRecord(pid or os.getpid(), 1.5, "run", str(runtime_dir), "127.0.0.1", 9477, "config.toml")
+    return InstanceRecord(pid or os.getpid(), str(runtime_dir), "http://127.0.0.1:9477")
 
 
 async def echo(request: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.supervisor.web import server as module
 from pipeline.supervisor.web.access import Access
 from pipeline.supervisor.web.server import HttpServer, instance_routes, page_routes, wants_openmetrics
+from tests.support.folders import save_certificate
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
@@ -361,12 +361,8 @@ def test_a_token_file_that_is_no_secret_is_refused(token_file: Path, mode: int |
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> MetricsConfig:
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(["openssl", "req", *options.split(), *names], check=True, capture_output=True, timeout=30)
-    key.chmod(0o600)
-    return MetricsConfig(tls_cert=cert, tls_key=key)
+    save_certificate(tmp_path)
+    return MetricsConfig(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
 
 
 @pytest.mark.needs("openssl")
