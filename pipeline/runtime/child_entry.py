@@ -65,7 +65,6 @@ def main(reports: int, spec_json: str) -> int:
         writer,
         report,
         spec.generation,
-        spec.prompts,
     )
     context.stop_on_sigterm()
     try:
