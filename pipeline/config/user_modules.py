@@ -53,6 +53,8 @@ _GIVEN: Final = {
 """The keyword of the response and all keywords that a function of another trainer gets."""
 _OWN: Final = ("input_ids", "attention_mask")
 AUTO: Final = "auto"
+FACTORY: Final = "factory"
+"""In the place of a style: the function makes an environment."""
 _TRAINERS: Final = {"rlhfd": "", "trl": "TRL", "verl": "verl"}
 """The trainer of each style of a reward function's table, "" for this project; "auto" goes by the signature."""
 RewardStyle = Literal["auto", "rlhfd", "trl", "verl"]
@@ -269,23 +271,17 @@ def problem_of_factory(factory: Callable[..., Any]) -> str:
 
 
 def problems_of_import(
-    names: Sequence[str],
-    searched: Sequence[str],
-    *,
-    kind: str = "reward",
-    styles: Sequence[str] = (),
-    columns: Sequence[str] | None = None,
+    functions: Sequence[tuple[str, str]], searched: Sequence[str], columns: Sequence[str] | None = None
 ) -> list[str]:
     """Import each ``module:function`` in a process of its own, with its output discarded; return the problems.
 
     Args:
-        names: The functions.
+        functions: The functions, each with the `RewardStyle` by which its parameters are checked, or `FACTORY`.
         searched: Folders that are searched after the installed modules.
-        kind: "reward", or "environment" for factories, by which their parameters are checked.
-        styles: The style of each reward function; none: "auto".
         columns: The further columns of the first prompts, for reward functions; None: they are not known.
     """
-    wanted = json.dumps([list(names), list(searched), kind, list(styles), columns])
+    names = ", ".join(name for name, _ in functions)
+    wanted = json.dumps([functions, searched, columns])
     # Standard output is the modules': they print what they like, at their end too, or start a program that keeps it.
     with tempfile.TemporaryFile() as file:
         command = [sys.executable, "-P", "-m", __name__, wanted, str(file.fileno())]
@@ -295,21 +291,21 @@ def problems_of_import(
                 pass_fds=[file.fileno()], timeout=_IMPORT_TIMEOUT_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return [f"{', '.join(names)}: not imported within {_IMPORT_TIMEOUT_S:g} s"]
+            return [f"{names}: not imported within {_IMPORT_TIMEOUT_S:g} s"]
         file.seek(0)
         answer = file.read()
     if not answer:
-        return [f"{', '.join(names)}: the import ended the process with exit code {done.returncode}"]
+        return [f"{names}: the import ended the process with exit code {done.returncode}"]
     problems: list[str] = json.loads(answer)
     return problems
 
 
-def _problem_of(name: str, kind: str, style: str, columns: Sequence[str] | None) -> str:
+def _problem_of(name: str, style: str, columns: Sequence[str] | None) -> str:
     try:
         found = load_function("", name)
     except ConfigError as error:
         return str(error)
-    problem = problem_of_factory(found) if kind == "environment" else problem_of_call(found, style)
+    problem = problem_of_factory(found) if style == FACTORY else problem_of_call(found, style)
     if not problem and columns is not None:
         missing = [column for column in needed_columns(found, style) if column not in columns]
         known = ", ".join(columns) or "no further columns"
@@ -320,9 +316,7 @@ def _problem_of(name: str, kind: str, style: str, columns: Sequence[str] | None)
 
 
 if __name__ == "__main__":
-    wanted, searched, checked_as, called_as, known = json.loads(sys.argv[1])
+    wanted, searched, known = json.loads(sys.argv[1])
     extend_path(searched)
-    each_style = called_as or [AUTO] * len(wanted)
-    found = [problem for each, style in zip(wanted, each_style, strict=True)
-             if (problem := _problem_of(each, checked_as, style, known))]  # fmt: skip
+    found = [problem for each, style in wanted if (problem := _problem_of(each, style, known))]
     os.write(int(sys.argv[2]), json.dumps(found).encode())

@@ -126,7 +126,7 @@ def _problems_of_prompts(loaded: LoadedConfig) -> list[str]:
 def _problems_of_packages(loaded: LoadedConfig) -> Problems:
     """Yield the functions, and the packages that rewards, optimizer and trackers need, that are not there."""
     config, searched = loaded.config, _module_folders(loaded)
-    yield from (("rewards", user_modules.missing(name, searched)) for name in own_modules(loaded))
+    yield from (("rewards", user_modules.missing(reward.name, searched)) for reward in _own_rewards(config))
     is_local = config.cluster.engine == "local"
     for key in FUNCTION_KEYS:
         name = get(config, key)
@@ -249,32 +249,24 @@ def _problem_of_images(config: Config) -> str:
     return ""
 
 
-def own_modules(loaded: LoadedConfig) -> list[str]:
+def _own_rewards(config: Config) -> list[OwnReward]:
     """Return the reward functions of the user that this machine imports; in a cluster the actors' machines do."""
-    if loaded.config.cluster.engine == "ray":
-        return []
-    names = [reward.name for reward in loaded.config.rewards]
-    return [name for name in names if ":" in name and not name.startswith("pipeline.")]
+    own = [reward for reward in config.rewards if isinstance(reward, OwnReward)]
+    return [reward for reward in own if config.cluster.engine == "local" and not reward.name.startswith("pipeline.")]
 
 
 def problems_of_imports(loaded: LoadedConfig) -> list[str]:
     """Import the modules of reward functions and environment in processes of their own; return the problems."""
+    config, problems = loaded.config, []
     # In a cluster the actors' machines import both.
-    environment = loaded.config.rollout.environment if loaded.config.cluster.engine == "local" else None
-    own, problems = own_modules(loaded), []
-    style_of = {reward.name: reward.style for reward in loaded.config.rewards if isinstance(reward, OwnReward)}
-    for key, names, kind, styles in (
-        ("rewards", own, "reward", [style_of[name] for name in own]),
-        ("rollout.environment", [environment] if environment else [], "environment", []),
+    environment = config.rollout.environment if config.cluster.engine == "local" else None
+    for key, functions in (
+        ("rewards", [(reward.name, str(reward.style)) for reward in _own_rewards(config)]),
+        ("rollout.environment", [(environment, user_modules.FACTORY)] if environment else []),
     ):
-        if names:
-            found = user_modules.problems_of_import(
-                names,
-                _module_folders(loaded),
-                kind=kind,
-                styles=styles,
-                columns=_first_columns(loaded.config) if kind == "reward" else None,
-            )
+        if functions:
+            columns = _first_columns(config) if key == "rewards" else None
+            found = user_modules.problems_of_import(functions, _module_folders(loaded), columns)
             problems += [f"{loaded.where(key)}: {problem}" for problem in found]
     return problems
 

@@ -79,7 +79,8 @@ def test_what_a_module_reads_and_prints_at_its_import_is_no_mistake(folder: Path
         "def score(input_ids, attention_mask, **_): return 1.0\n"
     )
 
-    assert user_modules.problems_of_import(["busy:score", "busy:none"], [str(folder)]) == [
+    functions = [(name, user_modules.AUTO) for name in ("busy:score", "busy:none")]
+    assert user_modules.problems_of_import(functions, [str(folder)]) == [
         f"busy has no function none: {folder / 'busy.py'}"
     ]
 
@@ -170,6 +171,15 @@ def test_reward_modules_that_do_not_import_are_found_by_the_check(folder: Path, 
     assert result.exit_code == ExitCode.BAD_CONFIG
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"c.toml:1:11: rewards: {message.replace('{folder}', str(folder))}")
+
+
+def test_a_function_of_two_tables_is_checked_by_the_style_of_each(folder: Path) -> None:
+    (folder / "my_rewards.py").write_text(REWARDS)
+    table = '[[rewards]]\nname = "my_rewards:columns"\n'
+
+    for styled in (f'{table}style = "trl"\n{table}', f'{table}{table}style = "trl"\n'):
+        (line,) = check(styled).stderr.splitlines()
+        assert 'my_rewards:columns does not fit style = "trl"' in line
 
 
 @pytest.mark.parametrize("name", ["exact", "columns", "scorer"])
