@@ -7,7 +7,6 @@ is an object in JSON, any other part a list of lines. Secrets are masked in ever
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import os
 import platform
@@ -29,7 +28,7 @@ from pipeline.runtime import control, lock
 from pipeline.supervisor import placement
 from pipeline.supervisor.preflight import problems_of_files
 from pipeline.telemetry import log_file, log_lines
-from pipeline.telemetry.reader import build_info
+from pipeline.telemetry.reader import build_info, version_of
 
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "pyzmq", "xxhash",
@@ -164,10 +163,7 @@ def _gpus(environ: Mapping[str, str]) -> _Lines:
 
 def _packages() -> _Lines:
     for name in _PACKAGES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield name, "not installed"
+        yield name, version_of(name) or "not installed"
 
 
 def _limits() -> _Lines:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.options import configured, load, placing
+from pipeline.cli.options import configured, load, placing, prepare_as_start
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ def evaluate(
       rlhfd eval train.jsonl --config grpo.toml --pass-rates rated.jsonl     (prompts.pass_rate_column)
     """
     from pipeline import sort_digits
-    from pipeline.config import user_modules
     from pipeline.runtime.checkpoint_note import head_of
 
     head = None if model is None else head_of(model)
@@ -74,10 +72,7 @@ def evaluate(
     if pass_rates is not None and len(loaded.config.evaluation.files) > 1:
         raise click.UsageError("--pass-rates needs one file of prompts")
     config = sort_digits.with_paths(loaded.config if head is None else _as_its_run(loaded, head))
-    # As `start` does it: modules of the user are found beside the configuration file and in the current folder.
-    user_modules.use_folder_of(loaded.path)
-    user_modules.extend_path()
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    prepare_as_start(loaded.path)
     from pipeline.config.evaluation import held_out
     from pipeline.rollout.evaluation import alone
     from pipeline.trainer import setup

@@ -90,6 +90,16 @@ def runtime_dir_of(directory: Path | None, path: Path | None) -> Path:
     return config_load.find_runtime_dir(path, os.environ)
 
 
+def prepare_as_start(config_path: Path | None) -> None:
+    """Find modules of the user as `start` does, beside the configuration file and in the current folder."""
+    from pipeline.config import user_modules
+
+    user_modules.use_folder_of(config_path)
+    user_modules.extend_path()
+    # One progress bar a model is noise.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
 @contextlib.contextmanager
 def placing(loaded: LoadedConfig) -> Iterator[None]:
     """Give each line of a ConfigError in the block the place of its key."""

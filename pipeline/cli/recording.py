@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.options import finding, load, placing
+from pipeline.cli.options import finding, load, placing, prepare_as_start
 from pipeline.cli.runs import run_folder_of
 from pipeline.errors import ExitCode, FieldError, RlhfdError
 
@@ -97,14 +97,10 @@ def replay(
     if debug and rows:
         raise click.UsageError("--debug needs --step")
     folder = _folder_of(path, runtime_dir, run)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from pipeline.config import load as config_load
-    from pipeline.config import user_modules
 
-    # As `start` does it: modules of the user are found in these folders.
-    user_modules.use_folder_of(path or config_load.path_in(os.environ))
-    user_modules.extend_path()
+    prepare_as_start(path or config_load.path_in(os.environ))
     if step is None:
         _train(folder, path, sets, device)
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.options import configured, load, placing
+from pipeline.cli.options import configured, load, placing, prepare_as_start
 from pipeline.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -57,11 +56,7 @@ def try_reward(
     config = sort_digits.with_paths(loaded.config)
     # Before torch is loaded, which takes seconds: most mistakes are in the rows.
     rows: Iterable[Row] = [] if file is None else reward_rows.of_file(file)
-    # As `start` does it: modules of the user are found beside the configuration file and in the current folder.
-    user_modules.use_folder_of(loaded.path)
-    user_modules.extend_path()
-    # One progress bar a model is noise.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    prepare_as_start(loaded.path)
     # A mistake in a module is told at once, before torch is loaded and the embedded model is made.
     with placing(loaded):
         for reward in reward_functions(config):

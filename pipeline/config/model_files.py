@@ -367,7 +367,7 @@ def _first(described: dict[str, Any], *names: str) -> int:
 def _tensors(folder: Path, field: str) -> dict[str, tuple[int, ...]]:
     try:
         files = _weight_files(folder)
-        found = {name: shape for file in files for name, shape in _header(file).items()}
+        found = {name: tuple(entry["shape"]) for file in files for name, entry in _entries(file).items()}
     except (OSError, ValueError, KeyError, AttributeError, struct.error) as error:
         problem = _problem_of_weights(folder) or f"a safetensors file in {folder} cannot be read: {error}"
         raise ConfigError(f"{field}: {problem}") from error
@@ -388,10 +388,6 @@ def _weight_files(folder: Path) -> list[Path]:
             folder / name for name in sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
         ]
     return sorted(folder.glob("*.safetensors"))
-
-
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(entry["shape"]) for name, entry in _entries(path).items()}
 
 
 def _entries(path: Path) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
-from pipeline.config.user_modules import install_command
+from pipeline.config import user_modules
 
 Optimizer = Literal["adamw", "adamw_8bit", "muon"]
 
@@ -15,9 +14,7 @@ _MOMENT, _BYTE_MOMENT = 4.0, 1 + 4 / 256
 
 def missing_package(name: Optimizer) -> str:
     """Return the line that says what to install for an optimizer; an empty text if nothing is missing."""
-    if name != "adamw_8bit" or importlib.util.find_spec("bitsandbytes") is not None:
-        return ""
-    return f"adamw_8bit needs the package bitsandbytes: {install_command('bitsandbytes')}"
+    return user_modules.missing_package(name, "bitsandbytes", "bitsandbytes") if name == "adamw_8bit" else ""
 
 
 def moment_bytes(name: Optimizer, trained: int, matrices: int) -> int:

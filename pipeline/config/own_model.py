@@ -39,7 +39,12 @@ SHOWN: Final = {
 
 
 class Default(NamedTuple):
-    """A default and its reason."""
+    """A default and its reason.
+
+    Attributes:
+        value: The value in force; None: none, or one that a start finds.
+        reason: The reason, such as the key that it follows from.
+    """
 
     value: Any
     reason: str

@@ -6,7 +6,6 @@ A function without options may be a name alone. `model.reward` is the short form
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
+from pipeline.config import user_modules
 from pipeline.config.sections import RewardTokenizer, Section
 from pipeline.config.types import FUNCTION, AnyPath, Url
 from pipeline.config.user_modules import RewardStyle, install_command
@@ -338,9 +338,7 @@ def needs_package(name: str) -> str:
 
 def missing_package(name: str) -> str:
     """Return `needs_package` for the name of a reward whose package is not installed; else an empty text."""
-    if name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name][0]) is not None:
-        return ""
-    return needs_package(name)
+    return user_modules.missing_package(name, *_PACKAGES[name]) if name in _PACKAGES else ""
 
 
 def labels_of(functions: list[str]) -> list[str]:

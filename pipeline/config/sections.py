@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from pipeline.config.types import AnyPath, AutoOrBool, Bytes, LoraTargets, Source
-from pipeline.config.user_modules import install_command
+from pipeline.config.user_modules import missing_package
 
 LIVE: Final[JsonDict] = {"x-reload": "live"}
 """On a field: `rlhfd reload` applies a new value to a running instance. Any other field needs a restart."""
@@ -188,9 +187,4 @@ class BufferConfig(Section):
 
 def missing_tracker(name: str) -> str:
     """Return the line that says what to install for a tracker whose package is not installed; else an empty text."""
-    module, package = _TRACKERS[name]
-    try:
-        is_installed = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        is_installed = False
-    return "" if is_installed else f"{name} needs the package {package}: {install_command(package)}"
+    return missing_package(name, *_TRACKERS[name])

@@ -7,6 +7,7 @@ The children of an instance get the first of the two by a variable of their envi
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -87,6 +88,15 @@ def not_found(error: BaseException, module: str) -> str:
 def install_command(package: str) -> str:
     """Return the command that installs a package where this program finds it: `pip` alone may be another Python's."""
     return f"{sys.executable} -m pip install {package}"
+
+
+def missing_package(name: str, module: str, package: str) -> str:
+    """Return the line that says what to install for a part that needs a package; empty if its module is there."""
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        is_there = False
+    return "" if is_there else f"{name} needs the package {package}: {install_command(package)}"
 
 
 def no_function(module: ModuleType, function: str) -> str:

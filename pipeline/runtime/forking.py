@@ -48,7 +48,18 @@ def _native_name(tid: int) -> str:
         return "(ended)"
 
 
-class ForkedChild:
+class ForkedProcess:
+    """A child of this process that was forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> int:
+        """Reap it after its death; return its exit code, or minus the signal."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class ForkedChild(ForkedProcess):
     """A fork of this process; it dies with this process.
 
     Args:
@@ -59,17 +70,13 @@ class ForkedChild:
 
     def __init__(self, run: Callable[[], object], descriptors: Collection[int], environment: Mapping[str, str]) -> None:
         parent = os.getpid()
-        self.pid = os.fork()
+        super().__init__(os.fork())
         if self.pid == 0:
             _run(run, descriptors, {**environment, PARENT_VARIABLE: str(parent)})
 
     def kill(self) -> None:
         """Kill it."""
         os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        """Reap it after its death; return its exit code, or minus the signal."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def _run(run: Callable[[], object], descriptors: Collection[int], environment: Mapping[str, str]) -> NoReturn:

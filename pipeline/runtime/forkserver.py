@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import msgspec
 
 from pipeline.runtime.child_process import LaunchSpec, Process, Starter, executed
+from pipeline.runtime.forking import ForkedProcess
 
 _FORK_TIMEOUT_S = 5.0
 _MODULE = "pipeline.runtime.forkserver_process"
@@ -99,14 +100,3 @@ class Forkserver:
         if self._link is not None:
             self._link.close()
             self._link = None
-
-
-class ForkedProcess:
-    """A child of this process that the forkserver has forked."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def wait(self) -> int:
-        """Reap it after its death; return its exit code, or minus the signal."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

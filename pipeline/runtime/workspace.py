@@ -52,16 +52,6 @@ class RunId(msgspec.Struct, frozen=True):
         )
 
 
-class _OwnersTrainer(msgspec.Struct, frozen=True):
-    kind: str
-
-
-class _Owner(msgspec.Struct, frozen=True):
-    """The part of the configuration of another run that a start reads; it may be of another release."""
-
-    trainer: _OwnersTrainer
-
-
 @dataclasses.dataclass(frozen=True)
 class Workspace:
     """The folder of one instance."""
@@ -214,12 +204,13 @@ def _refuse_unsaved(folder: Path, config: Config) -> None:
     newest = newest_version(folder / "weights")
     try:
         found = Workspace.open(folder)
-        owner = msgspec.json.decode(found.config_path.read_bytes(), type=_Owner)
-    except (OSError, *UNREADABLE):
+        # It may be of another release.
+        kind = msgspec.json.decode(found.config_path.read_bytes())["trainer"]["kind"]
+    except (OSError, KeyError, TypeError, *UNREADABLE):
         return
     is_same = found.run.is_of(config)
     is_asked_to = config.trainer.resume == "never" and is_same
-    if newest is None or is_asked_to or owner.trainer.kind != "builtin":
+    if newest is None or is_asked_to or kind != "builtin":
         return
     run = Path(found.run.folder)
     try:

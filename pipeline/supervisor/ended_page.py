@@ -20,6 +20,7 @@ from pipeline.runtime.latest_checkpoint import best_checkpoint, read_latest
 from pipeline.runtime.run_folder import RunNote
 from pipeline.storage.files import UNREADABLE
 from pipeline.supervisor.page import SampleFeed
+from pipeline.supervisor.status import EVALUATED
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
 from pipeline.telemetry.evaluations import Evaluation, Summary, read_evaluations
 from pipeline.telemetry.history import FILE_NAME as HISTORY
@@ -138,12 +139,7 @@ def _shown(evaluation: Evaluation, folder: Path) -> Fields:
 
 
 def _means(summary: Summary) -> Fields:
-    return {
-        "pass_at_1": summary.pass_at_1,
-        "pass_at_k": summary.pass_at_k,
-        "reward_mean": summary.reward_mean,
-        "response_length_mean_tokens": summary.response_length_mean_tokens,
-    }
+    return {name: getattr(summary, name) for name in EVALUATED}
 
 
 def _points(path: Path, after: Point) -> Iterator[tuple[Fields, Point | None]]:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ _HISTORY = 512
 _SHOWN_REWARDS = 56
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_EVALUATED = {
+EVALUATED = {
     "pass_at_1": "rlhfd_evaluation_pass_at_1_ratio",
     "pass_at_k": "rlhfd_evaluation_pass_at_k_ratio",
     "reward_mean": "rlhfd_evaluation_reward_mean",
@@ -61,7 +61,7 @@ class InstanceStatus:
         fleet: Fleet,
         watchdog: Watchdog,
         *,
-        metrics_url: Callable[[], str],
+        metrics_url: str,
         path: Path | None = None,
         pending: Sequence[str] = (),
     ) -> None:
@@ -222,7 +222,7 @@ class InstanceStatus:
             policy_version=self._policy_version,
             workers_ready=sum(slot.state == "ready" for slot in rollout),
             workers_total=len(rollout),
-            metrics_url=self._metrics_url(),
+            metrics_url=self._metrics_url,
             learning=self._learning,
             evaluation=self._evaluation(),
         )
@@ -319,7 +319,7 @@ class InstanceStatus:
         version, best = self._value("rlhfd_evaluation_version"), best_checkpoint(self._run_folder / "checkpoints")
         _, _, (done, prompts) = self.steps_and_version()
         files = {
-            name: {field: self._value(metric, file=name) for field, metric in _EVALUATED.items()}
+            name: {field: self._value(metric, file=name) for field, metric in EVALUATED.items()}
             for name in (TOTAL, *self._files)
         }
         return {

@@ -315,7 +315,7 @@ class Supervisor:
             self._slab,
             self._fleet,
             self._watchdog,
-            metrics_url=self._metrics_url,
+            metrics_url="" if self._http is None else f"{self._http.url}/metrics",
             # Commands in other folders show it.
             path=self._loaded.path and self._loaded.path.absolute(),
             pending=self._reload.pending,
@@ -344,9 +344,6 @@ class Supervisor:
             log.warning("arena taken over from a supervisor that was killed: run=%s", self._workspace.run.run_id)
         if self._pause.is_on():
             log.warning("paused as it was before: no tickets are issued until `rlhfd resume`")
-
-    def _metrics_url(self) -> str:
-        return "" if self._http is None else f"{self._http.url}/metrics"
 
     def _is_prepared(self) -> bool:
         return not sort_digits.is_used(self._loaded.config) or sort_digits.is_prepared(

@@ -191,11 +191,11 @@ def _combine(metric: Metric, words: Sequence[Sequence[float]]) -> float | Histog
 
 def build_info() -> dict[str, str]:
     """Return the labels of rlhfd_build_info from package metadata; torch itself is not imported."""
-    torch = _version("torch")
+    torch = version_of("torch")
     local = torch.partition("+cu")[2]
-    packaged = next((found for found in map(_version, _CUDA_PACKAGES) if found), "")
+    packaged = next((found for found in map(version_of, _CUDA_PACKAGES) if found), "")
     return {
-        "version": _version("rlhfd"),
+        "version": version_of("rlhfd"),
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch,
@@ -203,7 +203,8 @@ def build_info() -> dict[str, str]:
     }
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
