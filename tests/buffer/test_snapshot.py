@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.config.identity import run_dir
-from pipeline.config.schema import BufferConfig, Config, TrainerConfig
+from pipeline.config.schema import BufferConfig
 from pipeline.experience import codec
 from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Ticket, WantTickets
 from pipeline.storage import extent_file
@@ -344,11 +343,6 @@ def test_a_machine_that_crashes_at_any_call_of_the_write_has_one_journal_or_the_
         start.close()
     assert sorted(rows) == rows and set(rows) <= {16, 20}
     assert (call == "rename") == (rows[-1] == 20 and rows[0] == 16) or call == "fsync"
-
-
-def test_a_trainer_of_ones_own_has_no_journal():
-    with pytest.raises(ValidationError, match=r"journal_interval_s: must be 0 with an external trainer"):
-        Config(trainer=TrainerConfig(kind="external"), buffer=BufferConfig(journal_interval_s=1.0))
 
 
 # Any run, and the machine crashes.

@@ -37,7 +37,6 @@ def errors_of(
 
 
 ALL_KEYS = "`rlhfd config show --effective` lists all, docs/coming-from.md those of other trainers"
-TWO_NUMBERS = "a list of two numbers, each at least 0 and less than 1"
 QUANTIZED = '[rollout]\nengine = "vllm"\nquantization = "fp8"'
 OF_16_BITS = '[model]\ndtype = "bfloat16"'
 
@@ -680,6 +679,24 @@ MISTAKES = [
     (
         '[rollout]\nengine = "vllm"\ntensor_parallel = 2\n[model]\nlora_rank = 4',
         "3:19: rollout.tensor_parallel: must be 1 with model.lora_rank: adapters are not split over GPUs",
+    ),
+    (
+        '[rollout]\nsleep = true\nengine = "mine:new_engine"\n[buffer]\nmax_staleness = 1',
+        "5:17: buffer.max_staleness: must be 0 with rollout.sleep: rollouts and training take turns only then, got 1",
+    ),
+    *(
+        (
+            f"[buffer]\nmax_staleness = 0\n[rollout]\nsleep = true\nengine = {engine}",
+            f"4:9: rollout.sleep: must be false with {reason}",
+        )
+        for engine, reason in (
+            ('"transformers"', 'rollout.engine = "transformers", which computes with the worker\'s own actor'),
+            ('"a:b"\n[cluster]\nengine = "ray"', 'cluster.engine = "ray": the trainer is on another machine'),
+            (
+                '"a:b"\n[trainer]\nkind = "external"',
+                'trainer.kind = "external", which does not tell when it steps',
+            ),
+        )
     ),
     (
         '[rollout]\nengine = "vllm"\ntensor_parallel = 2\nsleep = true\ncache_bytes = "2GiB"\n'
