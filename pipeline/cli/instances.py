@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.cli.options import ask, finding, runtime_dir_of
-from pipeline.errors import NotRunningError, UnreachableError
+from pipeline.errors import NotRunningError, RlhfdError, UnreachableError
 
 if TYPE_CHECKING:
     from pipeline.supervisor.live import LiveView
@@ -54,31 +54,38 @@ def instances() -> list[dict[str, Any]]:
     found = []
     for folder in lock.shm_directories():
         try:
-            config = json.loads((folder / "config.json").read_text())
-            runtime_dir = Path(config["daemon"]["runtime_dir"])
+            instance = _configured(json.loads((folder / "config.json").read_text()))
         except (OSError, ValueError, KeyError, TypeError):
             # It is being made or removed at this moment, or is of another version.
             continue
-        if lock.shm_directory(runtime_dir) == folder:
-            found.append(_instance(runtime_dir, config))
+        if lock.shm_directory(instance["runtime_dir"]) == folder:
+            found.append(_asked(instance))
     return sorted(found, key=lambda instance: str(instance["runtime_dir"]))
 
 
-def _instance(runtime_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _configured(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of an instance that its configuration gives."""
+    daemon = config["daemon"]
+    return {
+        "pid": None, "state": "killed", "step": None, "max_steps": config["trainer"]["max_steps"], "reward_mean": None,
+        "uptime_s": None, "model": config["model"]["actor"], "runtime_dir": str(Path(daemon["runtime_dir"])),
+        "config": "", "state_dir": daemon["state_dir"],
+    }  # fmt: skip
+
+
+def _asked(instance: dict[str, Any]) -> dict[str, Any]:
+    """Return the description with the answer of the instance, if it runs and gives one."""
     from pipeline.runtime import control, lock
 
-    instance: dict[str, Any] = {
-        "pid": None, "state": "killed", "step": None, "max_steps": config["trainer"]["max_steps"], "reward_mean": None,
-        "uptime_s": None, "model": config["model"]["actor"], "runtime_dir": str(runtime_dir), "config": "",
-        "state_dir": config["daemon"]["state_dir"],
-    }  # fmt: skip
+    runtime_dir = Path(instance["runtime_dir"])
     try:
         instance["pid"] = lock.holder(runtime_dir)
         if instance["pid"] is None:
             return instance
         instance["state"] = "no answer"
         answer = control.request(lock.find(runtime_dir), "status", _ANSWER_TIMEOUT_S)
-    except (NotRunningError, UnreachableError):
+    except RlhfdError:
+        # Also where it has too many clients: the others are listed all the same.
         return instance
     return instance | {key: answer[key] for key in instance.keys() & answer.keys()}
 

@@ -6,14 +6,15 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main as cli
-from pipeline.errors import ExitCode
+from pipeline.errors import ExitCode, RlhfdError
 from pipeline.runtime import control, lock
-from tests.support.instances import HOLD, SERVE, process
+from tests.support.instances import HOLD, SERVE, process, serving
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,23 @@ def test_a_folder_that_is_no_instances_own_is_left_out(tmp_path: Path, memory: P
     listed = run("ps")
 
     assert (listed.exit_code, listed.stdout) == (0, "no instance of yours is on this machine\n")
+
+
+def test_neither_an_answer_that_is_an_error_nor_another_release_hides_an_instance(tmp_path: Path) -> None:
+    async def refuse(request: dict[str, Any]) -> dict[str, Any]:
+        raise RlhfdError("too many clients")
+
+    folders = [made(tmp_path / name) for name in ("a-crowded", "b-other-release", "c-killed")]
+    config = json.loads((folders[1] / "config.json").read_text())
+    (folders[1] / "config.json").write_text(json.dumps({"daemon": config["daemon"]}))
+    with lock.InstanceLock(tmp_path / "a-crowded"), serving(tmp_path / "a-crowded", refuse) as record:
+        record.write(tmp_path / "a-crowded")
+        listed = json.loads(run("ps", "--json").stdout)
+
+    assert [(one["runtime_dir"], one["pid"], one["state"]) for one in listed] == [
+        (str(tmp_path / "a-crowded"), os.getpid(), "no answer"),
+        (str(tmp_path / "c-killed"), None, "killed"),
+    ]
 
 
 def test_attach_shows_lines_in_a_pipe_until_the_instance_has_ended(tmp_path: Path) -> None:
