@@ -25,6 +25,7 @@ from pipeline.config.rewards import table_labels
 from pipeline.config.schema import Config
 from pipeline.errors import NotRunningError, RlhfdError
 from pipeline.runtime import control, lock
+from pipeline.storage.control_groups import memory_groups
 from pipeline.supervisor import placement
 from pipeline.supervisor.preflight import problems_of_files
 from pipeline.telemetry import log_file, log_lines
@@ -142,17 +143,10 @@ def _machine() -> _Lines:
     yield "CPUs", f"{os.cpu_count()}, {len(placement.usable_cpus())} usable: {cpu}"
     memory = dict(re.findall(r"(MemTotal|MemAvailable|SwapTotal):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
     yield "memory", ", ".join(f"{key} {size(int(kib) << 10)}" for key, kib in memory.items())
-    for limit in ("memory.max", "memory.high", "memory.swap.max"):
-        # In a container the group is the root of the file system.
-        found = [file for folder in _control_groups() if (file := folder / limit).exists()]
+    for limit in ("memory.max", "memory.high", "memory.swap.max", "memory.limit_in_bytes"):
+        found = [file for folder in memory_groups() if (file := folder / limit).exists()]
         yield f"cgroup {limit}", found[0].read_text().strip() if found else "none"
     yield "load", " ".join(f"{load:.1f}" for load in os.getloadavg())
-
-
-def _control_groups() -> list[Path]:
-    own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-    root = Path("/sys/fs/cgroup")
-    return [root / own[1], root] if own else [root]
 
 
 def _gpus(environ: Mapping[str, str]) -> _Lines:

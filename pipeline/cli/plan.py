@@ -102,13 +102,16 @@ def _lines(
     loaded: LoadedConfig, chosen: Choices, models: Models, machine: Machine, budgets: list[Budget]
 ) -> Iterator[str]:
     from pipeline.config.plan import needs
+    from pipeline.storage.control_groups import memory_limit_bytes
     from pipeline.supervisor.capacity.budgets import size
 
     config, actor = chosen.config, models.actor
     sizes = f"{actor.parameters:,} parameters, {actor.layers} layers, {config.model.dtype}"
     yield f"model        {config.model.actor}: {sizes}"
     cards = f"{machine.gpus} GPUs of {size(machine.gpu_bytes)}, " if machine.gpus else "no GPU, "
-    yield f"machine      {cards}{size(machine.ram_bytes)} of memory, {size(machine.shm_bytes)} of it for /dev/shm"
+    limit = " (the limit of its control group)" if machine.ram_bytes == memory_limit_bytes() else ""
+    memory = f"{size(machine.ram_bytes)} of memory{limit}"
+    yield f"machine      {cards}{memory}, {size(machine.shm_bytes)} of it for /dev/shm"
     if config.trainer.world_size > 1:
         is_auto = loaded.config.trainer.sharding == "auto"
         why = f" by auto: {chosen.reasons['trainer.sharding']}" if is_auto else ""

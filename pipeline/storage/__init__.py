@@ -3,6 +3,7 @@
 allocator       allocator of extents
 arena           the arena's file and its mapping
 card_turns      turns of trainer and engine on a card that they share
+control_groups  the memory limit of a container or job
 extent_file     extents on disk, whole or absent
 files           files allocated, written whole, renamed and flushed
 index           sums over records

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from pipeline.errors import ConfigError
+from pipeline.storage.control_groups import memory_limit_bytes, memory_room_bytes
 
 FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -23,10 +24,19 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 def refuse_larger_than_free(folder: Path, nbytes: int, name: str) -> None:
-    """Raise ConfigError if the file system of `folder` has less than `nbytes` free; `name` is for the message."""
+    """Raise ConfigError if shared memory has less than `nbytes` free; `name` is for the message.
+
+    Less is free than the file system of `folder` has where a control group limits the memory of this process.
+    """
     system = os.statvfs(folder)
     if nbytes > system.f_bavail * system.f_frsize:
         raise no_room(folder, nbytes, name)
+    room_bytes = memory_room_bytes()
+    if room_bytes is not None and nbytes > room_bytes:
+        raise ConfigError(
+            f"{name} of {nbytes:,} B does not fit: {room_bytes:,} B free of the {memory_limit_bytes():,} B of memory "
+            "that the control group of this process (a container, a job, a service) may have, /dev/shm included"
+        )
 
 
 def no_room(folder: Path, nbytes: int, name: str) -> ConfigError:

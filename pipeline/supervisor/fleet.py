@@ -18,6 +18,7 @@ from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, cach
 from pipeline.runtime.forkserver import Forkserver
 from pipeline.runtime.forkserver_refusal import ForkserverRefusal, conditions_of
 from pipeline.runtime.role import ClusterNode, Report
+from pipeline.storage.control_groups import memory_groups
 from pipeline.supervisor.cluster_nodes import ClusterNodes
 from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
@@ -411,7 +412,6 @@ def exit_reason(code: int, *, booted: bool, ended_by: str = "") -> str:
     return "error" if booted else "boot"
 
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _VMSTAT = Path("/proc/vmstat")
 
 
@@ -427,17 +427,5 @@ def kill_count() -> int | None:
 
 
 def _counters() -> list[Path]:
-    """Return the files that may hold the count, of a control group (version 2, 1, both in a container), or all."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return [_VMSTAT]
-    own = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
-    unified, legacy = _CGROUPS / own.get("", ""), _CGROUPS / "memory" / own.get("memory", "")
-    return [
-        unified / "memory.events",
-        legacy / "memory.oom_control",
-        _CGROUPS / "memory.events",
-        _CGROUPS / "memory" / "memory.oom_control",
-        _VMSTAT,
-    ]
+    """Return the files that may hold the count: of a control group (version 2, version 1), or of the machine."""
+    return [*(group / name for group in memory_groups() for name in ("memory.events", "memory.oom_control")), _VMSTAT]

@@ -55,7 +55,7 @@ def test_a_kill_for_lack_of_memory_is_counted_and_another_is_not(group: Path) ->
 def test_without_a_count_of_a_control_group_the_machines_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fleet, "_CGROUPS", tmp_path)
+    monkeypatch.setattr("pipeline.storage.control_groups._ROOT", tmp_path)
     monkeypatch.setattr(fleet, "_VMSTAT", tmp_path / "vmstat")
     assert fleet.kill_count() is None
 

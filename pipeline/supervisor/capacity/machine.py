@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pipeline.errors import ConfigError
+from pipeline.storage.control_groups import memory_limit_bytes
 from pipeline.supervisor.gpus import read_once
 from pipeline.supervisor.placement import visible_gpus
 
@@ -21,7 +22,7 @@ class Machine(NamedTuple):
     Attributes:
         gpus: Number of GPUs.
         gpu_bytes: Memory of the smallest of them, 0 without one.
-        ram_bytes: Host memory.
+        ram_bytes: Host memory, or what the control group of this process may have of it, as in a container.
         shm_bytes: Room in /dev/shm, which is never more than the host memory.
     """
 
@@ -61,6 +62,8 @@ def described(
     if ram_bytes is not None:
         return Machine(count, memory, ram_bytes, min(ram_bytes // 2 if shm_bytes is None else shm_bytes, ram_bytes))
     ram_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (limit_bytes := memory_limit_bytes()) is not None:
+        ram_bytes = min(ram_bytes, limit_bytes)
     if shm_bytes is None:
         shm = os.statvfs(SHM)
         shm_bytes = shm.f_bavail * shm.f_frsize
