@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -51,6 +52,12 @@ def allocate(descriptor: int, nbytes: int, name: str) -> None:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            raise ConfigError(
+                f"{name} of {nbytes:,} B is above the limit of a file's size, {limit:,} B: raise it "
+                "(ulimit -f, LimitFSIZE=)"
+            ) from error
         if error.errno != errno.ENOSPC:
             raise
         raise no_room(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent, nbytes, name) from error

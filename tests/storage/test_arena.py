@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,22 @@ def test_arena_larger_than_shared_memory_is_refused_before_a_page_is_taken():
         )
 
     assert not (folder / f"rlhfd-test-{os.getpid()}").exists()
+
+
+def test_an_arena_above_the_limit_of_a_files_size_is_refused_and_leaves_nothing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(ConfigError) as refused:
+            make(tmp_path / "arena")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert str(refused.value) == (
+        "buffer.arena_bytes: an arena of 1,060,864 B is above the limit of a file's size, 1,048,576 B: raise it "
+        "(ulimit -f, LimitFSIZE=)"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_no_arena_is_refused(tmp_path):
