@@ -32,6 +32,7 @@ from pipeline.cli.service import logs, systemd
 from pipeline.cli.try_reward import try_reward
 from pipeline.cli.usage import advised
 from pipeline.errors import ExitCode, NotRunningError, RlhfdError, StoppedError
+from pipeline.runtime.signals import keep_exit_codes
 
 # Each command imports its other modules itself: `rlhfd --help` and completion answer at once.
 
@@ -41,6 +42,7 @@ class _Commands(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         escape_unknown_characters()
+        keep_exit_codes()
         try:
             return super().invoke(context)
         except click.UsageError as error:

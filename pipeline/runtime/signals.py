@@ -1,4 +1,7 @@
-"""Signals that end a process: blocked, turned into an orderly exit, ignored; processes that a signal has stopped."""
+"""Signals that end a process: blocked, turned into an orderly exit, ignored; processes that a signal has stopped.
+
+SIGCHLD has its default, by which the kernel keeps exit codes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,15 @@ from pipeline.errors import StoppedError
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _EXIT_CODE = 49
 """Place of the exit code after the command's name in /proc/PID/stat; of a stopped process it is the stop signal."""
+
+
+def keep_exit_codes() -> None:
+    """Have the kernel keep the exit codes of children, where the program that started this one ignores SIGCHLD.
+
+    Children inherit that, and none of them would learn how its own children ended.
+    """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def hold_signals() -> None:

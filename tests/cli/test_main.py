@@ -107,6 +107,15 @@ class TestCommands:
 
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "\n"
 
+    def test_exit_codes_of_children_are_kept_though_the_parent_ignores_their_ends(self) -> None:
+        code = (
+            "import signal, subprocess, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+            "from pipeline.cli.main import main; main(['completion', 'bash'], standalone_mode=False); "
+            "sys.exit(subprocess.run([sys.executable, '-c', 'raise SystemExit(7)']).returncode)"
+        )
+
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 7
+
     def test_configuration_and_status_need_no_torch(self) -> None:
         code = (
             "import sys; from pipeline.cli.main import main\n"
