@@ -223,6 +223,7 @@ class _Read(NamedTuple):
         if preset is not None:
             reasons[presets.ALGORITHM] = f"preset {preset}"
         config = _validate(values, base, errors)
+        errors += _not_utf8(values, config)
         origins = {key: value.origin for key, value in values.items() if value.origin.layer != "default"}
         loaded = LoadedConfig(
             config, origins, self.path, self.sets, self.environ, reasons, frozenset(by_preset), self.on_cards
@@ -589,6 +590,17 @@ def _validate(values: dict[str, _Value], base: Path, errors: list[str]) -> Confi
             origin = values[key].origin
             errors.append(f"{_where(origin, key) if key == keys[0] else f'{origin.location}: {keys[0]}'}: {message}")
     return config
+
+
+def _not_utf8(values: Mapping[str, _Value], config: Config) -> list[str]:
+    """Return an error for each path that is no text: files and messages of a run hold paths in UTF-8."""
+    found = {key: value.value for key, value in values.items()} | {key: get(config, key) for key in FOLDER_KEYS}
+    return [
+        f"{_where(values[key].origin if key in values else Origin('default'), key)}: the bytes of {str(path)!a} are "
+        "not UTF-8: rename its folder, or set LC_ALL=C.UTF-8 and leave PYTHONUTF8=0 out if it is UTF-8"
+        for key, path in found.items()
+        if any("\ud800" <= character <= "\udfff" for character in str(path))
+    ]
 
 
 def _validate_section(

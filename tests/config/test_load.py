@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,19 @@ class TestPaths:
         assert config.model.actor == str(folder / "m")
         assert config.daemon.state_dir == folder / "7"
         assert config.prompts.path == str(folder / "p")
+
+    def test_whose_bytes_are_no_utf8_are_errors_each_at_its_key(self, folder: Path) -> None:
+        latin = Path(os.fsdecode(b"stra\xdfe"))
+        latin.mkdir()
+        (latin / "c.toml").write_text('[model]\nactor = "m"\n')
+
+        with pytest.raises(ConfigErrors) as refused:
+            config_load.load(latin / "c.toml", ["daemon.state_dir=/s"], {})
+
+        ending = "are not UTF-8: rename its folder, or set LC_ALL=C.UTF-8 and leave PYTHONUTF8=0 out if it is UTF-8"
+        assert {line.rpartition(" the bytes of ")[0] for line in refused.value.errors if ending in line} == {
+            f"{latin}/c.toml:2:9: model.actor:", "daemon.runtime_dir:",
+        }  # fmt: skip
 
     def test_home_is_understood(self, etc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", "/home/me")
