@@ -120,11 +120,17 @@ def of_run(root: Path, run: str) -> list[tuple[int, Path]]:
 def heads_in(root: Path) -> Iterator[tuple[Path, CheckpointNote]]:
     """Yield folder and description of each checkpoint in a folder, by name.
 
-    One without a readable description belongs to no run: it is left out, and neither used nor removed.
+    One without a readable description belongs to no run, and one of another name, such as ``step-000050.bak``, is a
+    copy of the user's: both are left out, and neither used nor removed.
     """
     for folder in sorted(root.glob("step-*")):
-        if (head := head_of(folder)) is not None:
+        if (head := head_of(folder)) is not None and folder.name == folder_name(head.step):
             yield folder, head
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:06d}"
 
 
 def head_of(folder: Path) -> CheckpointNote | None:

@@ -30,7 +30,7 @@ from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.lora import adapter_of, load_adapter, published
 from pipeline.progress import Telemetry
-from pipeline.runtime.checkpoint_note import NOTE, CheckpointNote, FileNote, checksum, of_run
+from pipeline.runtime.checkpoint_note import NOTE, CheckpointNote, FileNote, checksum, folder_name, of_run
 from pipeline.runtime.latest_checkpoint import (
     REPLACED,
     Latest,
@@ -84,7 +84,7 @@ def save_checkpoint(
         CheckpointError: If the checkpoint cannot be written; nothing of it is left then, and the latest checkpoint is
             still the previous one.
     """
-    target = root / f"step-{note.step:06d}"
+    target = root / folder_name(note.step)
     temporary = root / f".{target.name}.{os.getpid()}"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -293,8 +293,13 @@ def _remove_old(root: Path, note: CheckpointNote, keep: int) -> None:
     for _, folder in [found for found in of_run(root, note.run) if found[0] <= note.step][:-keep]:
         if folder == best:
             continue
-        log.info("old checkpoint removed: path=%s", folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            # A link to a place of the user's: what is there stays.
+            folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+        except OSError as error:
+            log.warning("an old checkpoint cannot be removed, remove it by hand: path=%s: %s", folder, error)
+        else:
+            log.info("old checkpoint removed: path=%s", folder)
 
 
 def _write_failure(target: Path, temporary: Path, error: Exception) -> str:

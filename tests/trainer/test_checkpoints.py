@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.progress import Telemetry
-from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, read_note, verify
+from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, heads_in, read_note, verify
 from pipeline.runtime.latest_checkpoint import Latest, read_latest, write_latest
 from pipeline.trainer import checkpoints
 from pipeline.trainer.checkpoints import load_state, save_checkpoint
@@ -107,6 +107,54 @@ def test_only_the_last_ones_of_a_run_are_kept(tmp_path):
 
     names = sorted(path.name for path in tmp_path.glob("step-*"))
     assert names == ["step-000030", "step-000040", "step-000050"], "the other run's stays"
+
+
+def test_a_copy_under_another_name_is_the_users_neither_removed_nor_counted_nor_gone_on_from(tmp_path):
+    save(tmp_path, 10)
+    for name in ("step-000010.bak", "step-000010 copy", "step-000099"):
+        shutil.copytree(tmp_path / "step-000010", tmp_path / name)
+
+    for step in (20, 30, 40):
+        save(tmp_path, step, keep=2)
+
+    copies = ["step-000010 copy", "step-000010.bak", "step-000099"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        *copies[:2],
+        "step-000030",
+        "step-000040",
+        copies[2],
+    ]
+    assert [folder.name for folder, _ in heads_in(tmp_path)] == ["step-000030", "step-000040"]
+
+
+def test_of_a_checkpoint_that_the_user_has_moved_and_linked_the_link_alone_is_removed(tmp_path):
+    root, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    root.mkdir()
+    save(root, 10)
+    (root / "step-000010").rename(archive)
+    (root / "step-000010").symlink_to(archive)
+
+    save(root, 20, keep=1)
+
+    assert [path.name for path in root.glob("step-*")] == ["step-000020"]
+    assert (archive / "trainer_state.json").exists()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch, caplog):
+    def busy(folder, *, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+
+    save(tmp_path, 10)
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    caplog.set_level("INFO")
+
+    save(tmp_path, 20, keep=1)
+
+    assert [record.getMessage() for record in caplog.records if "old checkpoint" in record.getMessage()] == [
+        f"an old checkpoint cannot be removed, remove it by hand: path={tmp_path / 'step-000010'}: "
+        f"[Errno 39] Directory not empty: '{tmp_path / 'step-000010'}'"
+    ]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CheckpointError
-from pipeline.runtime.checkpoint_note import read_note
+from pipeline.runtime.checkpoint_note import folder_name, read_note
 from pipeline.runtime.latest_checkpoint import best_checkpoint, mark_best
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import Evaluation, find, read_evaluations
@@ -87,7 +87,7 @@ class EvaluationFollower(TrainerHook):
     def saved(self, step: int) -> None:
         """Make the checkpoint of the best step the best one."""
         if step == self._best_step and self._leads:
-            self.keep(Path(f"step-{step:06d}"))
+            self.keep(Path(folder_name(step)))
 
     def is_due(self, version: int) -> bool:
         """Return whether the version of a number is evaluated."""
