@@ -7,6 +7,7 @@ import bisect
 import codecs
 import contextlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +53,7 @@ class LineRows:
         with _told(path, field), contextlib.ExitStack() as undone:
             # One descriptor for index and rows: another file may take the path between two.
             self._file = undone.enter_context(path.open("rb"))
+            self._opened = self._stamp()
             for line_number, offset, _ in _lines_of(self._file):
                 blanks = line_number - 1 - len(self._offsets) - len(self._blanks)
                 self._blanks.extend([len(self._offsets)] * blanks)
@@ -73,7 +75,19 @@ class LineRows:
             ConfigError: If the line is broken, or missing because the file was changed in place.
         """
         self._file.seek(self._offsets[index])
-        return decoded(self._file.readline(), f"{self.path}:{self.line(index)}")
+        try:
+            return decoded(self._file.readline(), f"{self.path}:{self.line(index)}")
+        except ConfigError as error:
+            if self._stamp() == self._opened:
+                raise
+            raise ConfigError(
+                f"{self.path} was written in place while it is in use, line {self.line(index)} is not where it was: "
+                "put the former file back, or start again; mv puts another file into its place without harm"
+            ) from error
+
+    def _stamp(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
 
     def close(self) -> None:
         """Close the file."""

@@ -329,3 +329,28 @@ def test_prompts_are_imported_without_torch() -> None:
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_file_that_was_written_in_place_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "number {number}"}}\n' for number in range(9)))
+    with closing(LineRows(path)) as rows:
+        path.write_text('{"prompt": "a"}\n\n{"prompt": "another one that is longer"}\n')
+
+        with pytest.raises(ConfigError) as refused:
+            rows.record(4)
+
+    assert str(refused.value) == (
+        f"{path} was written in place while it is in use, line 5 is not where it was: put the former file back, or "
+        "start again; mv puts another file into its place without harm"
+    )
+
+
+def test_a_file_to_which_lines_were_added_is_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with closing(LineRows(path)) as rows:
+        with path.open("a") as file:
+            file.write('{"prompt": "c"}\n')
+
+        assert [rows.record(index)["prompt"] for index in range(len(rows))] == ["a", "b"]
