@@ -9,6 +9,7 @@ external    an external trainer's ranks: connected, or left
 fleet       the child processes; the OOM killer's count
 gpus        GPU readings from NVML
 hangs       hang detection, pure
+inputs_watch  the files of a run while it goes on
 live        the live panel of `rlhfd start`
 notes       notes on a configuration that can run and may not be meant
 page        data of the page's requests

@@ -37,6 +37,7 @@ from pipeline.supervisor.capacity.choices import decided
 from pipeline.supervisor.capacity.disk import disk_notes
 from pipeline.supervisor.exits import ExitHandler, death_of
 from pipeline.supervisor.fleet import Fleet, Slot
+from pipeline.supervisor.inputs_watch import InputsWatch
 from pipeline.supervisor.live import LiveView
 from pipeline.supervisor.page import PageData
 from pipeline.supervisor.placement import Devices
@@ -232,6 +233,7 @@ class Supervisor:
             routes = instance_routes(self._status.metrics, self._status.health, self._status.ready)
             await self._http.start([*routes, *([] if self._page is None else page_routes(self._page))])
         self._view.start()
+        self._inputs.start()
         try:
             # Signals that came meanwhile are handled once the loop runs; a child would inherit the blocked signals.
             release_signals()
@@ -309,6 +311,7 @@ class Supervisor:
             on_trainer_left=lambda: self._status.sample(monotonic_s()),
         )
         self._reload = Reload(self._loaded, config, self._workspace, self._http, writer, on_reloaded=self._apply)
+        self._inputs = InputsWatch(config)
         self._status = InstanceStatus(
             config,
             self._workspace,
@@ -513,6 +516,7 @@ class Supervisor:
                 slot.state = "backoff"
 
     async def _close(self, control: asyncio.AbstractServer) -> None:
+        self._inputs.stop()
         await asyncio.to_thread(self._trackers.close)
         self._view.update(self._status.snapshot())
         self._view.stop()

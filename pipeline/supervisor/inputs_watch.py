@@ -1,0 +1,66 @@
+"""The files of a run while it goes on: code of rewards, prompts, templates, models.
+
+A process that runs has loaded its code and read its files once; one that takes its place, as after a reward that took
+too long, reads them as they are then. Where they have changed, processes of one run work by different ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+from pipeline.config.schema import Config
+from pipeline.runtime.run_inputs import inputs_of
+
+_INTERVAL_S: Final = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class InputsWatch:
+    """Looks at the files of a run once in 30 s, and warns of each that is not as at the start.
+
+    A thread of its own looks: files may be large, and those of a network's disk may never answer.
+
+    Args:
+        config: The configuration, its paths absolute; the files of its start have been read (`run_inputs.note`).
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._before = self._inputs()
+        self._changed: set[str] = set()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="inputs", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop looking; a look that hangs stays, its daemon thread keeps no process alive."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Compare the files with those of the start, and log what has changed since the last look."""
+        now = self._inputs()
+        changed = {name for name, before in self._before.items() if now.get(name, before) != before}
+        if names := sorted(changed - self._changed):
+            log.warning("changed while the run goes on: %s; processes that run work as before, a new one (as after "
+                        "a timeout) by the change: put it back, or restart", ", ".join(names))  # fmt: skip
+        if names := sorted(self._changed - changed):
+            log.info("as at the start again: %s", ", ".join(names))
+        self._changed = changed
+
+    def _inputs(self) -> Mapping[str, str]:
+        try:
+            return inputs_of(self._config)
+        except OSError as error:
+            log.debug("the run's files are not compared: %s", error)
+            return {}
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_INTERVAL_S):
+            self.look()
