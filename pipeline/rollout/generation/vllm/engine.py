@@ -525,6 +525,8 @@ def _started(theirs: socket.socket, settings: wire.Settings, threads: int) -> su
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
+        # Models are folders of this machine.
+        "VLLM_USE_MODELSCOPE": "0",
         # vLLM's records go through this package's handler.
         "VLLM_CONFIGURE_LOGGING": "0",
         _BATCH_INVARIANT: str(int(settings.batch_invariant)),
@@ -536,6 +538,10 @@ def _started(theirs: socket.socket, settings: wire.Settings, threads: int) -> su
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # Two functions of the sampler would be compiled by a C++ compiler at the first token.
         variables["TORCHDYNAMO_DISABLE"] = "1"
+    environment = {**os.environ, **variables}
+    if "://" in environment.get("VLLM_PORT", ""):
+        # Kubernetes sets it in every container if a service is called vllm; vLLM refuses it.
+        del environment["VLLM_PORT"]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", _PROCESS, str(theirs.fileno()), msgspec.json.encode(settings).decode()],
         stdin=subprocess.DEVNULL,
@@ -543,5 +549,5 @@ def _started(theirs: socket.socket, settings: wire.Settings, threads: int) -> su
         stdout=2,
         # The turn on the card is this process's, too, until it has ended.
         pass_fds=[theirs.fileno(), *inherited()],
-        env={**os.environ, **variables},
+        env=environment,
     )

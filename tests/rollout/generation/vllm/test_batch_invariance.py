@@ -58,6 +58,9 @@ def test_its_process_is_told_and_the_engine_is_deterministic_with_it_alone(
     invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: dict[str, str] = {}
+    # As in a container beside a service that is called vllm, and where ModelScope is the hub.
+    monkeypatch.setenv("VLLM_PORT", "tcp://10.96.0.7:8000")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
 
     def start(command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any) -> Any:
         told.update(env)
@@ -72,3 +75,4 @@ def test_its_process_is_told_and_the_engine_is_deterministic_with_it_alone(
         assert engine.deterministic is invariant
 
     assert told["VLLM_BATCH_INVARIANT"] == str(int(invariant))
+    assert told["VLLM_USE_MODELSCOPE"] == "0" and "VLLM_PORT" not in told
