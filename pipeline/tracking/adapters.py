@@ -14,10 +14,14 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from pipeline.tracking.records import COLUMNS, Record
+from pipeline.tracking.records import COLUMNS, Record, flat
+
+_MOST_PARAMETERS: Final = 100
+"""Of one request to a server of MLflow."""
+_MOST_VALUE: Final = 5000
 
 Rows = Sequence[tuple[Any, ...]]
 
@@ -44,7 +48,16 @@ class Tracker(Protocol):
         """End this process's part of the run; the run itself can be continued."""
 
 
-def open_tracker(name: str, *, run_id: str, run_name: str, project: str, folder: Path, last_step: int = -1) -> Tracker:
+def open_tracker(
+    name: str,
+    *,
+    run_id: str,
+    run_name: str,
+    project: str,
+    folder: Path,
+    settings: Mapping[str, Any] = {},
+    last_step: int = -1,
+) -> Tracker:
     """Return the tracker of a name.
 
     Args:
@@ -53,19 +66,29 @@ def open_tracker(name: str, *, run_id: str, run_name: str, project: str, folder:
         run_name: The run's name, for display.
         project: Project, or experiment.
         folder: Folder of the files that the library writes.
+        settings: The configuration in force, by section and key; later ones of a run take the place of earlier ones.
         last_step: Step of the last line that an earlier process sent to the run; -1 if there was none.
     """
-    adapters: dict[str, Callable[[str, str, str, Path], Tracker]]
+    adapters: dict[str, Callable[[str, str, str, Path, Mapping[str, Any]], Tracker]]
     board = functools.partial(TensorBoard, last_step=last_step)
     adapters = {"tensorboard": board, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return adapters[name](run_id, run_name, project, folder)
+    return adapters[name](run_id, run_name, project, folder, settings)
 
 
 class TensorBoard:
     """Event files, without TensorFlow and torch. Steps that are taken again hide those before."""
 
-    def __init__(self, run_id: str, run_name: str, project: str, folder: Path, *, last_step: int = -1) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        run_name: str,
+        project: str,
+        folder: Path,
+        settings: Mapping[str, Any] = {},
+        *,
+        last_step: int = -1,
+    ) -> None:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -73,6 +96,8 @@ class TensorBoard:
         self._events: Any = event_pb2
         self._writer: Any = EventFileWriter(str(folder / self.run_id))
         self._step = last_step
+        if settings:
+            self._text("configuration", max(last_step, 0), ("key", "value"), list(flat(settings).items()))
 
     def log(self, record: Record) -> None:
         """Add an event; see `Tracker`."""
@@ -86,10 +111,13 @@ class TensorBoard:
 
     def table(self, step: int, rows: Rows) -> None:
         """Add a table in Markdown to the texts."""
-        lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+        self._text("samples", step, COLUMNS, rows)
+
+    def _text(self, tag: str, step: int, columns: Sequence[str], rows: Rows) -> None:
+        lines = [columns, ["---"] * len(columns), *rows]
         text = "\n".join("|" + "|".join(_cell(cell) for cell in line) + "|" for line in lines)
         tensor = {"dtype": "DT_STRING", "string_val": [text.encode()], "tensor_shape": {"dim": [{"size": 1}]}}
-        value = {"tag": "samples", "tensor": tensor, "metadata": {"plugin_data": {"plugin_name": "text"}}}
+        value = {"tag": tag, "tensor": tensor, "metadata": {"plugin_data": {"plugin_name": "text"}}}
         self._writer.add_event(self._event(step, time.time(), summary={"value": [value]}))
 
     def flush(self) -> None:
@@ -111,7 +139,9 @@ def _cell(cell: object) -> str:
 class Wandb:
     """Weights & Biases; the axis of all values is ``step``, since its own steps cannot go back."""
 
-    def __init__(self, run_id: str, run_name: str, project: str, folder: Path) -> None:
+    def __init__(
+        self, run_id: str, run_name: str, project: str, folder: Path, settings: Mapping[str, Any] = {}
+    ) -> None:
         import wandb
 
         self.run_id = run_id or secrets.token_hex(4)
@@ -122,6 +152,8 @@ class Wandb:
         self._run: Any = wandb.init(
             project=project, id=self.run_id, name=run_name, resume="allow", dir=str(folder), **mode
         )
+        if settings:
+            self._run.config.update(dict(settings), allow_val_change=True)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -155,14 +187,16 @@ def _netrc_has_wandb() -> bool:
 class Trackio:
     """Trackio, a local-first tracker of Hugging Face."""
 
-    def __init__(self, run_id: str, run_name: str, project: str, folder: Path) -> None:
+    def __init__(
+        self, run_id: str, run_name: str, project: str, folder: Path, settings: Mapping[str, Any] = {}
+    ) -> None:
         # Read at the import.
         os.environ.setdefault("TRACKIO_DIR", str(folder))
         import trackio
 
         self.run_id = run_id or f"{run_name}-{secrets.token_hex(2)}"
         self._trackio: Any = trackio
-        self._run: Any = trackio.init(project=project, name=self.run_id, resume="allow")
+        self._run: Any = trackio.init(project=project, name=self.run_id, resume="allow", config=dict(settings))
 
     def log(self, record: Record) -> None:
         """Log the values; see `Tracker`."""
@@ -186,7 +220,9 @@ class Trackio:
 class Mlflow:
     """MLflow; without MLFLOW_TRACKING_URI in a database file in the folder of the run."""
 
-    def __init__(self, run_id: str, run_name: str, project: str, folder: Path) -> None:
+    def __init__(
+        self, run_id: str, run_name: str, project: str, folder: Path, settings: Mapping[str, Any] = {}
+    ) -> None:
         import mlflow
         from mlflow.tracking import MlflowClient
 
@@ -200,6 +236,8 @@ class Mlflow:
         self.run_id = run_id
         self._entities: Any = mlflow.entities
         self._client.update_run(self.run_id, status="RUNNING")
+        if settings:
+            self._set({key: str(value)[:_MOST_VALUE] for key, value in flat(settings).items()})
 
     def log(self, record: Record) -> None:
         """Log the values; see `Tracker`."""
@@ -208,6 +246,16 @@ class Mlflow:
             self._entities.Metric(mlflow_name(name), value, at_ms, record.step) for name, value in record.values.items()
         ]
         self._client.log_batch(self.run_id, metrics=metrics)
+
+    def _set(self, settings: Mapping[str, str]) -> None:
+        """Log the settings as parameters; one that a later start has changed, which no parameter can be, as a tag."""
+        known = self._client.get_run(self.run_id).data.params
+        new = [self._entities.Param(key, value) for key, value in settings.items() if key not in known]
+        for begin in range(0, len(new), _MOST_PARAMETERS):
+            self._client.log_batch(self.run_id, params=new[begin : begin + _MOST_PARAMETERS])
+        for key, value in settings.items():
+            if known.get(key, value) != value:
+                self._client.set_tag(self.run_id, key, value)
 
     def table(self, step: int, rows: Rows) -> None:
         """Log a table as a JSON file of columns and rows, which MLflow shows as one."""

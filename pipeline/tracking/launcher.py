@@ -20,7 +20,7 @@ from pipeline.config.schema import Config
 from pipeline.runtime.child_process import child_environment
 from pipeline.runtime.role import monotonic_s
 from pipeline.telemetry.slab import SlotWriter
-from pipeline.tracking.records import tracking_dir
+from pipeline.tracking.records import tracking_dir, write_settings
 
 _MOST_DELAY_S: Final = 60.0
 _HEALTHY_S: Final = 300.0
@@ -132,6 +132,7 @@ class Trackers:
     def _start(self, slot: _Slot, now_s: float) -> None:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_settings(run_dir(self.config), self.config)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             output = os.open(self._log_of(slot.name), flags, 0o600)
             try:

@@ -22,6 +22,7 @@ from pipeline.tracking.records import (
     Progress,
     SampleFollower,
     read_progress,
+    read_settings,
     tracking_dir,
     write_progress,
 )
@@ -91,8 +92,9 @@ def main(run_dir: Path, name: str, project: str) -> int:
 
     def opened(progress: Progress, folder: Path) -> Tracker:
         return open_tracker(
-            name, run_id=progress.run_id, run_name=run_dir.name, project=project, folder=folder, last_step=progress.step
-        )
+            name, run_id=progress.run_id, run_name=run_dir.name, project=project, folder=folder,
+            settings=read_settings(run_dir), last_step=progress.step,
+        )  # fmt: skip
 
     follow(run_dir, name, opened, wait=stopping.wait)
     return 0

@@ -7,16 +7,18 @@ line is sent at least once: a process that is killed between a line and its note
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from pipeline.config.schema import Config
 from pipeline.storage.files import UNREADABLE, write_whole
 from pipeline.telemetry.samples import SampleReader, folder_of
 
 _METRICS: Final = "metrics.jsonl"
+_SETTINGS: Final = "settings.json"
 _MOST_SAMPLES: Final = 8
 _MOST_CHARACTERS: Final = 2000
 _PIECE_BYTES: Final = 1 << 20
@@ -62,6 +64,32 @@ class Progress(msgspec.Struct):
 def tracking_dir(run_dir: Path) -> Path:
     """Return the folder of the trackers in the folder of a run."""
     return run_dir / "tracking"
+
+
+def write_settings(run_dir: Path, config: Config) -> None:
+    """Write the configuration in force for the trackers of a run; no key of it holds a secret."""
+    folder = tracking_dir(run_dir)
+    values = config.model_dump(mode="json", exclude_none=True)
+    write_whole(folder / _SETTINGS, msgspec.json.encode(values) + b"\n", folder / f".{_SETTINGS}.new", flush=False)
+
+
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """Return the configuration that `write_settings` wrote; empty if it cannot be read."""
+    try:
+        return msgspec.json.decode((tracking_dir(run_dir) / _SETTINGS).read_bytes(), type=dict[str, Any])
+    except (OSError, *UNREADABLE):
+        return {}
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by ``section.key``, and options of reward functions by ``rewards.0.option``."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+            value = {str(number): one for number, one in enumerate(value)}
+        inner = flat(value) if isinstance(value, dict) else {"": value}
+        found |= {f"{name}.{key}".removesuffix("."): one for key, one in inner.items()}
+    return found
 
 
 def read_progress(path: Path) -> Progress:

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.schema import Config
 from pipeline.config.sections import missing_tracker
 from pipeline.telemetry.samples import SampleWriter, folder_of
 from pipeline.tracking.adapters import mlflow_name, open_tracker
-from pipeline.tracking.records import read_progress
+from pipeline.tracking.records import flat, read_progress, read_settings, tracking_dir, write_settings
 from tests.tracking.test_records import add, line, sample
 
 PROCESS = """
@@ -26,7 +27,8 @@ from pathlib import Path
 from pipeline.tracking import process
 process.follow(Path(sys.argv[1]), sys.argv[2],
                lambda place, folder: process.open_tracker(sys.argv[2], run_id=place.run_id, run_name="grpo-1",
-                                                          project="p", folder=folder, last_step=place.step),
+                                                          project="p", folder=folder, last_step=place.step,
+                                                          settings=process.read_settings(Path(sys.argv[1]))),
                wait=lambda _: True)
 """
 
@@ -93,6 +95,67 @@ def test_tensorboard_reads_back_what_was_sent(tmp_path: Path) -> None:
     }
     assert table.splitlines()[0] == "|version|position|prompt|response|answer|reward|stopped|"
     assert [row.split("|")[4] for row in table.splitlines()[2:]] == ["2", "3\\"], "a bar in a cell is escaped"
+
+
+def settings(run_dir: Path, **trainer: Any) -> None:
+    """Write the configuration of a start."""
+    tracking_dir(run_dir).mkdir(exist_ok=True)
+    judge = {"name": "remote", "url": "http://judge:8000/score"}
+    write_settings(run_dir, Config.model_validate({"trainer": trainer, "rewards": ["math", judge]}))
+
+
+def two_starts(run_dir: Path, name: str) -> str:
+    """Have two processes of one run begin with another learning rate each; return the run's id."""
+    needs(name)
+    ids = []
+    for rate in (1e-5, 2e-6):
+        settings(run_dir, learning_rate=rate, betas=[0.9, 0.95])
+        ids.append(live(run_dir, name))
+    assert ids[0] == ids[1]
+    return ids[0]
+
+
+def test_the_configuration_has_a_name_for_each_value(tmp_path: Path) -> None:
+    settings(tmp_path, learning_rate=1e-5)
+
+    found = flat(read_settings(tmp_path))
+
+    assert (found["trainer.learning_rate"], found["rollout.algorithm"]) == (1e-5, "grpo")
+    assert (found["rewards.0.name"], found["rewards.1.url"]) == ("math", "http://judge:8000/score")
+    assert flat({"a": {"b": []}, "c": 1}) == {"a.b": [], "c": 1}
+
+
+def test_tensorboard_has_the_configuration_of_each_start(tmp_path: Path) -> None:
+    run_id = two_starts(tmp_path, "tensorboard")
+
+    _, (first,) = shown_by_tensorboard(tmp_path, run_id)
+
+    assert "|trainer.learning_rate|1e-05|" in first.splitlines() and "|rewards.0.name|math|" in first.splitlines()
+
+
+def test_mlflow_has_the_configuration_as_parameters_and_what_a_later_start_has_changed_as_tags(tmp_path: Path) -> None:
+    run_id = two_starts(tmp_path, "mlflow")
+
+    with sqlite3.connect(tmp_path / "tracking" / "mlflow" / "mlflow.db") as database:
+        parameters = dict(database.execute("select key, value from params where run_uuid = ?", [run_id]).fetchall())
+        tags = dict(database.execute("select key, value from tags where run_uuid = ?", [run_id]).fetchall())
+    database.close()
+    assert (parameters["trainer.learning_rate"], parameters["trainer.betas"]) == ("1e-05", "[0.9, 0.95]")
+    assert tags["trainer.learning_rate"] == "2e-06" and "trainer.betas" not in tags
+
+
+def test_wandb_and_trackio_get_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, config=SimpleNamespace(
+        update=lambda values, *, allow_val_change: given.append((values, allow_val_change))))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda *, config, **_: given.append(config)))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+
+    for name in ("wandb", "trackio"):
+        open_tracker(name, run_id="", run_name="r", project="p", folder=tmp_path, settings={"trainer": {"seed": 7}})
+
+    assert given == [({"trainer": {"seed": 7}}, True), {"trainer": {"seed": 7}}]
 
 
 @pytest.mark.parametrize("sent", [3, 2])
