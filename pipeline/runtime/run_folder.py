@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.config.advice import toml
 from pipeline.config.identity import default_name, identifying_settings, identity_of, run_dir, run_name, runs_dir
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
@@ -115,7 +116,7 @@ class RunFolder:
         """
         try:
             if not self.exists:
-                self._compare_dtypes(follows_gpus=dtype_follows_gpus)
+                self._compare(dtype_follows_gpus=dtype_follows_gpus)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self.path.parent.glob(f"{_REMOVED}*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -342,23 +343,29 @@ class RunFolder:
         log.warning("removed, because a fresh start was asked for: run=%s checkpoints=%d step=%d path=%s",
                     self.path.name, len(steps), max(steps, default=0), self.path)  # fmt: skip
 
-    def _compare_dtypes(self, *, follows_gpus: bool) -> None:
-        """Refuse, or log, a new run that differs from another one in `model.dtype` alone."""
+    def _compare(self, *, dtype_follows_gpus: bool) -> None:
+        """Refuse a new run that differs from another one in a default of `model.dtype` alone; log the nearest one.
+
+        A change of a size or a number, meant for a run that was to go on, would begin anew without a word.
+        """
         mine = identifying_settings(self.config)
+        near: list[tuple[int, Listed, list[str]]] = []
         for run in reversed(runs_of(Path(self.config.daemon.state_dir))):
             its = run.note.settings
             odd = [key for key in mine if key in its and mine[key] != its[key]]
-            if odd != [_DTYPE]:
-                continue
-            if follows_gpus:
+            if odd == [_DTYPE] and dtype_follows_gpus:
                 raise ConfigError(
                     f"{_DTYPE}: it is {mine[_DTYPE]} here by default, which follows the visible GPUs, and this start "
                     f"would begin a new run beside that in {its[_DTYPE]}, {run.folder}; set {_DTYPE} = "
                     f'"{its[_DTYPE]}" to go on with it, or "{mine[_DTYPE]}" for a new run'
                 )
-            log.info("a new run, another one differs in %s alone: dtype=%s other_dtype=%s other=%s", _DTYPE,
-                     mine[_DTYPE], its[_DTYPE], run.folder)  # fmt: skip
-            return
+            if run.latest is not None and 0 < len(odd) <= _DIFFERENCES:
+                near.append((len(odd), run, [f"{key} = {_shown(its[key])}, not {_shown(mine[key])}" for key in odd]))
+        if near:
+            _, run, differences = min(near, key=lambda found: found[0])
+            assert run.latest is not None
+            log.warning("a new run begins, from step 0: name=%s; run %s, of step %d, is gone on with by %s",
+                        run_name(self.config), run.folder.name, run.latest.step, "; ".join(differences))  # fmt: skip
 
     def _write_note(self, made_unix_s: float) -> None:
         write_note(self.path, note_of(self.config, made_unix_s, time.time()))
@@ -373,6 +380,10 @@ class RunFolder:
             f"daemon.run_name: the name {self.path.name} belongs to another run ({differences}): choose another name, "
             f"or remove {self.path}"
         )
+
+
+def _shown(value: object) -> str:
+    return "(left out)" if value is None else toml(value)
 
 
 def note_of(config: Config, made_unix_s: float, started_unix_s: float) -> RunNote:

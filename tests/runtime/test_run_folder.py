@@ -182,9 +182,9 @@ def test_a_default_dtype_that_follows_the_gpus_begins_no_other_run_without_a_wor
 
 
 def test_a_dtype_that_is_set_begins_a_run_of_its_own_and_the_log_names_the_other(tmp_path, caplog):
-    caplog.set_level("INFO", logger="pipeline.runtime.run_folder")
     first, second = (config(tmp_path, model={"actor": "/m/a", "dtype": one}) for one in ("bfloat16", "float32"))
     RunFolder(first).claim()
+    save(first, 6, "a")
 
     RunFolder(second).claim()
     RunFolder(second).claim(dtype_follows_gpus=True)
@@ -192,8 +192,29 @@ def test_a_dtype_that_is_set_begins_a_run_of_its_own_and_the_log_names_the_other
     assert len(runs_of(tmp_path / "state")) == 2
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "a new run, another one differs in model.dtype alone: dtype=float32 other_dtype=bfloat16 "
-        f"other={run_dir(first)}"
+        f"a new run begins, from step 0: name={run_dir(second).name}; run {run_dir(first).name}, of step 6, is gone on "
+        'with by model.dtype = "bfloat16", not "float32"'
+    ]
+
+
+def test_a_new_run_names_the_one_that_is_nearest_to_it_by_the_keys_that_go_on_with_it(tmp_path, caplog):
+    far, near, without = (config(tmp_path, daemon={"seed": seed}, buffer={"arena_bytes": size}) for seed, size in
+                          ((4, 3 << 20), (3, 2 << 20), (3, 4 << 20)))  # fmt: skip
+    for step, run in ((30, far), (20, near)):
+        open_run(run, tmp_path / "shm")
+        save(run, step, "a")
+    open_run(without, tmp_path / "shm")
+    caplog.clear()
+    last = config(tmp_path, daemon={"seed": 3}, buffer={"arena_bytes": 1 << 20})
+
+    open_run(last, tmp_path / "shm")
+    open_run(last, tmp_path / "shm")
+    open_run(config(tmp_path, model={"actor": "/m/b"}, daemon={"seed": 8}, buffer={"arena_bytes": 5 << 20},
+                    rollout={"num_generations": 2}), tmp_path / "shm")  # fmt: skip
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a new run begins, from step 0: name={run_dir(last).name}; run {run_dir(near).name}, of step 20, is gone on "
+        f"with by buffer.arena_bytes = {2 << 20}, not {1 << 20}"
     ]
 
 
