@@ -34,7 +34,7 @@ from pipeline.runtime.lock import InstanceLock, SharedMemoryLock, StateLock, shm
 from pipeline.runtime.messages import Message
 from pipeline.runtime.role import RoleContext, monotonic_s
 from pipeline.runtime.run_start import begin_run, forgotten_if_refused, open_run
-from pipeline.runtime.signals import hold_signals, ignore_signals, unwind_on_signals
+from pipeline.runtime.signals import hold_signals, ignore_signals, outlive_user_signals, unwind_on_signals
 from pipeline.runtime.transport import BUFFER, trainer_name, worker_name
 from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
@@ -116,6 +116,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     if config.cluster.engine != "local":
         raise ConfigError("--serial: one process computes all of it; set cluster.engine = local")
     hold_signals()
+    outlive_user_signals()
     runtime_dir, shm_dir = Path(config.daemon.runtime_dir), shm_directory(config.daemon.runtime_dir)
     state_lock = StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config))
     with (

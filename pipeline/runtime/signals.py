@@ -1,6 +1,6 @@
 """Signals that end a process: blocked, turned into an orderly exit, ignored; processes that a signal has stopped.
 
-SIGCHLD has its default, by which the kernel keeps exit codes.
+SIGCHLD has its default, by which the kernel keeps exit codes. SIGUSR1 and SIGUSR2 end no process of rlhfd's own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ def keep_exit_codes() -> None:
 def hold_signals() -> None:
     """Block SIGTERM, SIGINT and SIGHUP until `release_signals`: their handlers are not set up before."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+
+
+def outlive_user_signals() -> None:
+    """Ignore SIGUSR1 and SIGUSR2; programs started from now on inherit this.
+
+    Job schedulers warn of the end of a job by them, as Slurm with ``--signal=USR1@120``: by default each ends a process
+    at once, without a checkpoint.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def release_signals() -> None:

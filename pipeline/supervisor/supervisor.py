@@ -28,7 +28,7 @@ from pipeline.runtime.lock import InstanceLock, InstanceRecord, SharedMemoryLock
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import count_warnings, monotonic_s
 from pipeline.runtime.run_start import begin_run, forgotten_if_refused, open_run
-from pipeline.runtime.signals import hold_signals, release_signals
+from pipeline.runtime.signals import hold_signals, outlive_user_signals, release_signals
 from pipeline.runtime.transport import BUFFER, Outbox
 from pipeline.runtime.workspace import Workspace
 from pipeline.storage.truncation import Sizes
@@ -96,6 +96,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     children = 1 + config.rollout.workers + config.trainer.world_size
     allow_descriptors(children, config.rollout.reward_processes, MOST_CONNECTIONS if config.metrics.enabled else 0)
     hold_signals()
+    outlive_user_signals()
     # First of all: a reader that does not read the output must not stop the loop.
     runtime_dir, shm_dir = Path(config.daemon.runtime_dir), shm_directory(config.daemon.runtime_dir)
     with (
@@ -228,6 +229,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop_asked, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        self._loop.add_signal_handler(signal.SIGUSR1, self._warned)
         control = await serve_control(self._workspace.folder / "control.sock", self._answer)
         if self._http is not None:
             routes = instance_routes(self._status.metrics, self._status.health, self._status.ready)
@@ -488,6 +490,10 @@ class Supervisor:
                 self._stop_asked(signal.SIGHUP)
             case "reload":
                 self._reload.schedule()
+
+    def _warned(self) -> None:
+        log.warning("SIGUSR1 received, by which this process ends nothing: SIGTERM, as of Slurm's --signal=B:TERM@600, "
+                    "shuts down with a checkpoint; the pid of a role takes SIGUSR1 for its stacks")  # fmt: skip
 
     def _stop_asked(self, number: signal.Signals) -> None:
         if self._shutdown.under_way:

@@ -170,6 +170,17 @@ def test_sighup_does_the_same(daemon: Daemon) -> None:
     assert daemon.status()["state"] == "ready"
 
 
+def test_signals_by_which_schedulers_warn_end_no_process_and_the_first_is_told(daemon: Daemon) -> None:
+    before, everything = daemon.pids(), daemon.family()
+    for pid in everything:
+        os.kill(pid, signal.SIGUSR2)
+    for pid in (daemon.pid, *before.values()):
+        os.kill(pid, signal.SIGUSR1)
+
+    daemon.wait_logged("SIGUSR1 received, by which this process ends nothing: SIGTERM")
+    assert daemon.pids() == before and daemon.family() == everything
+
+
 def test_paused_issues_no_ticket_trains_the_rest_and_survives_the_buffer(daemon: Daemon) -> None:
     write(daemon.folder, temperature=1.0)
 
