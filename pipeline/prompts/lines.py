@@ -170,6 +170,9 @@ def kind_of(value: object) -> str:
 
 def problem_of_format(path: Path) -> str:
     """Return the problem of a file of another format as a whole, in place of one for each of its lines."""
+    if path.exists() and not path.is_file():
+        # As <(zcat ...) of a shell is. Rows are read in another order, by several processes.
+        return "a pipe or a device, which can be read once: write its lines into a file"
     try:
         with path.open("rb") as file:
             begin = file.read(_FORMAT_BYTES)

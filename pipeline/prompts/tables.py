@@ -27,6 +27,9 @@ _UNREADABLE = ValueError, ArithmeticError, LookupError, NotImplementedError
 
 def table_kind(path: Path) -> str:
     """Return "Parquet" or "Arrow", by the first bytes of a file; empty for any other file."""
+    if not path.is_file():
+        # A pipe would be waited for, and lose its first bytes.
+        return ""
     try:
         with path.open("rb") as file:
             begin = file.read(len(_ARROW_FILE))

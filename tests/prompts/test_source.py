@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, PromptError
 from pipeline.prompts.check import check
+from pipeline.prompts.files import open_rows
 from pipeline.prompts.lines import LineRows
 from pipeline.prompts.order import permuted
 from pipeline.prompts.rendering import render
@@ -354,3 +355,14 @@ def test_a_file_to_which_lines_were_added_is_read_on(tmp_path: Path) -> None:
             file.write('{"prompt": "c"}\n')
 
         assert [rows.record(index)["prompt"] for index in range(len(rows))] == ["a", "b"]
+
+
+def test_a_pipe_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "prompts.jsonl")
+
+    with pytest.raises(ConfigError) as refused:
+        open_rows(tmp_path / "prompts.jsonl")
+
+    assert str(refused.value) == (
+        f"{tmp_path / 'prompts.jsonl'}:1:1: a pipe or a device, which can be read once: write its lines into a file"
+    )
