@@ -108,6 +108,9 @@ class _Scanner:
         self._at += brackets
         path = (*self._enter((), parents), name)
         if brackets == 2:
+            if path in self._marks and path not in self._tables_in_array:
+                # A list of names above tables of the same name, such as those of reward functions.
+                self._repeats.append((path, offset))
             number = self._tables_in_array[path] = self._tables_in_array.get(path, -1) + 1
             self._marks.setdefault(path, Mark(offset, offset))
             path = (*path, number)

@@ -175,6 +175,7 @@ def test_text_that_is_no_toml_gives_an_error_at_a_place_within_it(text: str) -> 
             "[t]\na = 1\n\n[t]\nb = 2\na = 3",
             [(4, 2, "t is set twice, first in line 1"), (6, 1, "t.a is set twice, first in line 2")],
         ),
+        ("t = [1]\n[[t]]\na = 1\n[[t]]\na = 2\n", [(2, 3, "t is set twice, first in line 1")]),
         ("t.a = 1\nt.'a' = 2", [(2, 3, "t.a is set twice, first in line 1")]),
         ("t = {a = 1, b = 2, a = 3}", [(1, 20, "t.a is set twice, first in line 1")]),
         ("a = [1,\n  2", [(1, 5, "list is not closed, a ] is missing")]),
