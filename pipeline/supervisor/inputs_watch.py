@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -15,6 +16,7 @@ from pipeline.config.schema import Config
 from pipeline.runtime.run_inputs import inputs_of
 
 _INTERVAL_S: Final = 30.0
+_MOST_SHARE: Final = 0.01
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +24,8 @@ log = logging.getLogger(__name__)
 class InputsWatch:
     """Looks at the files of a run once in 30 s, and warns of each that is not as at the start.
 
-    A thread of its own looks: files may be large, and those of a network's disk may never answer.
+    A thread of its own looks: files may be large, and those of a network's disk may never answer. It is at work for a
+    hundredth of the time at most.
 
     Args:
         config: The configuration, its paths absolute; the files of its start have been read (`run_inputs.note`).
@@ -62,5 +65,9 @@ class InputsWatch:
             return {}
 
     def _watch(self) -> None:
-        while not self._stopped.wait(_INTERVAL_S):
+        interval_s = _INTERVAL_S
+        while not self._stopped.wait(interval_s):
+            began_s = time.monotonic()
             self.look()
+            # A folder of prompts may hold files that change all the time, such as checkpoints.
+            interval_s = max(_INTERVAL_S, (time.monotonic() - began_s) / _MOST_SHARE)
