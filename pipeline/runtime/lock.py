@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import signal
 import time
@@ -26,7 +27,7 @@ import msgspec
 
 from pipeline.errors import ConfigError, NotRunningError, UnreachableError
 from pipeline.runtime.signals import refuse_stopped
-from pipeline.storage.files import UNREADABLE, write_whole
+from pipeline.storage.files import NO_LOCKS, UNREADABLE, write_whole
 
 _SHM = Path("/dev/shm")
 _LOCK = "lock"
@@ -35,6 +36,8 @@ _UNFINISHED_RECORD = ".instance.json.new"
 # `find` holds the lock shared for microseconds; a start retries.
 _LOCK_TIMEOUT_S = 0.5
 _POLL_S = 0.02
+
+log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -57,12 +60,14 @@ class FolderLock:
     Args:
         folder: The folder; it is made if there is none.
         key: The configuration key that names it, for errors.
+        needs_locks: Whether a file system without locks is refused; else a warning says that nothing guards the folder.
         notes: Further lines of the lock's file, after the pid.
     """
 
-    def __init__(self, folder: Path, key: str, *notes: str) -> None:
+    def __init__(self, folder: Path, key: str, *notes: str, needs_locks: bool = True) -> None:
         self._folder = folder
         self._key = key
+        self._needs_locks = needs_locks
         self._notes = notes
         self._descriptor: int | None = None
 
@@ -78,7 +83,7 @@ class FolderLock:
         except OSError as error:
             raise ConfigError(f"{self._key}: cannot use {self._folder}: {error.strerror}") from error
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while (descriptor := _lock_file(self._folder / _LOCK, self._key)) is None:
+        while (descriptor := self._locked()) is None:
             if time.monotonic() > deadline:
                 raise ConfigError(f"{self._key}: {self._folder} is in use by {self._holder()}")
             time.sleep(_POLL_S)
@@ -90,6 +95,29 @@ class FolderLock:
             raise ConfigError(f"{self._key}: cannot use {self._folder}: {error.strerror}") from error
         self._descriptor = descriptor
         return self
+
+    def _locked(self) -> int | None:
+        """Open and lock the file; return None if another process holds it, or has just removed it."""
+        path = self._folder / _LOCK
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{self._key}: cannot use {path}: {error.strerror}") from error
+        try:
+            is_held = _try_lock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if self._needs_locks or error.errno not in NO_LOCKS:
+                os.close(descriptor)
+                raise ConfigError(
+                    f"{self._key}: {self._folder} cannot be locked ({error.strerror}): choose a folder on a local disk"
+                ) from error
+            log.warning("%s: %s cannot be locked (%s), so nothing keeps a second instance out of it",
+                        self._key, self._folder, error.strerror)  # fmt: skip
+            return descriptor
+        if is_held and _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)
+        return None
 
     def _write(self, descriptor: int) -> None:
         os.ftruncate(descriptor, 0)
@@ -152,7 +180,7 @@ class StateLock(FolderLock):
     """
 
     def __init__(self, state_dir: Path, runtime_dir: Path, run: str) -> None:
-        super().__init__(state_dir, "daemon.state_dir", os.path.abspath(runtime_dir), run)
+        super().__init__(state_dir, "daemon.state_dir", os.path.abspath(runtime_dir), run, needs_locks=False)
 
     def _write(self, descriptor: int) -> None:
         # A full disk does not stop a start: checkpoints may fit again later.
@@ -392,22 +420,6 @@ def wait_until_released(runtime_dir: Path, timeout_s: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-def _lock_file(path: Path, key: str) -> int | None:
-    """Open and lock the file at `path`; return None if another process holds it, or has just removed it.
-
-    Raises:
-        ConfigError: If it cannot be opened.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot use {path}: {error.strerror}") from error
-    if _try_lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path):
-        return descriptor
-    os.close(descriptor)
-    return None
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

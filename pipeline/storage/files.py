@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import msgspec
 
@@ -17,6 +18,8 @@ from pipeline.errors import ConfigError
 from pipeline.storage.control_groups import memory_limit_bytes, memory_room_bytes
 
 FULL_DISK: Final = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of flock on a file system without locks, as some NFS, Lustre without the option flock, and FUSE."""
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -125,6 +128,15 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_where_possible(file: IO[bytes]) -> None:
+    """Wait for the exclusive lock of an open file, where its file system has locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -7,7 +7,6 @@ the set of places that it has, as a float32 that holds whole numbers up to 2^24:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.storage.files import lock_where_possible
 from pipeline.telemetry.metric import MOST_NUMBERS
 
 COLUMN: Final = "reward_numbers"
@@ -84,7 +84,7 @@ class NumberNames:
             return self._names.index(name) if name in self._names else None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_where_possible(file)
             self._size = -1
             if name not in (names := self.names) and len(names) < MOST_NUMBERS:
                 file.seek(0)

@@ -34,6 +34,7 @@ from pipeline.sort_digits import (
     prompts_path,
     recipe_of,
 )
+from pipeline.storage.files import NO_LOCKS
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +206,11 @@ def _locked(path: Path, timeout_s: float) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError as error:
+            except OSError as error:
+                if error.errno in NO_LOCKS:
+                    break
+                if not isinstance(error, BlockingIOError):
+                    raise
                 if time.monotonic() >= deadline:
                     raise DeadlineError(f"{path} is locked by another process for {timeout_s:g} s") from error
                 time.sleep(_LOCK_RETRY_S)

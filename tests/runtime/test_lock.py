@@ -23,7 +23,8 @@ import pytest
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError, UnreachableError
 from pipeline.runtime import control
 from pipeline.runtime import lock as instance_lock
-from pipeline.runtime.lock import InstanceLock, InstanceRecord, SharedMemoryLock
+from pipeline.runtime.lock import InstanceLock, InstanceRecord, SharedMemoryLock, StateLock
+from pipeline.storage.files import NO_LOCKS
 from tests.support.instances import process, record, serving
 
 
@@ -92,6 +93,42 @@ class TestLock:
         assert instance_lock.holder(tmp_path) is None
         with InstanceLock(tmp_path):
             pass
+
+    @pytest.mark.parametrize("number", NO_LOCKS)
+    def test_without_file_locks_a_state_directory_is_used_with_a_warning_and_a_runtime_directory_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+    ) -> None:
+        def flock(descriptor: int, kind: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        state, runtime = tmp_path / "state", tmp_path / "run"
+
+        with StateLock(state, runtime, "a-run"):
+            assert (state / "lock").read_text().splitlines() == [str(os.getpid()), str(runtime), "a-run"]
+            assert instance_lock.user_of(state) is None
+        assert not (state / "lock").exists()
+        with pytest.raises(ConfigError) as refused:
+            InstanceLock(runtime).__enter__()
+
+        assert [record.getMessage() for record in caplog.records] == [
+            f"daemon.state_dir: {state} cannot be locked ({os.strerror(number)}), so nothing keeps a second instance "
+            "out of it"
+        ]
+        assert str(refused.value) == (
+            f"daemon.runtime_dir: {runtime} cannot be locked ({os.strerror(number)}): choose a folder on a local disk"
+        )
+
+    def test_another_error_of_a_lock_is_told_with_its_key(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def flock(descriptor: int, kind: int) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+        with pytest.raises(ConfigError, match=r"daemon\.state_dir: .* cannot be locked \(Input/output error\)"):
+            StateLock(tmp_path, tmp_path, "a-run").__enter__()
 
     def test_clean_end_leaves_no_lock_file(self, tmp_path: Path) -> None:
         with InstanceLock(tmp_path):
