@@ -96,7 +96,8 @@ BEYOND = (
     r"got \d+\.0$|with GRPO|each needs|must be finite|one of builtin:|must be a path|1979|group of|rows of buffer|"
     r"at least the|must be below rollout|must be the sum|a row has at|with rollout\.algorithm = |tokens of a response|"
     "rows of a step|of limit_tokens|of rollout.reward_timeout_s|at most 512 with|of your own|sets itself|"
-    "carry a signal|that math gives|must be one of rewards|must divide the|multiple of trainer.nodes"
+    "carry a signal|that math gives|must be one of rewards|must divide the|multiple of trainer.nodes|"
+    r"with rollout\.sleep"
 )
 
 

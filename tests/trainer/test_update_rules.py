@@ -133,7 +133,7 @@ def test_moments_of_8_bits_follow_adamw_on_a_gpu() -> None:
 def test_without_its_package_8_bits_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr(
-        "pipeline.config.optimizers.importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else 1
+        "pipeline.config.user_modules.importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else 1
     )
 
     with pytest.raises(ConfigError) as refused:
