@@ -17,9 +17,8 @@ from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.buffer.spool import Spool
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, ExitCode
+from pipeline.errors import ExitCode
 from pipeline.prompts.passes import prompts_of_passes
-from pipeline.prompts.source import prompts_at_most
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import Message, Published
 from pipeline.runtime.pause import Pause
@@ -128,8 +127,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
         log.info("ledger taken over: ready=%d leased=%d tickets=%d", ledger.ready, ledger.leased, ledger.reserved)
     spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
     evaluations = EvaluationFile(run_dir(config) / FILE_NAME)
-    prompts = _prompts_of_an_epoch(config)
-    buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=prompts, evaluations=evaluations)
+    buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts, evaluations=evaluations)
     snapshot = BufferSnapshot(config, arena, metrics.snapshot_written, telemetry=metrics)
     pause, weights = Pause(context.folder), NewestWeights(context.folder / "weights")
     weights.look(buffer, monotonic_s(), patience_s=0.0)
@@ -190,14 +188,6 @@ def _handle_last_messages(buffer: Buffer, mailbox: Mailbox) -> None:
             return
         for message in messages:
             buffer.handle(message, monotonic_s())
-
-
-def _prompts_of_an_epoch(config: Config) -> int:
-    """Return an upper bound of the prompts of an epoch; 0 if they cannot be counted now, as the workers will say."""
-    try:
-        return prompts_at_most(config.prompts)
-    except (ConfigError, OSError):
-        return 0
 
 
 def new_buffer(

@@ -65,6 +65,7 @@ def main(reports: int, spec_json: str) -> int:
         writer,
         report,
         spec.generation,
+        spec.prompts,
     )
     context.stop_on_sigterm()
     try:

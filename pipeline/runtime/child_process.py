@@ -61,6 +61,7 @@ class LaunchSpec(msgspec.Struct, frozen=True):
         index: Rank or worker number.
         folder: The instance's folder in shared memory.
         generation: Number of the start of the role's group.
+        prompts: Prompts in one epoch, 0 if unknown.
         cpus: CPUs of the process; empty for all.
     """
 
@@ -68,6 +69,7 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     index: int
     folder: str
     generation: int = 0
+    prompts: int = 0
     cpus: list[int] = []
 
 

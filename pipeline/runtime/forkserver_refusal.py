@@ -36,14 +36,16 @@ class ForkserverRefusal:
     """The refusal that is remembered in a state directory.
 
     Args:
-        state_dir: The state directory.
+        state_dir: The state directory; None: nothing is remembered.
     """
 
-    def __init__(self, state_dir: Path) -> None:
-        self.path = state_dir / _FILE
+    def __init__(self, state_dir: Path | None) -> None:
+        self.path = None if state_dir is None else state_dir / _FILE
 
     def recall(self, conditions: str) -> str:
         """Return the reason of a refusal under these conditions (`conditions_of`); "" if there was none."""
+        if self.path is None:
+            return ""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Record)
         except (OSError, *UNREADABLE):
@@ -52,8 +54,9 @@ class ForkserverRefusal:
 
     def remember(self, conditions: str, reason: str) -> None:
         """Keep a refusal for the next start; a folder that cannot be written costs that start its attempt."""
-        with contextlib.suppress(OSError), replacing(self.path) as descriptor:
-            os.write(descriptor, msgspec.json.encode(_Record(conditions, reason)))
+        if self.path is not None:
+            with contextlib.suppress(OSError), replacing(self.path) as descriptor:
+                os.write(descriptor, msgspec.json.encode(_Record(conditions, reason)))
 
 
 def conditions_of(environment: Mapping[str, str], model: str) -> str:

@@ -78,6 +78,7 @@ class RoleContext:
         metrics: This process's slot.
         report: Sends a report to the supervisor.
         generation: Number of the start of the role's group; ranks of one generation connect to each other.
+        prompts: Prompts in one epoch, 0 if unknown.
         stopping: Set by SIGTERM; the loop ends at the next safe point.
         turn: A worker's, on a card that a trainer shares (`rollout.sleep`).
         in_process_group: Whether this rank is in a process group of torch. After an error it exits at once then: NCCL's
@@ -91,6 +92,7 @@ class RoleContext:
     metrics: SlotWriter
     report: Callable[[Report], None]
     generation: int = 0
+    prompts: int = 0
     stopping: bool = False
     turn: EngineTurn | None = None
     in_process_group: bool = False

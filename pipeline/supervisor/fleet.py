@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import random
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ import msgspec
 
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, GaveUpError
+from pipeline.prompts.source import prompts_at_most
 from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, cache_variables, child_environment, executed
 from pipeline.runtime.forkserver import Forkserver
 from pipeline.runtime.forkserver_refusal import ForkserverRefusal, conditions_of
@@ -122,6 +123,36 @@ class Slot:
         return self.child is not None
 
 
+@dataclasses.dataclass(frozen=True)
+class ChildSettings:
+    """Settings of an instance that its children get at their start.
+
+    Attributes:
+        name: The instance's name.
+        model: Directory of the actor, whose code the forkserver loads.
+        prompts: At least the number of prompts in one epoch; 0 if unknown.
+        threads: Compute threads by role; a role that is not listed gets 1.
+        state_dir: The state directory, where a forkserver's refusal is kept; None: nowhere.
+    """
+
+    name: str = ""
+    model: str = ""
+    prompts: int = 0
+    threads: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    state_dir: Path | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> ChildSettings:
+        """Return the settings of a configuration; reads its prompt file to count the lines."""
+        return cls(
+            name=config.daemon.name,
+            model=config.model.actor,
+            prompts=prompts_at_most(config.prompts),
+            threads={"trainer": config.trainer.threads, "rollout": config.rollout.threads},
+            state_dir=Path(config.daemon.state_dir),
+        )
+
+
 class Fleet:
     """Starts and watches children; `on_end` decides the consequence of an exit for the instance.
 
@@ -135,19 +166,21 @@ class Fleet:
         self,
         folder: str,
         slab: MetricsSlab,
-        config: Config,
         *,
         clock: Callable[[], float],
         on_reaped: Callable[[Slot], None],
         on_end: Callable[[Slot, int], None],
         on_change: Callable[[Slot], None],
         on_line: Callable[[Slot, str], None],
+        limits: RestartLimits,
+        settings: ChildSettings | None = None,
     ) -> None:
-        self._config = config
+        self._limits = limits
+        self._settings = settings or ChildSettings()
         self.slots: list[Slot] = []
         self.nodes = ClusterNodes()
         self._forkserver = Forkserver()
-        self._refusal = ForkserverRefusal(Path(config.daemon.state_dir))
+        self._refusal = ForkserverRefusal(self._settings.state_dir)
         self._forkserver_slot = self.add("forkserver", 0, Devices("", ()))
         self.folder = folder
         self._slab = slab
@@ -161,7 +194,7 @@ class Fleet:
 
     def add(self, role: str, index: int, devices: Devices) -> Slot:
         """Add a slot; no child runs in it yet."""
-        slot = Slot(role, index, devices, RestartPolicy(RestartLimits.of(self._config.daemon), random.Random()))
+        slot = Slot(role, index, devices, RestartPolicy(self._limits, random.Random()))
         self.slots.append(slot)
         if slot.works:
             # Counters start at 0: Prometheus sees no increase in a counter that appears as 1.
@@ -169,10 +202,11 @@ class Fleet:
                 self._metrics.counter("rlhfd_process_exits_total", role=role, reason=reason)
         return slot
 
-    def limit(self, config: Config) -> None:
-        """Apply the bounds of restarts of a configuration from now on."""
+    def limit(self, limits: RestartLimits) -> None:
+        """Apply other bounds of restarts from now on."""
+        self._limits = limits
         for slot in self.slots:
-            slot.policy.limit(RestartLimits.of(config.daemon))
+            slot.policy.limit(limits)
 
     def of(self, *roles: str) -> Iterator[Slot]:
         """Yield the slots of some roles."""
@@ -245,19 +279,25 @@ class Fleet:
         )
 
     def _environment(self, slot: Slot) -> dict[str, str]:
-        config = self._config
-        threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}.get(slot.role, 1)
-        environment = child_environment(gpu=slot.devices.gpu, threads=threads)
-        return environment | cache_variables(Path(config.daemon.state_dir), environment)
+        settings = self._settings
+        environment = child_environment(
+            gpu=slot.devices.gpu,
+            threads=settings.threads.get(slot.role, 1),
+        )
+        if settings.state_dir is not None:
+            environment |= cache_variables(settings.state_dir, environment)
+        return environment
 
     def _conditions(self) -> str:
-        return conditions_of(self._environment(self._forkserver_slot), self._config.model.actor)
+        return conditions_of(self._environment(self._forkserver_slot), self._settings.model)
 
     def _starter(self, slot: Slot, *, forked: bool) -> Starter:
-        config, environment = self._config, self._environment(slot)
+        settings, environment = self._settings, self._environment(slot)
         if slot.role == "forkserver":
-            return self._forkserver.starter(config.daemon.name, config.model.actor, environment)
-        spec = LaunchSpec(slot.role, slot.index, self.folder, slot.generation, list(slot.devices.cpus))
+            return self._forkserver.starter(settings.name, settings.model, environment)
+        spec = LaunchSpec(
+            slot.role, slot.index, self.folder, slot.generation, settings.prompts, list(slot.devices.cpus)
+        )
         if forked:
             return self._forkserver.forked(spec, environment)
         return executed("pipeline.runtime.child_entry", [msgspec.json.encode(spec).decode()], environment)

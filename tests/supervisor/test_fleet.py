@@ -19,8 +19,9 @@ from pipeline.errors import ExitCode
 from pipeline.runtime.child_process import Starter, cache_variables
 from pipeline.runtime.messages import Message
 from pipeline.runtime.role import Report
-from pipeline.supervisor.fleet import Fleet, Slot
+from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
 from pipeline.supervisor.placement import Devices
+from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shutdown import Shutdown
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
@@ -50,12 +51,12 @@ class Idlers(Fleet):
         super().__init__(
             str(folder),
             slab,
-            Config(daemon=DaemonConfig(state_dir=folder / "state")),
             clock=time.monotonic,
             on_reaped=lambda slot: None,
             on_end=lambda slot, code: self.ended(slot, code),
             on_change=lambda slot: None,
             on_line=lambda slot, line: None,
+            limits=RestartLimits(),
         )
         self.ranks = [self.add("trainer", rank, Devices("", ())) for rank in (0, 1)]
         for forkserver in self.of("forkserver"):
@@ -388,6 +389,7 @@ def test_roles_get_the_caches_of_the_state_directory_and_the_users_own_stay(
     monkeypatch.setenv("TRITON_CACHE_DIR", "/fast/triton")
     monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
     fleet = Idlers(tmp_path)
+    fleet._settings = ChildSettings(state_dir=tmp_path / "state")
 
     environment = fleet._environment(fleet.ranks[0])
 
