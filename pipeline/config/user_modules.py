@@ -192,8 +192,10 @@ def problem_of_call(function: Callable[..., Any], style: str = AUTO) -> str:
             "attention_mask, *, response, gt_answer, **_), a call a row, which returns a number"
         )
     kinds = inspect.Parameter
-    by_name = [name for name, one in signature.parameters.items()
-               if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)][2:]  # fmt: skip
+    named = [name for name, one in signature.parameters.items()
+             if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]  # fmt: skip
+    # A keyword in the place of the tokens or their mask is given twice.
+    by_name = [*named[2:], *(name for name in named[:2] if name in (PROMPT, RESPONSE, *VISION_KEYWORDS))]
     try:
         signature.bind(None, None, **dict.fromkeys([*REWARD_KEYWORDS, *by_name]))
     except TypeError as error:

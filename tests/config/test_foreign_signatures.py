@@ -50,6 +50,14 @@ def test_a_function_of_here_of_trl_and_of_verl_has_no_problem(function: Callable
     assert problem_of_call(function) == ""
 
 
+def by_name(response: Any, answer: Any = None, **_: Any) -> float:
+    return 0.0
+
+
+def test_a_keyword_in_the_place_of_the_tokens_is_refused_before_a_start() -> None:
+    assert "multiple values for argument 'response': its parameters are (input_ids," in problem_of_call(by_name)
+
+
 def both(prompts: Any, completions: Any = None, solution_str: Any = None, ground_truth: Any = None) -> float:
     return 0.0
 
