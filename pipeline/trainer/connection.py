@@ -407,6 +407,11 @@ class Connection:
         """Leave the batches in hand to a version that is begun; return its `trained_through`."""
         return self._session.begin_version()
 
+    def tell(self, published: WeightsVersion) -> None:
+        """Report a version of `begin_version` from the thread that has published it; `end_version` follows."""
+        if self.rank == 0:
+            self._session.tell(published)
+
     def end_version(self, published: WeightsVersion) -> None:
         """End `begin_version`: the version counts its batches as trained; of several ranks the first one reports it.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Protocol
@@ -47,7 +48,7 @@ class Receiver(Protocol):
 
 
 class BufferSession:
-    """The leases and messages of one trainer rank. Not thread-safe.
+    """The leases and messages of one trainer rank. Not thread-safe but for `tell`.
 
     Attributes:
         draining: Whether the run drains: no further lease is taken.
@@ -78,6 +79,7 @@ class BufferSession:
         self.deliveries_repeated = 0
         self._receiver = receiver
         self._sender = sender
+        self._sending = threading.Lock()
         self._name = trainer_name(rank)
         self._world_size = world_size
         self._prefetch = prefetch
@@ -91,6 +93,8 @@ class BufferSession:
         self._in_version: list[int] = []
         self._acks: collections.deque[int] = collections.deque(maxlen=_ACKS_KEPT)
         self._published: Published | None = None
+        # The life of the buffer that was told of the version that is being published.
+        self._told: int | None = None
         self._damaged: Damaged | None = None
         self._trained_through = 0
         if newest is not None:
@@ -250,13 +254,22 @@ class BufferSession:
         # A version without a batch of its own has those of the versions before it.
         return max(through, self._trained_through)
 
+    def tell(self, version: WeightsVersion) -> None:
+        """Report a version from the thread that publishes it; `announce` follows in the session's own thread.
+
+        Workers begin with the version while the rank computes its next step, and hears of nothing.
+        """
+        buffer = self._peer.server
+        self._send(_published(version))
+        self._told = buffer
+
     def announce(self, version: WeightsVersion) -> None:
-        """Report a published version, and again to each new buffer."""
+        """Report a published version, unless `tell` has reported it to this buffer, and again to each new buffer."""
         self._trained_through = max(self._trained_through, version.trained_through)
-        self._published = Published(
-            version.version, version.fingerprint, version.trained_through, version.rollback, version.position
-        )
-        self._send(self._published)
+        self._published = _published(version)
+        told, self._told = self._told, None
+        if told is None or told != self._peer.server:
+            self._send(self._published)
 
     def _forget_rollback(self) -> None:
         """Repeat a rollback as a version from now on: leases of after it have come, so it is in the buffer's ledger.
@@ -294,4 +307,11 @@ class BufferSession:
         return [*self._in_version, *self._in_hand, *(lease.lease for lease in self._leases)]
 
     def _send(self, message: Message) -> None:
-        self._sender.send(message)
+        with self._sending:
+            self._sender.send(message)
+
+
+def _published(version: WeightsVersion) -> Published:
+    return Published(
+        version.version, version.fingerprint, version.trained_through, version.rollback, version.position
+    )

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,48 @@ def test_the_next_batch_is_computed_while_a_version_is_published_and_only_its_ch
     reading = MetricsReader(bench.slab).read()
     assert reading.value("rlhfd_train_steps_total") == 2
     assert bench.house.ledger.totals.trained == 16
+
+
+def test_the_buffer_knows_a_version_while_the_next_batch_is_computed_and_is_told_once(bench):
+    trainer = bench.trainer(max_steps=0)
+    gate, known = Gate(trainer), []
+    steps(bench, trainer, 1)
+    duplicates = bench.house.counts.duplicates
+
+    def told():
+        gate.open.set()
+        deadline_s = time.monotonic() + 60.0
+        while bench.house.ledger.totals.policy_version < 1 and time.monotonic() < deadline_s:
+            bench.house.turn(work=False)
+        known.append(bench.house.ledger.totals.policy_version)
+
+    bench.learner.computed = told
+    steps(bench, trainer, 2)
+    bench.learner.computed = lambda: None
+    trainer.close()
+    bench.house.turn(work=False)
+
+    assert known == [1] and bench.house.ledger.totals.policy_version == 2
+    assert bench.house.counts.duplicates == duplicates
+
+
+def test_a_buffer_that_starts_after_it_was_told_is_told_again(bench):
+    trainer = bench.trainer(max_steps=0)
+    gate = Gate(trainer)
+    steps(bench, trainer, 1)
+    gate.open.set()
+    trainer._publishing.wait()
+    # The message is in the dead buffer's mailbox.
+    bench.house.start_buffer()
+    bench.house.post.take("buffer")
+    bench.house.post.send("trainer-0", Welcome(bench.house.buffer.incarnation))
+
+    trainer.wait(0.0)
+    trainer.poll()
+
+    bench.house.turn(work=False)
+    assert bench.house.ledger.totals.policy_version == 1
+    trainer.close()
 
 
 def test_an_error_of_the_thread_ends_training_before_anything_has_changed(bench):

@@ -5,7 +5,8 @@
 
 The order of stores is that of a publish in place (`pipeline.models.weights.versions`), so that a kill at any of them
 leaves the same. The tensors are read live, not copied before: `finish` is called before the optimizer changes them.
-Training's thread reports the version to the buffer and counts its step, at its first look after the page is turned.
+The publishing thread reports the version to the buffer as soon as the page is turned, so that workers begin with it
+while training computes. Training's thread counts the step at its first look after that.
 
 Sharded ranks publish together, each in a thread: their collectives are on a process group of its own. They meet before.
 
@@ -131,7 +132,7 @@ class Publishing:
             wanted = wanted._replace(trained_through=self._connection.begin_version(), probe=probe)
             write = _timed(self._models.writing(wanted, training))
             if self._is_worth_a_thread and not is_first:
-                written = self._thread.submit(write, self._stream())
+                written = self._thread.submit(self._write_and_tell, write, self._stream())
             else:
                 written = Future()
                 written.set_result(write(contextlib.nullcontext()))
@@ -187,6 +188,15 @@ class Publishing:
     def _is_worth_a_thread(self) -> bool:
         # The first publish of a trainer maps the files, and sets their size.
         return self.is_beside and self._models.versions.weights_bytes >= BESIDE_FROM_BYTES
+
+    def _write_and_tell(
+        self,
+        write: Callable[[contextlib.AbstractContextManager[None]], tuple[WeightsVersion, float]],
+        stream: contextlib.AbstractContextManager[None],
+    ) -> tuple[WeightsVersion, float]:
+        written = write(stream)
+        self._connection.tell(written[0])
+        return written
 
     def _stream(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of copies that begin after all that training has issued so far, beside what it issues."""
