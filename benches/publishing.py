@@ -92,12 +92,13 @@ def run(*, quick: bool) -> Sequence[Section]:
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rlhfd-bench-") as folder:
-            return [_measured(Path(folder), shape, rounds)]
+            return [measured(Path(folder), shape, rounds)]
     finally:
         torch.set_num_threads(threads)
 
 
-def _measured(folder: Path, shape: Shape, rounds: int) -> Section:
+def measured(folder: Path, shape: Shape, rounds: int) -> Section:
+    """Return the figures of all ways, with a model of a shape below a folder."""
     parameters = write_model(folder / "model", shape)
     config = Config.model_validate(
         {

@@ -193,7 +193,7 @@ class _Connection:
     """The part of a connection to the daemon that a publish needs."""
 
     def __init__(self, weights_path: Path) -> None:
-        self.rank = dist.get_rank()
+        self.rank, self.remote = dist.get_rank(), None
         self.weights_path = weights_path
         self.versions = PolicyVersions(weights_path)
 
