@@ -27,9 +27,10 @@ from pipeline.models.pass_size import PassSize, default_tokens, width_multiple
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
 from pipeline.progress import Telemetry
-from pipeline.rollout.reward.functions import FunctionReward, checked_scores, takes_columns, vision_keywords
+from pipeline.rollout.reward.functions import FunctionReward, checked_scores, vision_keywords
 from pipeline.rollout.reward.parts import OnParts
 from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.signatures import parameters_of
 from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.rows import Rows
 
@@ -171,6 +172,7 @@ class ModelPasses:
         # Functions read the rows themselves.
         reads_rows = isinstance(reward_model, SequenceReward | SummedReward)
         multiple = width_multiple(device, self.width_multiple) if reads_rows else 1
+        takes_columns = "columns" in parameters_of(reward_model)
         scores: list[Tensor] = []
 
         def step(part: slice) -> None:
@@ -183,7 +185,7 @@ class ModelPasses:
                 response_end=torch.from_numpy(rows.totals[index]).to(device),
                 gt_answer=answers[part],
                 **vision_keywords(reward_model, rows.vision_of(index), device),
-                **({} if columns is None or not takes_columns(reward_model) else {"columns": columns[part]}),
+                **({"columns": columns[part]} if columns is not None and takes_columns else {}),
             )
             part_scores = _exact(reward_model, part_scores)
             scores.append(checked_scores(part_scores, len(ids), name, keep_errored=keep_errored).cpu())

@@ -44,17 +44,20 @@ def answer_bounds(text: str, tags: Sequence[str]) -> tuple[int, int]:
         opened begins behind the others.
     """
     opening, closing = f"<{tags[-1]}>", f"</{tags[-1]}>"
-    others = max((text.rfind(mark) + len(mark) for tag in tags[:-1] if (mark := f"</{tag}>") in text), default=0)
+    others = _behind(text, tags[:-1])
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else text.rfind(opening)
     if start >= 0:
         start += len(opening)
         return start, text.find(closing, start) if end >= 0 else len(text)
     if end >= 0:
-        behind = max((text.rfind(mark, 0, end) + len(mark) for tag in tags[:-1]
-                      if (mark := f"</{tag}>") in text[:end]), default=0)  # fmt: skip
-        return behind, end
+        return _behind(text[:end], tags[:-1]), end
     return (others, len(text)) if text[others:].strip() else (0, len(text))
+
+
+def _behind(text: str, tags: Sequence[str]) -> int:
+    """Return the place after the last end of one of the tags; 0 without one."""
+    return max((text.rfind(mark) + len(mark) for tag in tags if (mark := f"</{tag}>") in text), default=0)
 
 
 def opened_by(prompt_end: str, tags: Sequence[str]) -> tuple[str, list[str]]:

@@ -41,21 +41,14 @@ def code_reward(settings: CodeReward) -> Callable[..., float]:
     Raises:
         ConfigError: If this machine cannot isolate the code of responses, and `unisolated` is false.
     """
-    is_unisolated = settings.unisolated
-    _check_isolation(is_unisolated)
+    _check_isolation(settings.unisolated)
 
     def code(
         input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, tests: Any = None, **_: Any
     ) -> float:
         sources = _tests(gt_answer if tests is None else tests)
         source = block_of(response, settings.tags, lambda language: bool(_PYTHON.fullmatch(language)))
-        return float(
-            passes(
-                [source, *sources],
-                timeout_s=settings.timeout_s,
-                unisolated=is_unisolated,
-            )
-        )
+        return float(passes([source, *sources], timeout_s=settings.timeout_s, unisolated=settings.unisolated))
 
     return code
 

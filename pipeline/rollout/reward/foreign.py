@@ -43,11 +43,8 @@ def _of_trl(function: Function) -> Function:
     takes = _taken_by(function)
 
     def keywords(ids: torch.Tensor, columns: dict[str, Any]) -> dict[str, Any]:
-        prompts, spans = (
-            columns.pop(PROMPT),
-            zip(columns.pop("response_start"), columns.pop("response_end"), strict=True),
-        )
-        tokenizer = columns.pop("tokenizer")
+        prompts, tokenizer = columns.pop(PROMPT), columns.pop("tokenizer")
+        spans = zip(columns.pop("response_start"), columns.pop("response_end"), strict=True)
         columns.setdefault(ANSWER, columns.pop("gt_answer"))
         completion_ids = [row[start:end].tolist() for row, (start, end) in zip(ids, spans, strict=True)]
         texts = _texts(tokenizer, completion_ids)
@@ -58,17 +55,7 @@ def _of_trl(function: Function) -> Function:
         ]
         return takes({**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids})
 
-    if is_async(function):
-
-        async def call_async(ids: torch.Tensor, mask: torch.Tensor, **columns: Any) -> Any:
-            return await function(**keywords(ids, columns))
-
-        return batched(call_async)
-
-    def call(ids: torch.Tensor, mask: torch.Tensor, **columns: Any) -> Any:
-        return function(**keywords(ids, columns))
-
-    return batched(call)
+    return batched(_called(function, keywords))
 
 
 def _of_verl(function: Function) -> Function:
@@ -99,15 +86,24 @@ def _of_verl(function: Function) -> Function:
             raise RewardError(f'the dict has no "score", its keys are {", ".join(map(str, result))}')
         return result
 
+    return _called(function, keywords, score)
+
+
+def _called(
+    function: Function,
+    keywords: Callable[[torch.Tensor, dict[str, Any]], dict[str, Any]],
+    score: Callable[[Any], Any] = lambda result: result,
+) -> Function:
+    """Return a call of a function by the keywords of its trainer, async if the function is."""
     if is_async(function):
 
-        async def call_async(ids: torch.Tensor, mask: torch.Tensor, **row: Any) -> Any:
-            return score(await function(**keywords(ids, row)))
+        async def call_async(ids: torch.Tensor, mask: torch.Tensor, **given: Any) -> Any:
+            return score(await function(**keywords(ids, given)))
 
         return call_async
 
-    def call(ids: torch.Tensor, mask: torch.Tensor, **row: Any) -> Any:
-        return score(function(**keywords(ids, row)))
+    def call(ids: torch.Tensor, mask: torch.Tensor, **given: Any) -> Any:
+        return score(function(**keywords(ids, given)))
 
     return call
 

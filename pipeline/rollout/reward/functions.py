@@ -25,7 +25,7 @@ from pipeline.rollout.reward.foreign import adapted
 from pipeline.rollout.reward.numbers import of_rows, scored, split
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.row_rewards import LARGEST, RowRewards, is_reward
-from pipeline.rollout.reward.signatures import Signature, awaited
+from pipeline.rollout.reward.signatures import Signature, awaited, parameters_of
 from pipeline.rollout.reward.wire import row_score
 
 RewardFunction = Callable[..., Any]
@@ -80,19 +80,15 @@ class FunctionReward(RowRewards):
         self._timeout_s = timeout_s
 
     @property
-    def sees_images(self) -> bool:
-        """Whether a function names images among its parameters."""
-        return any(signature.vision for _, signature in self._functions)
-
-    @property
-    def wants_columns(self) -> bool:
-        """Whether a function takes further columns of the prompt's row."""
-        return any(signature.wants_columns for _, signature in self._functions)
-
-    @property
-    def wants_prompt(self) -> bool:
-        """Whether a function names the prompt."""
-        return any(signature.wants_prompt for _, signature in self._functions)
+    def facts(self) -> dict[str, Any]:
+        """Whether a function names images or the prompt, or takes further columns of its row; and `together`."""
+        signatures = [signature for _, signature in self._functions]
+        return {
+            "sees_images": any(signature.vision for signature in signatures),
+            "wants_columns": any(signature.wants_columns for signature in signatures),
+            "wants_prompt": any(signature.wants_prompt for signature in signatures),
+            "together": self.together,
+        }
 
     @property
     def together(self) -> list[int]:
@@ -172,57 +168,43 @@ class FunctionReward(RowRewards):
             text = functools.partial(self._text, input_ids[row, start:end].tolist())
             return signature.keywords(given[row], seen, {} if columns is None else columns[row], text)
 
+        def alone(at: int, row: int) -> Any:
+            function, signature = self._functions[at]
+            return function(input_ids[row], attention_mask[row], **keywords(signature, row))
+
         joint = {at: self._joint(at, input_ids, attention_mask, keywords) for at in self.together if at in which}
         for row in range(len(given)):
             found: list[float | RewardError] = []
             for at in which:
-                function, signature = self._functions[at]
-                if at in joint:
-                    found.append(joint[at][row])
-                else:
-                    call = functools.partial(self._call, function, signature, keywords, row)
-                    found.append(_result(function, row, functools.partial(call, input_ids[row], attention_mask[row])))
+                call = functools.partial(_taken, joint[at][row]) if at in joint else functools.partial(alone, at, row)
+                found.append(_result(self._functions[at][0], row, call))
                 if isinstance(found[-1], RewardError):
                     break
             yield found
 
-    @staticmethod
-    def _call(
-        function: RewardFunction,
-        signature: Signature,
-        keywords: Callable[..., Any],
-        row: int,
-        ids: Tensor,
-        mask: Tensor,
-    ) -> Any:
-        return function(ids, mask, **keywords(signature, row))
-
     def _joint(
         self, at: int, input_ids: Tensor, attention_mask: Tensor, keywords: Callable[[Signature, int], dict[str, Any]]
-    ) -> list[float | RewardError]:
-        """Return the results of a batched or async function for all rows."""
+    ) -> list[Any]:
+        """Return the results of a batched or async function for all rows, an exception for a row without one."""
         function, signature = self._functions[at]
         rows = range(len(input_ids))
+
+        async def of_row(row: int) -> Any:
+            return await function(input_ids[row], attention_mask[row], **keywords(signature, row))
+
         try:
-            if signature.is_batched:
-                given = signature.together([keywords(signature, row) for row in rows])
-                call = functools.partial(function, input_ids, attention_mask, **given)
-                results = awaited([call], self._timeout_s)[0] if signature.is_async else call()
-                if isinstance(results, BaseException):
-                    raise results
-                results = of_rows(results, len(rows))
-                if len(results) != len(rows):
-                    raise RewardError(f"{_name_of(function)} returned {len(results)} scores for {len(rows)} rows")
-            else:
-
-                async def of_row(row: int) -> Any:
-                    return await function(input_ids[row], attention_mask[row], **keywords(signature, row))
-
-                results = awaited([functools.partial(of_row, row) for row in rows], self._timeout_s)
+            if not signature.is_batched:
+                return awaited([functools.partial(of_row, row) for row in rows], self._timeout_s)
+            given = signature.together([keywords(signature, row) for row in rows])
+            call = functools.partial(function, input_ids, attention_mask, **given)
+            called = _taken(awaited([call], self._timeout_s)[0]) if signature.is_async else call()
+            results = list(of_rows(called, len(rows)))
+            if len(results) != len(rows):
+                raise RewardError(f"{_name_of(function)} returned {len(results)} scores for {len(rows)} rows")
+            return results
         # User code may raise any exception; every row has it.
         except Exception as error:  # noqa: BLE001
-            results = [error] * len(rows)
-        return [_result(function, row, functools.partial(_taken, result)) for row, result in enumerate(results)]
+            return [error] * len(rows)
 
 
 def _taken(result: Any) -> Any:
@@ -246,17 +228,13 @@ def vision_keywords(
     Returns:
         The keywords, None for each that the rows lack.
     """
-    names = _named(reward_model, (*user_modules.VISION_KEYWORDS, "image_num", "video_num", "vision"))
+    known_names = (*user_modules.VISION_KEYWORDS, "image_num", "video_num", "vision")
+    names = [name for name in known_names if name in parameters_of(reward_model)]
     if vision is None or not names:
         return dict.fromkeys(names)
     pixels = vision.model_keywords(device) if set(names) & set(MODEL_KEYWORDS.values()) else {}
     known = {**pixels, **vision.counts(), "raw_images": vision.raw_images, "vision": vision}
     return {name: known.get(name) for name in names}
-
-
-def takes_columns(reward_model: Callable[..., Any]) -> bool:
-    """Return whether a reward model's signature names `columns`, the further columns of each row's prompt."""
-    return bool(_named(reward_model, ("columns",)))
 
 
 def load_reward_function(reward: RewardConfig | str) -> RewardFunction:
@@ -272,18 +250,18 @@ def load_reward_function(reward: RewardConfig | str) -> RewardFunction:
     Raises:
         ConfigError: If the name has another form, does not import, or is not callable.
     """
-    name, field = (reward if isinstance(reward, str) else reward.name), "rewards"
+    name = reward if isinstance(reward, str) else reward.name
     if name in REWARD_NAMES:
         # Only then: it needs libraries that other functions do not.
         from pipeline.rollout.reward.named import named_reward
 
         return named_reward(reward_of(reward))
     if not all(name.partition(":")):
-        raise ConfigError(f"{field}: {name!r} is not of the form module:function")
-    function = user_modules.load_function(field, name)
+        raise ConfigError(f"rewards: {name!r} is not of the form module:function")
+    function = user_modules.load_function("rewards", name)
     style = reward.style if isinstance(reward, OwnReward) else user_modules.AUTO
     if problem := user_modules.problem_of_call(function, style):
-        raise ConfigError(f"{field}: {name} {problem}")
+        raise ConfigError(f"rewards: {name} {problem}")
     return adapted(function, style)
 
 
@@ -313,17 +291,6 @@ def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: b
         row = int((~finite).nonzero()[0])
         raise RewardError(f"{source} returned {tensor[row].item()} for row {row}; a reward is a finite number")
     return tensor
-
-
-def _named(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Return the names that are parameters of a function."""
-    target = function.forward if isinstance(function, torch.nn.Module) else function
-    try:
-        parameters = inspect.signature(target).parameters
-    # Some functions written in C have no signature, and so no named parameters.
-    except (TypeError, ValueError):
-        return []
-    return [name for name in names if name in parameters]
 
 
 def _seen(vision: VisionRows | None) -> dict[str, Any]:

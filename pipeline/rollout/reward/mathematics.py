@@ -1,4 +1,4 @@
-"""The reward `math`: results of responses compared with answers, in a process with limits (`math_process`)."""
+"""The process of the reward `math`, with limits: it compares results of responses with answers (`math_process`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from pipeline.config.rewards import MATH_CPU_S, MathReward
 from pipeline.errors import RewardError
 from pipeline.rollout.reward import math_process
 from pipeline.runtime.lifeline import PARENT_VARIABLE
@@ -42,7 +41,7 @@ class MathProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], Any] = lambda: None
 
-    def is_right(self, answer: str, response: str, tags: list[str]) -> bool:
+    def is_right(self, answer: str, response: str, tags: Sequence[str]) -> bool:
         """Return whether a response has the result of an answer; one that reaches a limit has not.
 
         Args:
@@ -53,7 +52,7 @@ class MathProcess:
         Raises:
             RewardError: If the answer cannot be read within the limits, or the process does not answer.
         """
-        body = json.dumps([answer, response, tags]).encode()
+        body = json.dumps([answer, response, list(tags)]).encode()
         try:
             process = self._running()
             assert process.stdin is not None and process.stdout is not None
@@ -103,19 +102,6 @@ class MathProcess:
         if not (reply := os.read(descriptor, 1)):
             raise RewardError("the process of math has ended")
         return reply
-
-
-def math_reward(settings: MathReward) -> Callable[[str, str], float]:
-    """Return the function behind `math`, of a response and an answer: 1 if the result equals the answer, else 0.
-
-    The result is that of the answer's tag if the response has it (`pipeline.rollout.reward.answers`).
-    """
-    process = MathProcess(timeout_s=MATH_CPU_S)
-
-    def judge(response: str, answer: str) -> float:
-        return float(process.is_right(answer, response, list(settings.tags)))
-
-    return judge
 
 
 def _ended(process: subprocess.Popen[bytes], owner: int) -> None:

@@ -22,7 +22,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pipeline.config.rewards import (
+    MATH_CPU_S,
     CodeReward,
+    ExactReward,
     FormatReward,
     JsonSchemaReward,
     JudgeReward,
@@ -39,7 +41,7 @@ from pipeline.prompts.lines import json_of_file
 from pipeline.rollout.reward.answers import block_of, opened_by
 from pipeline.rollout.reward.code import code_reward
 from pipeline.rollout.reward.functions import NAMED
-from pipeline.rollout.reward.mathematics import math_reward
+from pipeline.rollout.reward.mathematics import MathProcess
 
 _PROMPT_TOKENS: Final = 64
 """Tokens at the end of a prompt in which a tag of the chat template is looked for."""
@@ -54,32 +56,13 @@ def named_reward(reward: RewardConfig) -> Callable[..., Any]:
     Raises:
         ConfigError: If an option is wrong, or a package is not installed.
     """
-    function = _made(reward)
+    function = _MAKERS[type(reward)](reward)
     # Errors show it.
     function.__module__, function.__qualname__ = NAMED, reward.name
     return function
 
 
-def _made(reward: RewardConfig) -> Callable[..., Any]:
-    match reward:
-        case CodeReward():
-            return code_reward(reward)
-        case FormatReward():
-            return _format(reward)
-        case JsonSchemaReward():
-            return _json_schema(reward)
-        case JudgeReward() | RemoteReward():
-            return _of_service(reward)
-        case LengthReward():
-            return _length(reward)
-        case MathReward():
-            return _math(reward)
-        case RegexReward():
-            return _regex(reward)
-    return _exact()
-
-
-def _exact() -> Callable[..., float]:
+def _exact(settings: ExactReward) -> Callable[..., float]:
     def exact(input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, **_: Any) -> float:
         return float(response.strip() == _answer("exact", gt_answer).strip())
 
@@ -218,11 +201,11 @@ def _math(settings: MathReward) -> Callable[..., float]:
     # It is loaded by a process of its own.
     if problem := missing_package("math"):
         raise ConfigError(f"rewards: {problem}")
-    judge = math_reward(settings)
+    process = MathProcess(timeout_s=MATH_CPU_S)
 
     def math_of(input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, **named: Any) -> float:
         opened, _ = opened_by(prompt_end(input_ids, **named), settings.tags)
-        return judge(opened + response, _answer("math", gt_answer))
+        return float(process.is_right(_answer("math", gt_answer), opened + response, settings.tags))
 
     return math_of
 
@@ -232,6 +215,19 @@ def _of_service(settings: JudgeReward | RemoteReward) -> Callable[..., Any]:
     from pipeline.rollout.reward import remote
 
     return remote.judge_reward(settings) if isinstance(settings, JudgeReward) else remote.remote_reward(settings)
+
+
+_MAKERS: Final[dict[type[RewardConfig], Callable[[Any], Callable[..., Any]]]] = {
+    CodeReward: code_reward,
+    ExactReward: _exact,
+    FormatReward: _format,
+    JsonSchemaReward: _json_schema,
+    JudgeReward: _of_service,
+    LengthReward: _length,
+    MathReward: _math,
+    RegexReward: _regex,
+    RemoteReward: _of_service,
+}
 
 
 def _answer(name: str, answer: Any) -> str:

@@ -181,23 +181,20 @@ class RewardPool(RowRewards):
         work = [RowsToScore([at], rows) for at in together if rows]
         work += [RowsToScore(alone, [row]) for row in rows if alone]
         done = self._work(work)
-        joint = len(together) if rows else 0
+        joint, own = done[: len(together)], done[len(together) :]
         scores = []
         for row in range(len(rows)):
-            found = {at: done[number][row] for number, at in enumerate(together)}
-            own = done[joint + row][0] if alone else RowScore()
-            results = [*found.values(), own]
-            if problem := next((score for score in results if score.problem), None):
+            found = [([at], of_rows[row]) for at, of_rows in zip(together, joint, strict=True)]
+            found += [(alone, own[row][0])] if alone else []
+            if problem := next((score for _, score in found if score.problem), None):
                 scores.append(problem)
                 continue
-            parts = {**{at: score.parts[0] for at, score in found.items()}, **dict(zip(alone, own.parts, strict=True))}
-            numbers = {
-                **{at: score.numbers[:1] for at, score in found.items()},
-                **{at: own.numbers[place : place + 1] for place, at in enumerate(alone)},
-            }
-            every = range(len(self._names))
-            of_functions = [next(iter(numbers[at]), {}) for at in every]
-            scores.append(RowScore(parts=[parts[at] for at in every], numbers=of_functions))
+            parts, numbers = [0.0] * len(self._names), [dict[str, float]() for _ in self._names]
+            for functions, score in found:
+                for place, at in enumerate(functions):
+                    parts[at] = score.parts[place]
+                    numbers[at] = score.numbers[place] if score.numbers else {}
+            scores.append(RowScore(parts=parts, numbers=numbers))
         return scores
 
     def _work(self, work: list[RowsToScore]) -> list[list[RowScore]]:

@@ -44,13 +44,7 @@ def _load(functions: str, tokenizer: Any, timeout_s: float, hidden: list[int] | 
         timeout_s=timeout_s,
         text=ResponseText(tokenizer, hidden),
     )
-    facts = {
-        "sees_images": reward.sees_images,
-        "wants_columns": reward.wants_columns,
-        "wants_prompt": reward.wants_prompt,
-        "together": reward.together,
-    }
-    return functools.partial(_serve, reward, timeout_s), facts
+    return functools.partial(_serve, reward, timeout_s), reward.facts
 
 
 def _serve(reward: FunctionReward, timeout_s: float, end: socket.socket) -> None:

@@ -50,6 +50,19 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, or of a module's ``forward``, by name."""
+    try:
+        return inspect.signature(_called(function)).parameters
+    # Some functions written in C have no signature, and so no named parameters.
+    except (TypeError, ValueError):
+        return {}
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.forward if isinstance(function, torch.nn.Module) else function
+
+
 class Signature:
     """The parameters of a reward function.
 
@@ -63,14 +76,9 @@ class Signature:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Read the parameters of a reward function."""
-        target = function.forward if isinstance(function, torch.nn.Module) else function
         self.is_batched = bool(getattr(function, "is_batched", False))
-        self.is_async = is_async(target)
-        try:
-            parameters = inspect.signature(target).parameters
-        # Some functions written in C have no signature, and so no named parameters.
-        except (TypeError, ValueError):
-            parameters = {}  # type: ignore[assignment]
+        self.is_async = is_async(_called(function))
+        parameters = parameters_of(function)
         kinds = inspect.Parameter
         named = [
             name for name, one in parameters.items() if one.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)

@@ -82,13 +82,8 @@ def row_score(found: Sequence[float | RewardError], *, is_joint: bool) -> RowSco
             problem = "timeout"
         return RowScore(problem=problem, text=str(error), bare=error.bare, cause=error.cause)
     parts = [part for part in found if not isinstance(part, RewardError)]
-    numbers = numbers_of_parts(parts)
+    numbers = [dict(part.numbers) if isinstance(part, Score) else {} for part in parts]
     return RowScore(parts=[float(part) for part in parts], numbers=numbers if any(numbers) else [])
-
-
-def numbers_of_parts(parts: Sequence[float]) -> list[dict[str, float]]:
-    """Return the further numbers of each part of a row's reward."""
-    return [dict(part.numbers) if isinstance(part, Score) else {} for part in parts]
 
 
 def with_images(row: RowToScore, vision: VisionRows) -> RowToScore:

@@ -203,5 +203,5 @@ def test_a_batched_call_that_dies_or_hangs_costs_its_rows_and_the_next_call_is_s
 
 
 def test_columns_are_sent_to_functions_that_take_them(folder: Path) -> None:
-    assert not loaded("plain").wants_columns
-    assert loaded("plain", "one").wants_columns and loaded("columns").wants_columns
+    assert not loaded("plain").facts["wants_columns"]
+    assert loaded("plain", "one").facts["wants_columns"] and loaded("columns").facts["wants_columns"]
