@@ -17,13 +17,19 @@ import sys
 import time
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+import setproctitle
+
+from pipeline.errors import LinkEndedError
+from pipeline.rollout.generation.vllm import wire
+from pipeline.rollout.generation.vllm.ranks import compute_on_cpu, start_tracker
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
+from pipeline.runtime.link import Link
 from pipeline.storage.card_turns import keep_inherited
+from pipeline.telemetry import log as log_settings
 
 if TYPE_CHECKING:
     from pipeline.rollout.generation.vllm.core import Core
-    from pipeline.rollout.generation.vllm.wire import Failed, Order, Settings
-    from pipeline.runtime.link import Link
 
 _IDLE_S = 1.0
 _REPORT_S = 0.1
@@ -45,15 +51,10 @@ def main(descriptor: int, settings_json: str) -> None:
     # The ranks that vLLM starts die with it.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     keep_inherited()
-    from pipeline.errors import LinkEndedError
-    from pipeline.rollout.generation.vllm.ranks import start_tracker
-    from pipeline.rollout.generation.vllm.wire import Failed, Ready, orders
-    from pipeline.runtime.link import Link
-
     settings = _introduced(settings_json)
     if settings.tensor_parallel > 1:
         start_tracker()
-    link = Link(socket.socket(fileno=descriptor), orders)
+    link = Link(socket.socket(fileno=descriptor), wire.orders)
     try:
         core = _core(link)
     except LinkEndedError:
@@ -65,7 +66,7 @@ def main(descriptor: int, settings_json: str) -> None:
         link.send(_refusal(error))
         return
     _set_levels(settings, logging.WARNING)
-    link.send(Ready(core.cache_tokens, core.vocabulary))
+    link.send(wire.Ready(core.cache_tokens, core.vocabulary))
     try:
         _serve(core, link)
     except LinkEndedError:
@@ -74,18 +75,12 @@ def main(descriptor: int, settings_json: str) -> None:
     except Exception as error:
         log.exception("the engine failed")
         core.await_ranks()
-        link.send(Failed("engine", _one_line(error)))
+        link.send(wire.Failed("engine", _one_line(error)))
 
 
-def _introduced(settings_json: str) -> Settings:
+def _introduced(settings_json: str) -> wire.Settings:
     """Return the settings; this process has its title, and writes its log by them."""
-    import msgspec
-    import setproctitle
-
-    from pipeline.rollout.generation.vllm.wire import Settings
-    from pipeline.telemetry import log as log_settings
-
-    settings = msgspec.json.decode(settings_json, type=Settings)
+    settings = msgspec.json.decode(settings_json, type=wire.Settings)
     setproctitle.setproctitle(settings.title)
     log_settings.configure("vllm", level=settings.log_level, json=settings.log_json)
     # The start of vLLM alone has a dozen warnings, none of which its user can act on.
@@ -98,12 +93,10 @@ def _become_rank() -> None:
     die_with_parent()
     settings = _introduced(sys.argv[2])
     if settings.on_cpu:
-        from pipeline.rollout.generation.vllm.ranks import compute_on_cpu
-
         compute_on_cpu()
 
 
-def _core(link: Link[Order]) -> Core:
+def _core(link: Link[wire.Order]) -> Core:
     started = time.monotonic()
     from pipeline.rollout.generation.vllm.core import Core
 
@@ -113,17 +106,17 @@ def _core(link: Link[Order]) -> Core:
     while not (messages := link.receive(_IDLE_S)):
         pass
     told = time.monotonic()
-    core = Core(cast("Settings", messages[0]))
+    core = Core(cast("wire.Settings", messages[0]))
     log.info("vLLM has started: imports_s=%.1f engine_s=%.1f", imports_s, time.monotonic() - told)
     return core
 
 
-def _set_levels(settings: Settings, level: int) -> None:
+def _set_levels(settings: wire.Settings, level: int) -> None:
     for name in ("vllm", "py.warnings"):
         logging.getLogger(name).setLevel(logging.NOTSET if settings.log_level == "debug" else level)
 
 
-def _serve(core: Core, link: Link[Order]) -> None:
+def _serve(core: Core, link: Link[wire.Order]) -> None:
     paused, reported_s = False, 0.0
     while True:
         working = core.busy and not paused
@@ -138,65 +131,49 @@ def _serve(core: Core, link: Link[Order]) -> None:
             link.send(report)
 
 
-def _obey(core: Core, link: Link[Order], order: Order, *, paused: bool) -> bool:
+def _obey(core: Core, link: Link[wire.Order], order: wire.Order, *, paused: bool) -> bool:
     """Carry out an order; return whether the engine is paused.
 
     Raises:
         SystemExit: If the weights of the engine are of no version any more; the worker was told.
     """
     from pipeline.rollout.generation.vllm.core import UpdateError
-    from pipeline.rollout.generation.vllm.wire import (
-        Cancel,
-        Failed,
-        Fetch,
-        Pause,
-        Paused,
-        Resume,
-        Sleep,
-        Slept,
-        Submit,
-        Take,
-        Wake,
-        Woken,
-    )
 
     match order:
-        case Submit():
+        case wire.Submit():
             core.submit(order)
-        case Cancel(keys=keys):
+        case wire.Cancel(keys=keys):
             core.cancel(keys)
             link.send(core.report([]))
-        case Fetch() | Take():
+        case wire.Fetch() | wire.Take():
             try:
-                if isinstance(order, Fetch):
+                if isinstance(order, wire.Fetch):
                     link.send(core.fetch(order.path, order.age))
                 else:
                     link.send(core.take(order.path, order.places, order.version))
             except UpdateError as error:
-                link.send(Failed(error.kind, str(error)))
+                link.send(wire.Failed(error.kind, str(error)))
                 if error.kind != "version":
                     sys.exit(1)
-        case Pause():
-            link.send(Paused())
+        case wire.Pause():
+            link.send(wire.Paused())
             return True
-        case Resume():
+        case wire.Resume():
             return False
-        case Sleep():
+        case wire.Sleep():
             core.sleep()
-            link.send(Slept())
-        case Wake():
+            link.send(wire.Slept())
+        case wire.Wake():
             core.wake()
-            link.send(Woken())
+            link.send(wire.Woken())
     return paused
 
 
-def _refusal(error: Exception) -> Failed:
+def _refusal(error: Exception) -> wire.Failed:
     """Return the report of a failed start; what another configuration or model cures is no reason for a restart."""
-    from pipeline.rollout.generation.vllm.wire import Failed
-
     wrong = isinstance(error, ValueError | TypeError | OSError | NotImplementedError | ImportError | AssertionError)
     wrong = wrong and not str(error).startswith(_CHANGED_MEMORY)
-    return Failed("config" if wrong else "engine", _one_line(error))
+    return wire.Failed("config" if wrong else "engine", _one_line(error))
 
 
 def _one_line(error: Exception) -> str:
