@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-from pipeline.experience.extent_format import Array
-from pipeline.experience.ragged import RaggedRows
 from pipeline.models.device import allocator_bytes
 from pipeline.progress import Telemetry
 from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
 from pipeline.rollout.reward.parts import PREFIX
+from pipeline.rollout.roller import Rolled
 from pipeline.rollout.sample_recorder import RolloutSamples
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.telemetry.activity import ActivityClock
@@ -27,16 +28,12 @@ ACTIVITIES = (
     "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "wait_data",
     "wait_card", "asleep",
 )  # fmt: skip
+_M = TypeVar("_M")
+
 log = logging.getLogger(__name__)
 
-_STAGES = {
-    "generate": "generate",
-    "logprob": "logprob",
-    "ref_logprob": "ref_logprob",
-    "value": "value",
-    "reward": "reward",
-    "environment": "environment",
-    "seal": "serialize",
+_STAGES = {"seal": "serialize"} | {
+    name: name for name in ("generate", "logprob", "ref_logprob", "value", "reward", "environment")
 }
 _WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness", "paused": "wait_ticket_paused"}
 
@@ -55,62 +52,45 @@ class RolloutMetrics(Telemetry):
         log_texts: bool = False,
     ) -> None:
         super().__init__(log_texts=log_texts)
-        self._samples = samples
+        self.samples = samples
         self._writer = writer
         self._functions = {
             f"{PREFIX}{label}": writer.gauge("rlhfd_reward_function_mean", function=function)
             for label, function in zip(reward_labels, REWARD_LABELS, strict=False)
         }
         self._numbers = [writer.gauge("rlhfd_reward_function_mean", function=label) for label in NUMBER_LABELS]
-        self._numbers_left_out = {
-            reason: writer.counter("rlhfd_reward_numbers_left_out_total", reason=reason)
-            for reason in ("invalid", "name")
-        }
+        self._numbers_left_out = _each(
+            writer.counter, "rlhfd_reward_numbers_left_out_total", reason=("invalid", "name")
+        )
         self.clock = ActivityClock(writer, ACTIVITIES)
         self._waiting_for = "wait_data"
         self._is_asleep = False
         self._stages = {name: writer.histogram("rlhfd_stage_duration_seconds", stage=s) for name, s in _STAGES.items()}
         self._prompts = writer.counter("rlhfd_prompts_total")
         self._prompts_cut = writer.counter("rlhfd_prompts_cut_total")
-        self._accepted = writer.counter("rlhfd_experiences_total", outcome="accepted")
-        self._failed = writer.counter("rlhfd_experiences_total", outcome="failed")
-        self._errored = writer.counter("rlhfd_experiences_total", outcome="errored")
-        self._reward_errors = {
-            reason: writer.counter("rlhfd_stage_errors_total", stage="reward", reason=reason)
-            for reason in ("timeout", "exception", "invalid")
-        }
+        self._experiences = _each(writer.counter, "rlhfd_experiences_total", outcome=("accepted", "failed", "errored"))
+        stage_errors, reasons = "rlhfd_stage_errors_total", ("timeout", "exception", "invalid")
+        self._reward_errors = _each(functools.partial(writer.counter, stage="reward"), stage_errors, reason=reasons)
         self._environment = EnvironmentCounts()
-        self._environment_errors = {
-            reason: writer.counter("rlhfd_stage_errors_total", stage="environment", reason=reason)
-            for reason in ("timeout", "exception", "invalid")
-        }
-        self._environment_steps = {
-            result: writer.counter("rlhfd_environment_steps_total", result=result) for result in ("ok", "tool_failed")
-        }
+        of_environment = functools.partial(writer.counter, stage="environment")
+        self._environment_errors = _each(of_environment, stage_errors, reason=reasons)
+        self._environment_steps = _each(writer.counter, "rlhfd_environment_steps_total", result=("ok", "tool_failed"))
         self._turns = writer.histogram("rlhfd_turns")
-        self._stopped = writer.counter("rlhfd_responses_total", finish_reason="stop")
-        self._truncated = writer.counter("rlhfd_responses_total", finish_reason="length")
-        self._tokens_in = writer.counter("rlhfd_tokens_total", kind="prompt")
-        self._tokens_out = writer.counter("rlhfd_tokens_total", kind="response")
+        self._responses = _each(writer.counter, "rlhfd_responses_total", finish_reason=("stop", "length"))
+        self._tokens = _each(writer.counter, "rlhfd_tokens_total", kind=("prompt", "response"))
         self._prompt_length = writer.histogram("rlhfd_prompt_length_tokens")
         self._response_length = writer.histogram("rlhfd_response_length_tokens")
         self._reward = writer.histogram("rlhfd_reward", source=reward_source)
         self._clipped = writer.counter("rlhfd_rewards_clipped_total")
         self._rows_clipped, self._next_clipped = 0, 1
-        self._groups = {
-            signal: writer.counter("rlhfd_groups_total", signal=signal) for signal in ("mixed", "all_equal")
-        }
+        self._groups = _each(writer.counter, "rlhfd_groups_total", signal=("mixed", "all_equal"))
         self._ticket_tokens = writer.gauge("rlhfd_ticket_tokens")
         self._ticket = -1
         self._sampled = SampledTokens(self._count_sampled)
         self._sampled_remotely = 0
-        self._ticket_rows = {state: writer.gauge("rlhfd_ticket_rows", state=state) for state in ("done", "all")}
-        self._out_of_memory = {
-            during: writer.counter("rlhfd_out_of_memory_total", during=during) for during in ("pass", "generate")
-        }
-        self._probes = {
-            verdict: writer.counter("rlhfd_engine_probes_total", verdict=verdict) for verdict in ("ok", "gap", "stale")
-        }
+        self._ticket_rows = _each(writer.gauge, "rlhfd_ticket_rows", state=("done", "all"))
+        self._out_of_memory = _each(writer.counter, "rlhfd_out_of_memory_total", during=("pass", "generate"))
+        self._probes = _each(writer.counter, "rlhfd_engine_probes_total", verdict=("ok", "gap", "stale"))
         self._gaps = writer.histogram("rlhfd_engine_gap_nats", point="probe")
         self._gap_mean = writer.gauge("rlhfd_engine_gap_mean_nats")
         self._engine: EngineLoad | None = None
@@ -118,13 +98,9 @@ class RolloutMetrics(Telemetry):
         self._version = writer.gauge("rlhfd_policy_version")
         self._sync_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="load")
         self._sync_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport=transport)
-        self._mismatches = writer.counter("rlhfd_weight_syncs_total", result="mismatch")
-        self._syncs = writer.counter("rlhfd_weight_syncs_total", result="ok")
-        self._refused = writer.counter("rlhfd_weight_syncs_total", result="refused")
-        self._sent_bytes = {
-            kind: writer.counter("rlhfd_weight_sent_bytes_total", kind=kind)
-            for kind in (("whole", "difference") if transport == "ray" else ())
-        }
+        self._syncs = _each(writer.counter, "rlhfd_weight_syncs_total", result=("mismatch", "ok", "refused"))
+        sent_kinds = ("whole", "difference") if transport == "ray" else ()
+        self._sent_bytes = _each(writer.counter, "rlhfd_weight_sent_bytes_total", kind=sent_kinds)
         self._sync_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
         self._push_wait = writer.histogram("rlhfd_buffer_push_wait_seconds")
 
@@ -180,37 +156,27 @@ class RolloutMetrics(Telemetry):
         self._waiting_for = "wait_data"
         self._push_wait.observe(max(0.0, waited_s))
 
-    def rolled(
-        self,
-        rows: RaggedRows,
-        *,
-        prompts: int,
-        prompts_failed: int,
-        group_size: int,
-        stopped: Array,
-        prompts_cut: int = 0,
-    ) -> None:
+    def rolled(self, rolled: Rolled, *, prompts: int, group_size: int) -> None:
         """Count a sealed rollout.
 
         Args:
-            rows: Rows of the rollout, the G responses of a prompt contiguous.
+            rolled: The rollout, with its rows, the G responses of a prompt contiguous.
             prompts: Prompts of the ticket.
-            prompts_failed: Prompts of the ticket that were set aside.
             group_size: Responses of a prompt (G).
-            stopped: ``(B,)`` bool, whether the response ended by itself.
-            prompts_cut: Prompts of the ticket that lost their first tokens.
         """
+        rows = rolled.rows
+        assert rows is not None
         info = {name.removeprefix("info."): values for name, values in rows.columns.items() if name.startswith("info.")}
         responses = rows.actions_of_rows()
         prompt_tokens = [length - count for length, count in zip(rows.lengths, rows.counts, strict=True)][::group_size]
         self._prompts.inc(prompts)
-        self._prompts_cut.inc(prompts_cut)
-        self._failed.inc(prompts_failed * group_size)
-        self._accepted.inc(len(responses))
-        self._errored.inc((prompts - prompts_failed) * group_size - len(responses))
-        self._stopped.inc(int(stopped.sum()))
-        self._truncated.inc(int((~stopped).sum()))
-        self._tokens_in.inc(sum(prompt_tokens))
+        self._prompts_cut.inc(rolled.prompts_cut)
+        self._experiences["failed"].inc(rolled.prompts_failed * group_size)
+        self._experiences["accepted"].inc(len(responses))
+        self._experiences["errored"].inc((prompts - rolled.prompts_failed) * group_size - len(responses))
+        self._responses["stop"].inc(int(rolled.stopped.sum()))
+        self._responses["length"].inc(int((~rolled.stopped).sum()))
+        self._tokens["prompt"].inc(sum(prompt_tokens))
         self._prompt_length.observe_many(prompt_tokens)
         self._response_length.observe_many(responses)
         self._reward.observe_many(info["score"].tolist())
@@ -260,8 +226,8 @@ class RolloutMetrics(Telemetry):
 
     def scored(self, parts: Sequence[float] | None) -> None:
         """Record the parts of a row's reward in the samples."""
-        if self._samples is not None:
-            self._samples.scored(parts)
+        if self.samples is not None:
+            self.samples.scored(parts)
 
     def reward_errored(self, reason: str) -> None:
         """Count a row without a reward."""
@@ -298,18 +264,11 @@ class RolloutMetrics(Telemetry):
             return
         writer = self._writer
         if before is None:
-            self._engine_responses = {
-                state: writer.gauge("rlhfd_engine_responses", state=state) for state in ("running", "waiting", "room")
-            }
+            self._engine_responses = _each(writer.gauge, "rlhfd_engine_responses", state=("running", "waiting", "room"))
             self._engine_cache = writer.gauge("rlhfd_engine_cache_ratio")
             self._engine_preemptions = writer.counter("rlhfd_engine_preemptions_total")
-            self._engine_tokens = {
-                direction: writer.counter("rlhfd_engine_tokens_total", direction=direction)
-                for direction in ("in", "out")
-            }
-            self._engine_prefix = {
-                result: writer.counter("rlhfd_engine_prefix_tokens_total", result=result) for result in ("hit", "miss")
-            }
+            self._engine_tokens = _each(writer.counter, "rlhfd_engine_tokens_total", direction=("in", "out"))
+            self._engine_prefix = _each(writer.counter, "rlhfd_engine_prefix_tokens_total", result=("hit", "miss"))
         self._engine_responses["running"].set(load.running)
         self._engine_responses["waiting"].set(load.waiting)
         self._engine_responses["room"].set(load.room_rows or 0)
@@ -329,14 +288,14 @@ class RolloutMetrics(Telemetry):
         """Count a ticket without experience."""
         if not retried:
             self._prompts.inc(prompts)
-            self._failed.inc(prompts * group_size)
+            self._experiences["failed"].inc(prompts * group_size)
 
     def fetched(self, version: int, nbytes: int, duration_s: float) -> None:
         """Count a weight sync."""
         self._version.set(version)
         self._sync_s.observe(duration_s)
         self._sync_bytes.inc(nbytes)
-        self._syncs.inc()
+        self._syncs["ok"].inc()
         self._sync_time.set(time.time())
 
     def weights_sent(self, whole_bytes: int, difference_bytes: int) -> None:
@@ -346,11 +305,11 @@ class RolloutMetrics(Telemetry):
 
     def weights_refused(self) -> None:
         """Count differences that did not lead to the published bytes."""
-        self._refused.inc()
+        self._syncs["refused"].inc()
 
     def weights_mismatch(self) -> None:
         """Count a weight sync after which the model did not compute with its weights."""
-        self._mismatches.inc()
+        self._syncs["mismatch"].inc()
 
     def in_flight(self, rollouts: int) -> None:
         """Show the number of tickets in hand."""
@@ -383,4 +342,10 @@ class RolloutMetrics(Telemetry):
     def _count_sampled(self, tokens: int) -> None:
         # Without a ticket they are those of the trial before the first one.
         if self._ticket >= 0:
-            self._tokens_out.inc(tokens)
+            self._tokens["response"].inc(tokens)
+
+
+def _each(metric: Callable[..., _M], name: str, **labels: Sequence[str]) -> dict[str, _M]:
+    """Return the metrics of a name by the values of one label."""
+    ((label, values),) = labels.items()
+    return {value: metric(name, **{label: value}) for value in values}

@@ -61,7 +61,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
         # Functions of the user run in this process; what they start ends with it.
         end_group_with_this()
     # Before sockets and memory: the processes of the reward functions are forks of this one while it is alone.
-    tokenizer, samples, metrics = prepare(config, context)
+    tokenizer, metrics = prepare(config, context)
     stream = load_local(config, context, tokenizer, metrics) if load is None else load(config, context, metrics)
     device = process_device()
     arena = Arena(context.folder / "arena")
@@ -69,7 +69,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
     traffic = Traffic(context.metrics)
     mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
     outbox = Outbox(context.folder, BUFFER, traffic)
-    worker = worker_with(stream, config, context, arena, outbox, metrics, samples)
+    worker = worker_with(stream, config, context, arena, outbox, metrics)
     # The models of another loader are in another process.
     context.ready(device_name(device) if load is None else "")
     waiting_since_s = monotonic_s()
@@ -109,26 +109,25 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
 
 def new_worker(config: Config, context: RoleContext, arena: Arena, sender: Sender) -> RolloutWorker:
     """Load a worker that computes in this process, and introduce it to the buffer; see `load_local`."""
-    tokenizer, samples, metrics = prepare(config, context)
+    tokenizer, metrics = prepare(config, context)
     stream = load_local(config, context, tokenizer, metrics)
-    return worker_with(stream, config, context, arena, sender, metrics, samples)
+    return worker_with(stream, config, context, arena, sender, metrics)
 
 
-def prepare(config: Config, context: RoleContext) -> tuple[Any, RolloutSamples | None, RolloutMetrics]:
-    """Return the tokenizer of a worker, its samples and its metrics."""
+def prepare(config: Config, context: RoleContext) -> tuple[Any, RolloutMetrics]:
+    """Return the tokenizer of a worker, and its metrics with its samples."""
     tokenizer = load_tokenizer(config.model.actor)
     if context.index == 0:
         note_first_prompts(config, tokenizer)
-    samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
     metrics = RolloutMetrics(
         context.metrics,
         reward_source=reward_source(config),
         transport="ray" if config.cluster.engine == "ray" else "shm",
         reward_labels=part_labels(config),
-        samples=samples,
+        samples=RolloutSamples.of(config, tokenizer, context.index, monotonic_s),
         log_texts=config.daemon.log_texts,
     )
-    return tokenizer, samples, metrics
+    return tokenizer, metrics
 
 
 def load_local(config: Config, context: RoleContext, tokenizer: Any, metrics: RolloutMetrics) -> TicketStream:
@@ -182,10 +181,9 @@ def worker_with(
     arena: Arena,
     sender: Sender,
     metrics: RolloutMetrics,
-    samples: RolloutSamples | None,
 ) -> RolloutWorker:
     """Return the worker of a configuration with this stream."""
-    hooks: list[WorkerHook] = [] if samples is None else [samples]
+    hooks: list[WorkerHook] = [] if metrics.samples is None else [metrics.samples]
     if context.turn is not None:
         hooks.append(EngineSleep(context.turn, cast("EngineStream", stream), metrics))
     return RolloutWorker(

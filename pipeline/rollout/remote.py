@@ -10,6 +10,7 @@ calls.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -63,19 +64,19 @@ class CallResult:
     Attributes:
         value: The return value.
         error: The error raised; None if there is a value.
-        events: The calls of `StreamMetrics` and `Telemetry` that count something, each a method with its arguments.
+        events: The calls of `RolloutMetrics` that count something, each a method with its arguments.
         status: The node's progress at the end of the call.
         has_room: Whether another ticket can make progress.
     """
 
-    value: Any = None
-    error: RlhfdError | None = None
-    events: list[tuple[str, tuple[Any, ...]]] = dataclasses.field(default_factory=list)
-    status: NodeStatus = dataclasses.field(default_factory=lambda: NodeStatus())
-    has_room: bool = True
+    value: Any
+    error: RlhfdError | None
+    events: list[tuple[str, tuple[Any, ...]]]
+    status: NodeStatus
+    has_room: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class NodeStatus:
     """The progress of a node.
 
@@ -92,7 +93,7 @@ class NodeStatus:
 
     beats: int = 0
     activity: str = OTHER
-    records: list[logging.LogRecord] = dataclasses.field(default_factory=list)
+    records: Sequence[logging.LogRecord] = ()
     progress: tuple[int, int] = (0, 0)
     sampled: int = 0
     in_hand: int = 0
@@ -135,12 +136,8 @@ class NodeTelemetry(Telemetry):
     def __init__(self, *, log_texts: bool = False) -> None:
         super().__init__(log_texts=log_texts)
         self.clock = NodeClock(self.progress)
-        self.beats = 0
         self.beat_s = time.monotonic()
-        self.rows = (0, 0)
-        self.tokens = 0
-        self.load: EngineLoad | None = None
-        self.environments = EnvironmentCounts()
+        self._status = NodeStatus()
         self._sampled = SampledTokens(self._count_sampled)
         self._events: list[tuple[str, tuple[Any, ...]]] = []
 
@@ -162,16 +159,16 @@ class NodeTelemetry(Telemetry):
 
     def show_rows(self, done: int, rows: int) -> None:
         """Keep the rows in work and those of them that are done."""
-        self.rows = (done, rows)
+        self._status.progress = done, rows
 
     def engine(self, load: EngineLoad) -> None:
         """Keep the engine's work in hand."""
-        self.load = load
+        self._status.load = load
 
     def environment(self, counts: EnvironmentCounts) -> None:
         """Keep a copy of the work of the environments."""
-        if counts != self.environments:
-            self.environments = EnvironmentCounts(counts.answers, counts.tools_failed, counts.problems.copy())
+        if counts != self._status.environment:
+            self._status.environment = copy.deepcopy(counts)
 
     def weights_mismatch(self) -> None:
         """Record that the engine does not compute with its weights."""
@@ -180,20 +177,15 @@ class NodeTelemetry(Telemetry):
     def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
         """Count a heartbeat; keep the progress of the stage if `rows` is above 0, and count tokens."""
         if rows:
-            self.rows = (rows_done, rows)
+            self.show_rows(rows_done, rows)
         if tokens is not None:
             self._sampled.reported(tokens)
-        self.beats += 1
+        self._status.beats += 1
         self.beat_s = time.monotonic()
 
     def sampled(self, tokens: int) -> None:
         """Count the response tokens of ended requests, except for those that a heartbeat has counted."""
         self._sampled.ended(tokens)
-
-    @property
-    def in_hand(self) -> int:
-        """Tokens counted for requests that have not ended."""
-        return self._sampled.in_hand
 
     def reward_errored(self, reason: str) -> None:
         """Record a row without a reward."""
@@ -215,16 +207,22 @@ class NodeTelemetry(Telemetry):
         """Record the parts of a row's reward."""
         self._record("scored", parts)
 
-    def take(self, value: Any, error: RlhfdError | None) -> CallResult:
-        """Return the result of a call with all events since the last one, and start anew."""
+    def status(self, records: Sequence[logging.LogRecord]) -> NodeStatus:
+        """Return the progress so far, with these log records; also to be called from another thread."""
+        return dataclasses.replace(
+            self._status, activity=self.clock.activity, in_hand=self._sampled.in_hand, records=records
+        )
+
+    def take(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """Return all events since the last call, and start anew."""
         events, self._events = self._events, []
-        return CallResult(value, error, events)
+        return events
 
     def _record(self, method: str, *arguments: Any) -> None:
         self._events.append((method, arguments))
 
     def _count_sampled(self, tokens: int) -> None:
-        self.tokens += tokens
+        self._status.sampled += tokens
 
 
 class RolloutNode:
@@ -294,20 +292,7 @@ class RolloutNode:
         elif hang_timeout_s and self._is_busy and self._stream is not None and not self._has_logged_stacks:
             self._has_logged_stacks = True
             self._records.emit(_hang_record(silent_s))
-        return self._status()
-
-    def _status(self) -> NodeStatus:
-        telemetry = self._telemetry
-        return NodeStatus(
-            telemetry.beats,
-            telemetry.clock.activity,
-            self._records.take(),
-            telemetry.rows,
-            telemetry.tokens,
-            telemetry.in_hand,
-            telemetry.load,
-            telemetry.environments,
-        )
+        return self._telemetry.status(self._records.take())
 
     @property
     def _loaded(self) -> EngineStream:
@@ -337,7 +322,8 @@ class RolloutNode:
         finally:
             self._is_busy = False
         has_room = self._stream is None or self._stream.has_room
-        return dataclasses.replace(self._telemetry.take(value, error), status=self._status(), has_room=has_room)
+        status = self._telemetry.status(self._records.take())
+        return CallResult(value, error, self._telemetry.take(), status, has_room)
 
     def _load(self) -> Loaded:
         machine = socket.gethostname()

@@ -11,13 +11,12 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from pipeline.config.schema import Config
 from pipeline.errors import FieldError, ShapeError, WeightsMismatchError
 from pipeline.models.device import free_cached
 from pipeline.models.weights.store import WeightsReader
-from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.environment.turns import Turns
 from pipeline.rollout.generation.interface import (
     Completed,
@@ -32,6 +31,10 @@ from pipeline.rollout.prompt_batch import PromptBatch, tokens_of
 from pipeline.rollout.roller import Begun, LocalRoller, Rolled
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.metric import OTHER
+
+if TYPE_CHECKING:
+    from pipeline.rollout.metrics import RolloutMetrics
+    from pipeline.rollout.remote import NodeTelemetry
 
 _UNBOUNDED_TICKETS_AHEAD = 8
 _MOST_TICKETS_AHEAD = 1024
@@ -83,57 +86,7 @@ class TicketStream(Protocol):
         ...
 
 
-class Clock(Protocol):
-    """The activity of a worker, each change of which is a heartbeat (`pipeline.telemetry.activity`)."""
-
-    @property
-    def activity(self) -> str:
-        """The present activity."""
-        ...
-
-    def enter(self, activity: str) -> str:
-        """Begin an activity; return the one that ended."""
-        ...
-
-
-class StreamMetrics(Protocol):
-    """The receiver of a stream's progress: a worker's metrics, or an actor's telemetry in front of them."""
-
-    @property
-    def clock(self) -> Clock:
-        """The worker's activity."""
-        ...
-
-    def progress(self) -> None:
-        """Write a heartbeat."""
-        ...
-
-    def sampled(self, tokens: int) -> None:
-        """Count the response tokens of ended requests."""
-        ...
-
-    def staged(self, name: str, seconds: float) -> None:
-        """Count the duration of a stage."""
-        ...
-
-    def show_rows(self, done: int, rows: int) -> None:
-        """Show the rows in work and those of them that are done."""
-        ...
-
-    def engine(self, load: EngineLoad) -> None:
-        """Show the work in hand of the engine."""
-        ...
-
-    def environment(self, counts: EnvironmentCounts) -> None:
-        """Count the work of the environments since the last call."""
-        ...
-
-    def weights_mismatch(self) -> None:
-        """Count weights with which the engine does not compute."""
-        ...
-
-
-def new_stream(roller: LocalRoller, config: Config, metrics: StreamMetrics) -> EngineStream:
+def new_stream(roller: LocalRoller, config: Config, metrics: RolloutMetrics | NodeTelemetry) -> EngineStream:
     """Return the stream of a roller's engine, with the tickets in hand that the configuration wants."""
     rows = config.prompts_per_ticket * config.group_size
     return EngineStream(
@@ -205,7 +158,7 @@ class EngineStream:
 
     Args:
         roller: Renders prompts and scores responses; its engine samples.
-        metrics: The worker's; shows the rows in hand and those done.
+        metrics: The worker's, or an actor's in front of them; shows the rows in hand and those done.
         tickets_ahead: Tickets that the worker holds at a time.
         updates_in_flight: Whether weights may change while tickets are in hand.
     """
@@ -213,7 +166,7 @@ class EngineStream:
     def __init__(
         self,
         roller: LocalRoller,
-        metrics: StreamMetrics,
+        metrics: RolloutMetrics | NodeTelemetry,
         tickets_ahead: int,
         *,
         updates_in_flight: bool = False,

@@ -335,14 +335,7 @@ class RolloutWorker:
                 rows = pack(rows, self._numbers)
                 rolled = dataclasses.replace(rolled, rows=rows)
             encoded = self._encode(ticket, rows)
-        self._metrics.rolled(
-            rows,
-            prompts=ticket.prompts,
-            prompts_failed=rolled.prompts_failed,
-            group_size=self._group_size,
-            stopped=rolled.stopped,
-            prompts_cut=rolled.prompts_cut,
-        )
+        self._metrics.rolled(rolled, prompts=ticket.prompts, group_size=self._group_size)
         for hook in self._hooks:
             hook.sealed(ticket, rolled, weights.version)
         return Sealed(

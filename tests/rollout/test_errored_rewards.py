@@ -125,7 +125,7 @@ def moody(rollers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F8
 
 def test_each_group_of_a_rollout_has_its_own_prompt_whichever_are_set_aside_or_left_out(moody) -> None:
     roller, *_ = moody("good", "long", "bad", "good", "text", "long", "good")
-    prompts = [roller._source.at(position) for position in range(7)]
+    prompts = [roller.source.at(position) for position in range(7)]
     sampled = [prompt for prompt in prompts if prompt.answer != "long"]
 
     rolled = roller.roll(0, 7)
@@ -146,7 +146,7 @@ def test_a_function_in_the_worker_that_raises_costs_its_group_and_is_named_once_
     with caplog.at_level(logging.WARNING):
         roller, _, telemetry = moody("good", "bad", "text", "good")
         rolled = [roller.roll(0, 4), roller.roll(4, 4)]
-    errors = events_of(telemetry.take(None, None), "reward_errored")
+    errors = events_of(telemetry.take(), "reward_errored")
 
     assert [len(each.rows) for each in rolled] == [8, 8], "2 of 4 prompts, 4 responses each"
     assert sorted(errors) == ["exception"] * 8 + ["invalid"] * 8
@@ -159,7 +159,7 @@ def test_a_function_in_the_worker_that_raises_costs_its_group_and_is_named_once_
         f"({tmp_path}/in_process.py:4) prompt={tmp_path}/p.jsonl:2"
     )
     assert "returned a str for row" in invalid and invalid.endswith(f"prompt={tmp_path}/p.jsonl:3")
-    assert [roller._source.at(row // 4).line, row % 4] == [2, 0], "the first response to the prompt of that line"
+    assert [roller.source.at(row // 4).line, row % 4] == [2, 0], "the first response to the prompt of that line"
 
 
 def test_in_mini_batches_each_row_has_the_place_of_its_own_prompt(moody, caplog: pytest.LogCaptureFixture) -> None:

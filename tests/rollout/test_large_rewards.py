@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores
 from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.roller import Rolled
 from pipeline.rollout.shaping import Shaping, shaping_of
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support import tiny
@@ -150,9 +150,7 @@ def test_clipped_rows_are_counted_and_logged_at_one_and_ten(tmp_path: Path, capl
 
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
-            metrics.rolled(
-                RaggedRows.of(experience), prompts=2, prompts_failed=0, group_size=2, stopped=np.ones(4, bool)
-            )
+            metrics.rolled(Rolled(RaggedRows.of(experience), 0), prompts=2, group_size=2)
 
     assert [record.getMessage() for record in caplog.records] == [
         "rewards clipped: rows=3, by rollout.reward_clip", "rewards clipped: rows=12, by rollout.reward_clip",

@@ -65,7 +65,7 @@ def rollers(task, monkeypatch):  # noqa: F811
             }
         )
         roller = load_roller(config, load_tokenizer(config.model.actor), telemetry, texts=True, device=CPU)
-        telemetry.take(None, None)
+        telemetry.take()
         made.append(roller)
         return roller, paths, telemetry
 
@@ -75,7 +75,7 @@ def rollers(task, monkeypatch):  # noqa: F811
 
 
 def stages(telemetry):
-    return [name for name, _ in events_of(telemetry.take(None, None), "staged")]
+    return [name for name, _ in events_of(telemetry.take(), "staged")]
 
 
 def test_with_no_kl_weight_above_0_the_reference_is_neither_loaded_nor_run(rollers):
@@ -95,7 +95,7 @@ def test_with_no_kl_weight_above_0_the_reference_is_neither_loaded_nor_run(rolle
 
 def test_an_adapter_of_the_head_is_float32_with_float32_logits_as_in_the_trainer(rollers):
     lora = {"dtype": "bfloat16", "float32_logits": True, "lora_rank": 2, "lora_targets": ["lm_head"]}
-    head = rollers(model=lora)[0]._maker.actor.lm_head
+    head = rollers(model=lora)[0].maker.actor.lm_head
 
     states = torch.ones(1, head.in_features, dtype=torch.bfloat16)
     assert (head(states).dtype, head.lora_B(head.lora_A(states)).dtype) == (torch.float32, torch.float32)
@@ -109,7 +109,7 @@ def test_a_reference_that_is_the_trainers_is_neither_loaded_nor_run(rollers, lor
     without, with_reference = theirs.roll(0, 2).rows.padded(), own.roll(0, 2).rows.padded()
 
     assert (len(one), len(two)) == (1, 1 if lora_rank else 2)
-    assert theirs._maker.initial_model is None
+    assert theirs.maker.initial_model is None
     assert "ref_logprob" not in stages(quiet) and "ref_logprob" in stages(loud)
     assert without.base_action_log_probs is None and with_reference.base_action_log_probs is not None
     for name in ("sequences", "action_log_probs", "advantages", "reward"):
@@ -129,7 +129,7 @@ def test_a_reference_in_host_memory_gives_the_experience_of_one_in_the_worker_bi
 
     assert len(one) == len(two) == 2
     assert "ref_logprob" in stages(loud)
-    layers = host._maker.initial_model.base_model.layers
+    layers = host.maker.initial_model.base_model.layers
     assert len({parameter.untyped_storage().data_ptr() for parameter in layers.parameters()}) == 2
     for name in ("sequences", "action_log_probs", "base_action_log_probs", "advantages", "reward", "kl"):
         assert torch.equal(getattr(streamed, name), getattr(whole, name)), name
@@ -205,7 +205,7 @@ def test_one_kl_weight_above_0_loads_it(rollers, settings):
 
 def test_with_lora_the_reference_is_the_actor_without_its_adapters(rollers):
     roller, paths, _ = rollers(model={"lora_rank": 4})
-    maker = roller._maker
+    maker = roller.maker
     draws = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for tensor in adapter_of(maker.actor).values():
@@ -226,7 +226,7 @@ def test_logits_of_actor_and_reference_are_float32_if_the_key_says_so(rollers, a
     roller, _, _ = rollers(model={"dtype": "bfloat16", "float32_logits": asked})
 
     ids = torch.tensor([[3, 4, 5]])
-    models = roller._maker.actor, roller._maker.initial_model
+    models = roller.maker.actor, roller.maker.initial_model
     assert [model(input_ids=ids).logits.dtype for model in models] == [torch.float32 if asked else torch.bfloat16] * 2
 
 
@@ -249,7 +249,7 @@ def test_the_engine_of_a_vision_language_model_is_asked_about_its_versions(rolle
 
     prove(roller.weights, 0)
 
-    ((verdict, gaps),) = events_of(telemetry.take(None, None), "engine_judged")
+    ((verdict, gaps),) = events_of(telemetry.take(), "engine_judged")
     assert verdict == "ok" and max(gaps) < 1e-4
 
 

@@ -92,7 +92,7 @@ class Rollout:
         return self.results[-1].status
 
     def all_of(self, name):
-        return [each for result in self.results for each in events_of(result, name)]
+        return [each for result in self.results for each in events_of(result.events, name)]
 
     @property
     def records(self):
@@ -117,13 +117,13 @@ def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(ta
 
     loaded = sent(node.load())
     assert loaded.error is None
-    here.take(None, None)
+    here.take()
     theirs, mine = Rollout(node, 8, 3), local.roll(8, 3)
 
     equal(vars(mine.rows.padded()), vars(theirs.rolled.rows.padded()))
     assert mine.stopped.tolist() == theirs.rolled.stopped.tolist()
     assert list(mine.prompts) == list(theirs.rolled.prompts)
-    counted = here.take(None, None)
+    counted = here.take()
     scores, stages = theirs.all_of("scored"), theirs.all_of("staged")
     assert scores == events_of(counted, "scored") and len(scores) == 12
     assert sorted(name for name, _ in stages) == sorted(name for name, _ in events_of(counted, "staged"))
@@ -227,7 +227,7 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     copy = sent(reader.copy())
 
     fetched = sent(node.fetch(copy))
-    assert fetched.value == published and not events_of(fetched, "engine_judged")
+    assert fetched.value == published and not events_of(fetched.events, "engine_judged")
     later = Rollout(node, 0, 2)
     ((verdict, gaps),) = later.all_of("engine_judged")
     assert verdict == "ok" and len(gaps) == 8 and max(gaps) < 1e-4
@@ -272,8 +272,8 @@ def test_an_engine_that_keeps_its_weights_is_found_when_these_are_sent(tmp_path,
 
     assert isinstance(results[-1].error, WeightsMismatchError)
     assert "version=3" in str(results[-1].error)
-    assert [len(events_of(result, "weights_mismatch")) for result in results[-2:]] == [0, 1]
-    verdicts = [verdict for result in results for verdict, _ in events_of(result, "engine_judged")]
+    assert [len(events_of(result.events, "weights_mismatch")) for result in results[-2:]] == [0, 1]
+    verdicts = [verdict for result in results for verdict, _ in events_of(result.events, "engine_judged")]
     assert verdicts == ["gap", "gap"], "it got the weights once more"
     reader.close()
     publisher.close()
@@ -312,7 +312,7 @@ def test_an_error_travels_whole_and_without_its_frames(tmp_path, task, node_of):
     config = config_of(task)
     node = node_of(config)
     assert node.load().error is None
-    node._stream._roller._maker.reward_model = lambda **row: torch.full((len(row["input_ids"]),), torch.nan)
+    node._stream._roller.maker.reward_model = lambda **row: torch.full((len(row["input_ids"]),), torch.nan)
     failed = Rollout(node, 0, 1).results[-1]
     assert isinstance(failed.error, RewardError) and failed.value is None
     assert failed.error.bare == failed.error.told(texts=False)
@@ -419,7 +419,7 @@ def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
         wake.wait(60.0)
         return torch.zeros(len(row["input_ids"]))
 
-    node._stream._roller._maker.reward_model = stuck_reward
+    node._stream._roller.maker.reward_model = stuck_reward
     work = threading.Thread(target=lambda: Rollout(node, 0, 1))
     work.start()
     told = wait_until(

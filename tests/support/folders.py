@@ -1,10 +1,13 @@
-"""Folders of models without weights, for checks that read names, shapes and sizes alone; a certificate."""
+"""Folders of models without weights, for checks that read names, shapes and sizes alone; of modules; a certificate."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,3 +29,14 @@ def save_certificate(folder: Path) -> None:
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run(["openssl", "req", *options.split(), *names], check=True, capture_output=True, timeout=30)
     key.chmod(0o600)
+
+
+@contextlib.contextmanager
+def importable(folder: Path, **modules: str) -> Iterator[Path]:
+    """Write modules into a folder; it is the current one, and on this process's path, until the end of the context."""
+    for name, source in modules.items():
+        (folder / f"{name}.py").write_text(source)
+    with contextlib.chdir(folder):
+        sys.path.append(str(folder))
+        yield folder
+        sys.path.remove(str(folder))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.progress import Telemetry
-from pipeline.rollout.remote import CallResult
 
 
 class Told(Telemetry):
@@ -40,7 +39,7 @@ class Told(Telemetry):
         self.verdicts.append((verdict, gaps))
 
 
-def events_of(result: CallResult, method: str) -> list[Any]:
-    """Return the arguments of each event of a node's call that is this method; one argument alone as it is."""
-    found = [arguments for name, arguments in result.events if name == method]
+def events_of(events: Sequence[tuple[str, tuple[Any, ...]]], method: str) -> list[Any]:
+    """Return the arguments of each of a node's events that is this method; one argument alone as it is."""
+    found = [arguments for name, arguments in events if name == method]
     return [arguments[0] if len(arguments) == 1 else arguments for arguments in found]

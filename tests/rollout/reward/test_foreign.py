@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
 from tests.support.daemon import task  # noqa: F401 - a fixture
+from tests.support.folders import importable
 
 # Written as their documentations write them.
 FUNCTIONS = """
@@ -80,12 +79,8 @@ class Digits:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("foreign")
-    (folder / "foreign_rewards.py").write_text(FUNCTIONS)
-    with contextlib.chdir(folder):
-        sys.path.append(str(folder))
+    with importable(tmp_path_factory.mktemp("foreign"), foreign_rewards=FUNCTIONS) as folder:
         yield folder
-        sys.path.remove(str(folder))
 
 
 def row(prompt: Any = "21>", answer: Any = "12", **columns: Any) -> dict[str, Any]:

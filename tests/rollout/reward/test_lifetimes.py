@@ -54,7 +54,7 @@ def load_local(*_):
     sys.stdin.read()
 
 process.load_local = load_local
-process.prepare = lambda *_: (None, None, None)
+process.prepare = lambda *_: (None, None)
 sets = ['rewards=["lives:with_client"]', "rollout.reward_timeout_s=0"]
 process.run(load(None, sets, {}).config, MagicMock())
 """

@@ -18,15 +18,7 @@ from pipeline.config.rewards import REWARD_NAMES, LengthReward, table_of
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.code import passes
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
-
-
-class Letters:
-    """A tokenizer whose tokens are code points; 0 ends a text."""
-
-    eos_token_id = 0
-
-    def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
-        return "".join(chr(token) for token in ids if token or not skip_special_tokens)
+from tests.rollout.reward.test_remote import Letters
 
 
 def score(

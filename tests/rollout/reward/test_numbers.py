@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,15 @@ from pipeline.rollout.reward.functions import FunctionReward, load_reward_functi
 from pipeline.rollout.reward.numbers import PREFIX, columns_of, pack
 from pipeline.rollout.reward.parts import RewardParts
 from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.roller import Rolled
 from pipeline.telemetry.metric import MOST_NUMBERS, NUMBER_LABELS, SlotName
 from pipeline.telemetry.number_names import COLUMN, NumberNames, numbers_of, sums_of
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.row_means import RowMeans
+from tests.rollout.reward.test_foreign import Digits
 from tests.support.daemon import task  # noqa: F401 - a fixture
+from tests.support.folders import importable
 
 FUNCTIONS = """
 import math
@@ -76,16 +77,6 @@ def sometimes(input_ids, attention_mask, *, gt_answer, **_):
 """
 
 
-class Digits:
-    """A tokenizer of digits: id 3 + d is digit d, 0 is padding, 1 ends a response, 2 is ``>``."""
-
-    pad_token_id, eos_token_id = 0, 1
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ids."""
-        return "".join({0: "", 1: "", 2: ">"}.get(one, str(one - 3)) for one in ids)
-
-
 class Counted(Telemetry):
     """Keeps the reasons of numbers that are left out."""
 
@@ -100,12 +91,8 @@ class Counted(Telemetry):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("numbers")
-    (folder / "number_rewards.py").write_text(FUNCTIONS)
-    with contextlib.chdir(folder):
-        sys.path.append(str(folder))
+    with importable(tmp_path_factory.mktemp("numbers"), number_rewards=FUNCTIONS) as folder:
         yield folder
-        sys.path.remove(str(folder))
 
 
 def given(answers: tuple[str, ...] = ("12", "21")) -> dict[str, Any]:
@@ -307,7 +294,8 @@ def test_a_workers_metric_has_the_name_of_the_number(tmp_path: Path) -> None:
     reader = MetricsReader(slab)
     metrics = RolloutMetrics(slab.writer("rollout", 1), reward_source="function")
 
-    metrics.rolled(made, prompts=1, prompts_failed=0, group_size=2, stopped=np.array([True, True]))
+    made = made.with_info("cut", np.zeros(2, bool))
+    metrics.rolled(Rolled(made, 0), prompts=1, group_size=2)
     metrics.number_left_out("invalid")
     reader.name(dict(zip(NUMBER_LABELS, names.names, strict=False)))
     reading = reader.read()

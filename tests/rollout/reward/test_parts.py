@@ -34,7 +34,7 @@ from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.reward.wire import RowScore
-from pipeline.rollout.roller import LocalRoller
+from pipeline.rollout.roller import LocalRoller, Rolled
 from pipeline.telemetry.exposition import Exposition
 from pipeline.telemetry.metric import REWARD_LABELS, SlotName
 from pipeline.telemetry.reader import MetricsReader
@@ -157,7 +157,7 @@ def test_a_row_that_a_reward_model_gives_no_score_is_counted_once_and_its_cause_
     )
 
     assert len(experience.sequences) == 1
-    assert events_of(telemetry.take(None, None), "reward_errored") == ["invalid"]
+    assert events_of(telemetry.take(), "reward_errored") == ["invalid"]
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("reward errored: row=1 reason=invalid: ") and cause in said
     assert summed.problem is not None and cause in summed.problem.text
@@ -191,7 +191,8 @@ def test_the_means_are_shown_by_name(tmp_path: Path) -> None:
         PROMPTS, MASK, max_length=7, columns=[{"level": 1.5}, {"level": 3}]
     )
 
-    metrics.rolled(RaggedRows.of(experience), prompts=2, prompts_failed=0, group_size=1, stopped=np.ones(2, bool))
+    rows = RaggedRows.of(experience).with_info("cut", np.zeros(2, bool))
+    metrics.rolled(Rolled(rows, 0), prompts=2, group_size=1)
 
     names = dict(zip(REWARD_LABELS, ["level", "length"], strict=False))
     lines = Exposition(MetricsReader(slab, names=names)).text().decode().splitlines()

@@ -69,7 +69,7 @@ def loaded(config: Config) -> LocalRoller:
 
 
 def reward_of(roller: LocalRoller) -> SummedReward:
-    reward = roller._maker.reward_model  # type: ignore[attr-defined]
+    reward = roller.maker.reward_model  # type: ignore[attr-defined]
     assert isinstance(reward, SummedReward)
     return reward
 
@@ -182,7 +182,7 @@ def test_a_row_without_the_score_of_one_model_has_no_reward_and_is_counted_with_
     chats = [prompt for prompt in prompts if not isinstance(prompt.prompt, str)]
     telemetry = roller.telemetry
     assert isinstance(telemetry, NodeTelemetry)
-    telemetry.take(None, None)
+    telemetry.take()
 
     found = roller.roll(0, 4)
 
@@ -191,7 +191,7 @@ def test_a_row_without_the_score_of_one_model_has_no_reward_and_is_counted_with_
     assert found.rows is not None
     assert len(found.rows) == 3 * (4 - len(chats)) == 6
     assert np.isfinite(found.rows.columns["reward"]).all()
-    assert events_of(telemetry.take(None, None), "reward_errored") == ["invalid"] * 6
+    assert events_of(telemetry.take(), "reward_errored") == ["invalid"] * 6
     # Once, the rollout before the first ticket included.
     (said,) = [text for record in caplog.records if (text := record.getMessage()).startswith("reward errored:")]
     assert "reason=invalid: no score of rewards.model.path, its chat template refuses the row: " in said
@@ -227,7 +227,7 @@ def test_an_evaluation_counts_by_the_score_of_one_part(two: Config, name: str) -
     rewards = two.model_dump(mode="json")["rewards"]
     roller = loaded(with_models(two, *rewards, rollout=rollout, evaluation={**evaluation, "batch_size": 4}))
 
-    results = roller.roll(0, 4, evaluation=0).results
+    results = roller.of(0).roll(0, 4).results
 
     reward = reward_of(roller)
     part = reward.parts[:, reward.labels.index(name.rpartition(":")[2])].reshape(4, 3)

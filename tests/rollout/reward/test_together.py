@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
 from tests.support.daemon import task  # noqa: F401 - a fixture
+from tests.support.folders import importable
 from tests.support.told import Told
 
 FUNCTIONS = """
@@ -72,12 +72,8 @@ async def all_slowly(input_ids, attention_mask, *, level, **_):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("together")
-    (folder / "together_rewards.py").write_text(FUNCTIONS)
-    with contextlib.chdir(folder):
-        sys.path.append(str(folder))
+    with importable(tmp_path_factory.mktemp("together"), together_rewards=FUNCTIONS) as folder:
         yield folder
-        sys.path.remove(str(folder))
 
 
 def rows(answers: Sequence[Any], columns: Sequence[dict[str, Any]] | None = None) -> dict[str, Any]:

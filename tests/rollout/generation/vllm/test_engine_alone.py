@@ -51,7 +51,7 @@ def held(task, tmp_path_factory):  # noqa: F811
     yield SimpleNamespace(
         roller=roller, weights=roller.weights, model=model, telemetry=telemetry,
         first={name: tensor.clone() for name, tensor in model.state_dict().items()},
-        critic={name: tensor.clone() for name, tensor in roller._maker.critic.state_dict().items()},
+        critic={name: tensor.clone() for name, tensor in roller.maker.critic.state_dict().items()},
         tokens=first_tokens(config.prompts, config.daemon.seed, tokenizer),
     )  # fmt: skip
     roller.close()
@@ -61,7 +61,7 @@ def held(task, tmp_path_factory):  # noqa: F811
 def versions(held, tmp_path):
     """Publishes versions in two slots, the trainer's answer with each, and hands them to the worker."""
     held.model.load_state_dict(held.first)
-    held.telemetry.take(None, None)
+    held.telemetry.take()
     tensors = flatten(actor=held.model.state_dict(), critic=held.critic)
     publisher, readers = WeightsPublisher(tmp_path / "weights", tensors, slots=2), []
 
@@ -85,13 +85,13 @@ def versions(held, tmp_path):
 
 
 def judged(held):
-    return [verdict for verdict, _ in events_of(held.telemetry.take(None, None), "engine_judged")]
+    return [verdict for verdict, _ in events_of(held.telemetry.take(), "engine_judged")]
 
 
 @pytest.mark.parametrize("was_sent", [False, True], ids=["shared memory", "a copy from another machine"])
 def test_the_worker_has_no_memory_for_the_actor_and_rolls_out_with_the_versions(held, versions, was_sent):
     assert isinstance(held.weights, EngineWeights)
-    assert {parameter.device.type for parameter in held.roller._maker.actor.parameters()} == {"meta"}
+    assert {parameter.device.type for parameter in held.roller.maker.actor.parameters()} == {"meta"}
     assert held.weights.beside and all(name.startswith("critic.") for name in held.weights.beside)
 
     for version, by in ((1, 0.0), (2, 0.01), (3, 1e-5)):
@@ -99,7 +99,7 @@ def test_the_worker_has_no_memory_for_the_actor_and_rolls_out_with_the_versions(
         assert versions.take(was_sent=was_sent) == version
         experience = held.roller.roll(4, 2).rows.padded()
         assert experience.action_log_probs is None
-        critic = held.roller._maker.critic.state_dict()
+        critic = held.roller.maker.critic.state_dict()
         for name, tensor in stepped_from(held.critic, by).items():
             assert torch.equal(critic[name], tensor), name
         for row in range(2):
