@@ -61,6 +61,7 @@ class EnvironmentPool:
         telemetry: Told of progress at least once a second while steps are waited for.
 
     Attributes:
+        new_row: Returns the number of a new row.
         counts: The work so far.
         problem: The last row without an answer; None if there was none since it was set to None.
     """
@@ -76,7 +77,7 @@ class EnvironmentPool:
         self.counts = EnvironmentCounts()
         self.problem: Answer | None = None
         self._telemetry = telemetry
-        self._new_row = itertools.count().__next__
+        self.new_row = itertools.count().__next__
         self._callbacks: dict[int, Callable[[Answer], None]] = {}
         self._pool: ProcessPool[Answer] = ProcessPool(
             prepare,
@@ -101,10 +102,6 @@ class EnvironmentPool:
     def is_busy(self) -> bool:
         """Whether a step is waited for."""
         return bool(self._callbacks)
-
-    def new_row(self) -> int:
-        """Return the number of a new row."""
-        return self._new_row()
 
     def submit(
         self, row: int, row_json: str, responses: Sequence[str], callback: Callable[[Answer], None], *, is_last: bool

@@ -65,7 +65,7 @@ class Environments:
         self._in_hand.discard(step.row)
         if answer is None or step.row in self._dropped:
             self._dropped.discard(step.row)
-            answer = self._failed(step, "exception", "dropped", "dropped")
+            answer = self._failed(step, "exception", "dropped")
         return answer
 
     def forget(self, rows: list[int]) -> None:
@@ -89,7 +89,7 @@ class Environments:
             async with limit:
                 turn = await self._turn(step)
             if problem := _problem_of(turn):
-                return self._failed(step, "invalid", problem, problem)
+                return self._failed(step, "invalid", problem)
             answer = Answer(
                 step.row,
                 observation=str(turn.observation),
@@ -104,7 +104,7 @@ class Environments:
             # The cancellation that the limit made a TimeoutError has the lines that awaited.
             location = self._location_of((limit.expired() and error.__cause__) or error)
             if limit.expired():
-                return self._failed(step, "timeout", f"{told_late(limit_s)}{location}", "")
+                return self._failed(step, "timeout", f"{told_late(limit_s)}{location}")
             if isinstance(error, asyncio.CancelledError) and task.cancelling() > 0 and step.row not in self._dropped:
                 # The end of the loop.
                 raise
@@ -147,7 +147,7 @@ class Environments:
         lines = [frame.lineno for frame in frames if frame.filename == self._file]
         return f" ({self._file}:{lines[-1]})" if lines else ""
 
-    def _failed(self, step: Step, problem: Any, text: str, bare: str) -> Answer:
+    def _failed(self, step: Step, problem: Any, text: str, bare: str = "") -> Answer:
         self._rows.pop(step.row, None)
         # A lone surrogate cannot be sent.
         text = text.encode("utf-8", "replace").decode()

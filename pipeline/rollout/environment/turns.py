@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -22,10 +22,8 @@ from pipeline.rollout.environment.pool import EnvironmentPool, row_json
 from pipeline.rollout.environment.turn_rows import TurnsResponse
 from pipeline.rollout.environment.wire import Answer
 from pipeline.rollout.generation.interface import Completed, Engine, Request, Response, Span
+from pipeline.rollout.prompt_batch import PromptBatch, sample_all, tokens_of
 from pipeline.rollout.response_text import ResponseText
-
-if TYPE_CHECKING:
-    from pipeline.rollout.prompt_batch import PromptBatch
 
 _WAIT_S = 1.0
 
@@ -270,21 +268,13 @@ def turn_seed(ticket_seed: int, turn: int) -> int:
 
 def sample_turns(engine: Engine, turns: Turns, on_sampled: Callable[[int], None]) -> list[Completed]:
     """Have an engine without other requests run a ticket to its end; return its rows."""
-    submitted: list[Request] = []
     try:
         while not turns.has_ended:
-            requests = turns.take_requests()
-            for request in requests:
-                engine.submit(request)
-                submitted.append(request)
-            while submitted:
-                for done in engine.step():
-                    submitted = [request for request in submitted if request.key != done.key]
-                    on_sampled(sum(len(response.token_ids) for response in done.responses))
-                    turns.responded(done)
+            for done in sample_all(engine, turns.take_requests()):
+                on_sampled(tokens_of([done]))
+                turns.responded(done)
             turns.wait(_WAIT_S)
     except BaseException:
-        engine.cancel([request.key for request in submitted])
         turns.drop()
         raise
     return turns.completed()

@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from pipeline.rollout.response_text import ResponseText
 from pipeline.rollout.reward.foreign import adapted
 from pipeline.rollout.reward.numbers import of_rows, scored, split
 from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.reward.row_rewards import LARGEST, RowRewards, is_reward
+from pipeline.rollout.reward.row_rewards import LARGEST, GivenRows, RowRewards, is_reward
 from pipeline.rollout.reward.signatures import Signature, awaited, parameters_of
-from pipeline.rollout.reward.wire import row_score
+from pipeline.rollout.reward.wire import RowScore, row_score
 
 RewardFunction = Callable[..., Any]
 """``fn(input_ids (S,), attention_mask (S,), gt_answer=, response_start=, response_end=, tokenizer=)`` -> a number.
@@ -95,68 +95,25 @@ class FunctionReward(RowRewards):
         """The numbers of the functions that score all rows of a call together: the batched and the async ones."""
         return [at for at, (_, one) in enumerate(self._functions) if one.is_batched or one.is_async]
 
-    def __call__(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        response_start: Tensor,
-        response_end: Tensor,
-        gt_answer: Sequence[Any],
-        vision: VisionRows | None = None,
-        columns: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Tensor:
-        """Score rows.
-
-        Args:
-            input_ids: ``(B, S)`` int64, right-padded.
-            attention_mask: ``(B, S)``, 1 where the token is real.
-            response_start: ``(B,)`` int64, column of the first response token.
-            response_end: ``(B,)`` int64, column after the last response token.
-            gt_answer: One element a row.
-            vision: Images and videos of the rows.
-            columns: The further columns of each row's prompt; None: there are none.
-
-        Returns:
-            ``(B,)`` float32, NaN in a row without a score.
-
-        Raises:
-            RewardError: If a function raises, or does not return one finite number, without `problems`.
-        """
-        which = range(len(self._functions))
-        rows = self.results(which, input_ids, attention_mask, response_start, response_end, gt_answer, vision, columns)
+    def _scores(self, rows: GivenRows) -> list[RowScore]:
         scores = []
-        for found in rows:
+        for found in self.results(range(len(self._functions)), rows):
             if isinstance(error := found[-1], RewardError) and self.problems is None:
                 raise error
             scores.append(row_score(found, is_joint=len(found) - 1 in self.together))
             self._telemetry.progress()
-        return self.keep(scores)
+        return scores
 
-    def results(
-        self,
-        which: Sequence[int],
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        response_start: Tensor,
-        response_end: Tensor,
-        gt_answer: Sequence[Any],
-        vision: VisionRows | None = None,
-        columns: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Iterator[list[float | RewardError]]:
+    def results(self, which: Sequence[int], rows: GivenRows) -> Iterator[list[float | RewardError]]:
         """Yield the results of some functions for each row: numbers, or numbers up to an error, which is the last.
 
         NaN is the result of a function that does not apply to the row.
 
         Args:
             which: Numbers of the functions.
-            input_ids: As for a call, as the other arguments.
-            attention_mask: ``(B, S)``.
-            response_start: ``(B,)``.
-            response_end: ``(B,)``.
-            gt_answer: One element a row.
-            vision: Images and videos of the rows.
-            columns: The further columns of each row's prompt.
+            rows: The rows.
         """
+        input_ids, attention_mask, response_start, response_end, gt_answer, vision, columns = rows
         given = [
             {"gt_answer": answer, "response_start": start, "response_end": end, "tokenizer": self._tokenizer}
             for start, end, answer in zip(response_start.tolist(), response_end.tolist(), gt_answer, strict=True)

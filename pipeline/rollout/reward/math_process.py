@@ -12,7 +12,6 @@ address space. CPU seconds, because the result must not depend on the load of th
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import mmap
@@ -110,17 +109,11 @@ def _judged(library: Any, answer: str, response: str, tags: list[str]) -> bytes:
         return RIGHT
     # A text in a tag is the result, as an answer is. Around any other one is the way to it.
     is_tagged = f"</{tags[-1]}>" in response or f"<{tags[-1]}>" in response
-    read = functools.partial(_answer_results, is_given=False) if is_tagged else _way_results
-    found = read(library, own)
+    found = _answer_results(library, own, is_given=False) if is_tagged else _results(library, prepared(own))
     try:
         return RIGHT if found and library.verify(gold, found, timeout_seconds=None) else WRONG
     except RecursionError:
         return WRONG
-
-
-def _way_results(library: Any, text: str) -> list[Any]:
-    """Return the result at the end of a text."""
-    return _results(library, prepared(text))
 
 
 def _answer_results(library: Any, text: str, *, is_given: bool = True) -> list[Any]:

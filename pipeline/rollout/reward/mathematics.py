@@ -58,10 +58,10 @@ class MathProcess:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(struct.pack("I", len(body)) + body)
             process.stdin.flush()
-            reply = self._reply(process.stdout.fileno(), _START_TIMEOUT_S + _SLOWEST * self._timeout_s)
+            reply = self._reply(process.stdout.fileno())
             was_read = reply == math_process.READ
             if was_read:
-                reply = self._reply(process.stdout.fileno(), _START_TIMEOUT_S + _SLOWEST * self._timeout_s)
+                reply = self._reply(process.stdout.fileno())
         except BaseException as error:
             # A reply of this row must not be that of the next one.
             self.close()
@@ -90,8 +90,8 @@ class MathProcess:
             self._end = weakref.finalize(self, _ended, self._process, self._owner)
         return self._process
 
-    @staticmethod
-    def _reply(descriptor: int, timeout_s: float) -> bytes:
+    def _reply(self, descriptor: int) -> bytes:
+        timeout_s = _START_TIMEOUT_S + _SLOWEST * self._timeout_s
         # Not select: it takes no descriptor above 1,023.
         waiting = select.poll()
         waiting.register(descriptor, select.POLLIN)

@@ -15,19 +15,16 @@ from __future__ import annotations
 import collections
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
-from torch import Tensor
 
 from pipeline.config.rewards import RewardConfig, reward_of, to_json
 from pipeline.config.user_modules import PROMPT
-from pipeline.experience.vision_rows import VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.process import prepare
-from pipeline.rollout.reward.row_rewards import RowRewards
+from pipeline.rollout.reward.row_rewards import GivenRows, RowRewards
 from pipeline.rollout.reward.wire import (
     RowScore,
     RowsScored,
@@ -109,60 +106,34 @@ class RewardPool(RowRewards):
         """Wait until every scorer has loaded the functions; see `ProcessPool.wait_ready` for errors."""
         self._pool.wait_ready(self._pool.step, timeout_s)
 
-    def __call__(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        response_start: Tensor,
-        response_end: Tensor,
-        gt_answer: Sequence[Any],
-        vision: VisionRows | None = None,
-        columns: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Tensor:
-        """Score rows.
-
-        Args:
-            input_ids: ``(B, S)`` int64, right-padded.
-            attention_mask: ``(B, S)``, 1 where the token is real.
-            response_start: ``(B,)`` int64, column of the first response token.
-            response_end: ``(B,)`` int64, column after the last response token.
-            gt_answer: One JSON value a row.
-            vision: Images and videos of the rows, for the functions that name them.
-            columns: The further columns of each row's prompt, JSON values; None: there are none.
-
-        Returns:
-            ``(B,)`` float32, NaN where the functions gave no finite number in time.
-
-        Raises:
-            RlhfdError: If the processes have ended or do not answer, or a new one cannot load the functions.
-        """
+    def _scores(self, rows: GivenRows) -> list[RowScore]:
         # The functions' parameters: a scorer that has ended has told them.
         if (facts := self._pool.processes[0].facts) is None:
             self.wait_ready()
             facts = self._pool.processes[0].facts or {}
         fields = zip(
-            input_ids.cpu().numpy(),
-            (attention_mask != 0).cpu().numpy(),
-            response_start.tolist(),
-            response_end.tolist(),
-            gt_answer,
+            rows.input_ids.cpu().numpy(),
+            (rows.attention_mask != 0).cpu().numpy(),
+            rows.response_start.tolist(),
+            rows.response_end.tolist(),
+            rows.gt_answer,
             strict=True,
         )
-        rows = [
+        sent = [
             RowToScore(ids.tobytes(), mask.tobytes(), start, end, json.dumps(answer))
             for ids, mask, start, end, answer in fields
         ]
-        if vision is not None and facts["sees_images"]:
-            rows = [with_images(row, vision.rows([place])) for place, row in enumerate(rows)]
-        if columns is not None and (facts["wants_columns"] or facts["wants_prompt"]):
+        if rows.vision is not None and facts["sees_images"]:
+            sent = [with_images(row, rows.vision.rows([place])) for place, row in enumerate(sent)]
+        if rows.columns is not None and (facts["wants_columns"] or facts["wants_prompt"]):
             left_out = () if facts["wants_prompt"] else (PROMPT,)
-            rows = [
+            sent = [
                 msgspec.structs.replace(
                     row, columns=json.dumps({name: value for name, value in named.items() if name not in left_out})
                 )
-                for row, named in zip(rows, columns, strict=True)
+                for row, named in zip(sent, rows.columns, strict=True)
             ]
-        return self.keep(self._score(rows, facts["together"]))
+        return self._score(sent, facts["together"])
 
     def close(self) -> None:
         """End the processes, and all that the functions have started."""

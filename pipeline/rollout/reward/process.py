@@ -17,6 +17,7 @@ from pipeline.config.rewards import of_json
 from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.response_text import ResponseText
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
+from pipeline.rollout.reward.row_rewards import GivenRows
 from pipeline.rollout.reward.signatures import event_loop
 from pipeline.rollout.reward.wire import RowScore, RowsScored, RowsToScore, row_score, vision_of
 from pipeline.runtime.link import Link
@@ -62,13 +63,13 @@ def _serve(reward: FunctionReward, timeout_s: float, end: socket.socket) -> None
 
 def _score(reward: FunctionReward, work: RowsToScore, *, is_joint: bool) -> list[RowScore]:
     rows = work.rows
-    keywords: dict[str, Any] = {
-        "input_ids": torch.stack([torch.frombuffer(bytearray(row.ids), dtype=torch.int64) for row in rows]),
-        "attention_mask": torch.stack([torch.frombuffer(bytearray(row.mask), dtype=torch.bool) for row in rows]).long(),
-        "response_start": torch.tensor([row.start for row in rows]),
-        "response_end": torch.tensor([row.end for row in rows]),
-        "gt_answer": [json.loads(row.answer) for row in rows],
-        "vision": vision_of(rows),
-        "columns": [json.loads(row.columns) for row in rows],
-    }
-    return [row_score(found, is_joint=is_joint) for found in reward.results(work.functions, **keywords)]
+    given = GivenRows(
+        torch.stack([torch.frombuffer(bytearray(row.ids), dtype=torch.int64) for row in rows]),
+        torch.stack([torch.frombuffer(bytearray(row.mask), dtype=torch.bool) for row in rows]).long(),
+        torch.tensor([row.start for row in rows]),
+        torch.tensor([row.end for row in rows]),
+        [json.loads(row.answer) for row in rows],
+        vision_of(rows),
+        [json.loads(row.columns) for row in rows],
+    )
+    return [row_score(found, is_joint=is_joint) for found in reward.results(work.functions, given)]

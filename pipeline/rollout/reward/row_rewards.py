@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, RewardError
+from pipeline.experience.vision_rows import VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.reward.numbers import FurtherNumbers
 from pipeline.rollout.reward.problems import RewardProblems
@@ -19,7 +21,19 @@ LARGEST: Final = float(torch.finfo(torch.float32).max)
 """The largest reward."""
 
 
-class RowRewards:
+class GivenRows(NamedTuple):
+    """The rows of a call; see `RowRewards.__call__`."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_start: Tensor
+    response_end: Tensor
+    gt_answer: Sequence[Any]
+    vision: VisionRows | None = None
+    columns: Sequence[Mapping[str, Any]] | None = None
+
+
+class RowRewards(ABC):
     """Adds up the scores of functions, row by row. A row without one of the scores has no reward: NaN.
 
     Args:
@@ -68,15 +82,44 @@ class RowRewards:
         self.numbers: list[dict[str, float]] = []
         self._further = FurtherNumbers(labels, telemetry)
 
-    def keep(self, scores: Sequence[RowScore]) -> Tensor:
-        """Keep the scores of a call and return its rewards, ``(B,)`` float32, NaN in a row without one.
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_start: Tensor,
+        response_end: Tensor,
+        gt_answer: Sequence[Any],
+        vision: VisionRows | None = None,
+        columns: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Tensor:
+        """Score rows.
 
         Args:
-            scores: Of each row; a part is NaN where its function does not apply.
+            input_ids: ``(B, S)`` int64, right-padded.
+            attention_mask: ``(B, S)``, 1 where the token is real.
+            response_start: ``(B,)`` int64, column of the first response token.
+            response_end: ``(B,)`` int64, column after the last response token.
+            gt_answer: One element a row; a JSON value for functions in other processes, like the columns.
+            vision: Images and videos of the rows, for the functions that name them.
+            columns: The further columns of each row's prompt; None: there are none.
+
+        Returns:
+            ``(B,)`` float32, NaN in a row without a score.
 
         Raises:
-            RewardError: If a row has no reward for another reason than that of its score, without `problems`.
+            RewardError: If a row has no reward, without `problems`.
+            RlhfdError: If the processes of the functions have ended or do not answer, or a new one cannot load the
+                functions.
         """
+        given = GivenRows(input_ids, attention_mask, response_start, response_end, gt_answer, vision, columns)
+        return self._kept(self._scores(given))
+
+    @abstractmethod
+    def _scores(self, rows: GivenRows) -> list[RowScore]:
+        """Return the score of each row; a part is NaN where its function does not apply."""
+
+    def _kept(self, scores: Sequence[RowScore]) -> Tensor:
+        """Keep the scores of a call and return its rewards, ``(B,)`` float32, NaN in a row without one."""
         checked = [self._checked(row, score) for row, score in enumerate(scores)]
         weighted = [None if score.problem else self._weighted(score) for score in checked]
         found = [(row, score) for row, score in enumerate(checked) if score.problem]

@@ -20,6 +20,7 @@ from pipeline.config.rewards import JudgeReward, RemoteReward
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.remote import remote_reward
+from pipeline.rollout.reward.row_rewards import GivenRows
 from pipeline.rollout.reward.service import Breaker
 from tests.support.daemon import wait_until
 
@@ -129,9 +130,12 @@ def results(
     for row, text in enumerate(texts):
         ids[row, : len(text)] = torch.tensor([*map(ord, text)])
     found = reward.results(
-        [0], ids, torch.ones_like(ids), torch.tensor([len(prompt) for prompt in prompts]),
-        torch.tensor([len(text) for text in texts]), answers or [f"a{row}" for row in range(len(responses))],
-        None, [{"level": row, **(columns or {})} for row in range(len(responses))],
+        [0],
+        GivenRows(
+            ids, torch.ones_like(ids), torch.tensor([len(prompt) for prompt in prompts]),
+            torch.tensor([len(text) for text in texts]), answers or [f"a{row}" for row in range(len(responses))],
+            None, [{"level": row, **(columns or {})} for row in range(len(responses))],
+        ),
     )  # fmt: skip
     return [row[0] for row in found]
 
