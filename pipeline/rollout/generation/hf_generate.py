@@ -102,22 +102,18 @@ class ActorGenerator:
         return pixels
 
     def _call(self, ids: Tensor, mask: Tensor, sampling: Sampling, pixels: dict[str, Tensor]) -> Tensor:
-        # Without top_k=0 transformers samples from the 50 most probable tokens only: log-probs would not match.
         keywords: dict[str, Any] = {
             "max_length": sampling.max_length,
             "do_sample": sampling.do_sample,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,
             "pad_token_id": sampling.pad_token_id,
             "eos_token_id": list(sampling.eos_token_ids) or None,
             **pixels,
             **self._extra_keywords,
         }
-        if not sampling.do_sample:
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                del keywords[name]
+        if sampling.do_sample:
+            # Without top_k=0 transformers samples from the 50 most probable tokens: log-probs would not match.
+            keywords |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+            keywords["min_p"] = sampling.min_p or None
         if sampling.stop_sequences or sampling.stop_strings is not None:
             keywords["stopping_criteria"] = [_stopping_criterion(ids.shape[1], sampling)]
         generate = self._actor.generate

@@ -91,10 +91,11 @@ class ModelWeights(WorkerWeights):
         self.engine.resume()
 
 
+@dataclasses.dataclass
 class EngineWeights(WorkerWeights):
     """The weights of a worker whose engine alone holds the actor.
 
-    Args:
+    Attributes:
         engine: Takes versions out of shared memory (``fetch_weights(path, age)``, as `VllmEngine`), and tensors of a
             copy (`Engine.update_weights`).
         probe: Asks it about each version.
@@ -104,12 +105,8 @@ class EngineWeights(WorkerWeights):
 
     engine: Any
     probe: PublishedProbe
-
-    def __init__(self, engine: Any, probe: PublishedProbe, beside: Mapping[str, Tensor]) -> None:
-        self.engine = engine
-        self.probe = probe
-        self.beside = beside
-        self._source: WeightsSource | None = None
+    beside: Mapping[str, Tensor]
+    _source: WeightsSource | None = dataclasses.field(default=None, init=False)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version, the engine's straight from shared memory, or out of a copy."""
