@@ -43,7 +43,7 @@ from pipeline.prompts.rendering import first_tokens, rendering_of
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.environment.pool import EnvironmentPool
 from pipeline.rollout.environment.turns import TurnSettings
-from pipeline.rollout.evaluation.roller import evaluation_rollers
+from pipeline.rollout.evaluation.roller import EvaluationRoller
 from pipeline.rollout.first_rollouts import refuse_broken_reward
 from pipeline.rollout.generation.engine_probe import (
     FP8_GAP_NATS,
@@ -66,7 +66,7 @@ from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.summed import Reward, SummedReward, load_reward
 from pipeline.rollout.roller import LocalRoller, PromptReader
 from pipeline.rollout.sampling import sampling_of
-from pipeline.rollout.shaping import Shaping, shaping_of
+from pipeline.rollout.shaping import shaping_of
 from pipeline.rollout.vision_prompts import VisionPrompts
 from pipeline.storage.weights_header import Probe, WeightsVersion
 
@@ -102,9 +102,44 @@ def load_roller(
         ConfigError: If one cannot be loaded, or the reward function does not return one finite number a row.
     """
     with contextlib.ExitStack() as undone:
-        roller = _load(config, tokenizer, telemetry, texts, device, before_engine, undone)
+        vision = load_vision(config, tokenizer)
+        # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
+        # functions' processes are forks of this one as long as it has no GPU.
+        functions = load_functions(config, tokenizer, telemetry)
+        if isinstance(functions, RewardPool):
+            undone.callback(functions.close)
+        environment = load_environment(config, tokenizer, telemetry)
+        if environment is not None:
+            undone.callback(environment.pool.close)
+        device = device or process_device()
+        # After the forks, which would hold its link open.
+        if (begun := begin_vllm(config, device)) is not None:
+            undone.callback(begun.close)
+        reward = load_reward(config, tokenizer, device, functions, telemetry)
+        tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
+        models = _load_models(config, tokenizer, tokens, device)
+        # Such as of an actor that a critic was made of: the engine takes what is free.
+        free_cached()
+        before_engine()
+        engine = new_engine(config, models.actor, device, telemetry, begun)
+        if config.rollout.deterministic and not getattr(engine, "deterministic", False):
+            log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
+                        config.rollout.engine, device)  # fmt: skip
+        maker = _new_maker(config, models, reward, tokenizer, telemetry)
+        roller = new_roller(
+            config,
+            maker,
+            prompts=config.prompts,
+            weights=_weights_of(config, models, engine, maker, tokens, device),
+            functions=functions,
+            environment=environment,
+            vision=vision,
+            vocabulary=models.vocabulary,
+        )
+        undone.callback(roller.close)
+        _try_reward(config, roller, reward, environment, texts=texts)
         undone.pop_all()
-    return roller
+        return roller
 
 
 class _Models(NamedTuple):
@@ -126,58 +161,6 @@ class _Models(NamedTuple):
     def vocabulary(self) -> int:
         """Tokens of the actor's vocabulary."""
         return int(self.actor.config.get_text_config().vocab_size)
-
-
-def _load(
-    config: Config,
-    tokenizer: Any,
-    telemetry: Telemetry,
-    texts: bool,
-    device: torch.device | None,
-    before_engine: Callable[[], None],
-    undone: contextlib.ExitStack,
-) -> LocalRoller:
-    """Load as `load_roller` does; `undone` closes what an error leaves behind."""
-    vision = load_vision(config, tokenizer)
-    # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
-    # functions' processes are forks of this one as long as it has no GPU.
-    functions = load_functions(config, tokenizer, telemetry)
-    if isinstance(functions, RewardPool):
-        undone.callback(functions.close)
-    environment = load_environment(config, tokenizer, telemetry)
-    if environment is not None:
-        undone.callback(environment.pool.close)
-    device = device or process_device()
-    # After the forks, which would hold its link open.
-    if (begun := begin_vllm(config, device)) is not None:
-        undone.callback(begun.close)
-    reward = load_reward(config, tokenizer, device, functions, telemetry)
-    tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
-    models = _load_models(config, tokenizer, tokens, device)
-    # Such as of an actor that a critic was made of: the engine takes what is free.
-    free_cached()
-    before_engine()
-    engine = new_engine(config, models.actor, device, telemetry, begun)
-    if config.rollout.deterministic and not getattr(engine, "deterministic", False):
-        log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
-                    config.rollout.engine, device)  # fmt: skip
-    shaping = shaping_of(config)
-    roller = new_roller(
-        config,
-        tokenizer,
-        telemetry,
-        maker=_new_maker(config, models, reward, tokenizer, shaping, telemetry),
-        prompts=config.prompts,
-        weights=_weights_of(config, models, engine, shaping, tokens, device, telemetry),
-        functions=functions,
-        reward=reward,
-        environment=environment,
-        vision=vision,
-        vocabulary=models.vocabulary,
-    )
-    undone.callback(roller.close)
-    _try_reward(config, roller, reward, environment, texts=texts)
-    return roller
 
 
 def _load_models(config: Config, tokenizer: Any, tokens: Sequence[int], device: torch.device) -> _Models:
@@ -238,7 +221,7 @@ def new_engine(
 
 
 def _new_maker(
-    config: Config, models: _Models, reward: Reward | None, tokenizer: Any, shaping: Shaping, telemetry: Telemetry
+    config: Config, models: _Models, reward: Reward | None, tokenizer: Any, telemetry: Telemetry
 ) -> NaiveExperienceMaker:
     rollout = config.rollout
     return NaiveExperienceMaker(
@@ -256,7 +239,7 @@ def _new_maker(
         logits_forward_batch_size=rollout.logits_forward_batch_size,
         logits_forward_tokens=rollout.logits_forward_tokens,
         reuse_sampling_log_probs=log_probs_by(config) == "engine",
-        shaping=shaping,
+        shaping=shaping_of(config),
         drop_errored=True,
         # The insert gate checks all values, and refused rows are kept in quarantine.
         refuse_not_finite=False,
@@ -265,19 +248,13 @@ def _new_maker(
 
 
 def _weights_of(
-    config: Config,
-    models: _Models,
-    engine: Engine,
-    shaping: Shaping,
-    tokens: Sequence[int],
-    device: torch.device,
-    telemetry: Telemetry,
+    config: Config, models: _Models, engine: Engine, maker: NaiveExperienceMaker, tokens: Sequence[int], device: Any
 ) -> WorkerWeights:
     """Return the weights that a published version replaces."""
     beside_actor = joined({} if models.critic is None else {"critic": models.critic.state_dict()})
-    if shaping.score_moments is not None:
-        beside_actor[SCORES] = shaping.score_moments
-    actor, judging = models.actor, judging_of(config, models.actor, telemetry)
+    if maker.shaping.score_moments is not None:
+        beside_actor[SCORES] = maker.shaping.score_moments
+    actor, judging = models.actor, judging_of(config, models.actor, maker.telemetry)
     if not models.holds_actor:
         log.info("the engine alone holds the actor: probe_tokens=%d", len(tokens))
         return EngineWeights(engine, PublishedProbe(tokens, actor.dtype, judging), beside_actor)
@@ -288,14 +265,11 @@ def _weights_of(
 
 def new_roller(
     config: Config,
-    tokenizer: Any,
-    telemetry: Telemetry,
-    *,
     maker: NaiveExperienceMaker,
+    *,
     prompts: PromptsConfig,
     weights: WorkerWeights,
     functions: FunctionReward | RewardPool | None,
-    reward: Reward | None,
     environment: TurnSettings | None,
     vision: VisionPrompts | None,
     vocabulary: int,
@@ -304,35 +278,33 @@ def new_roller(
 
     Args:
         config: The instance's.
-        tokenizer: The actor's.
-        telemetry: Receives progress and events.
-        maker: Makes the experience.
+        maker: Makes the experience; it has the actor's tokenizer, the reward, and the receiver of events.
         prompts: The prompts of its tickets.
         weights: The weights that it samples with.
-        functions: The reward functions; None if there are none.
-        reward: The reward, of which they may be a part.
+        functions: The reward functions, which may be a part of the reward; None if there are none.
         environment: The environments; None if there are none.
         vision: The reader of prompts with images; None if the actor takes none.
         vocabulary: Tokens of the actor's vocabulary.
     """
-    return LocalRoller(
+    roller = LocalRoller(
         maker,
         PromptSource(prompts, config.daemon.seed),
-        tokenizer,
+        maker.tokenizer,
         weights,
         seed=config.daemon.seed,
         lengths=config.lengths,
         vocabulary=vocabulary,
         template=rendering_of(config.prompts),
-        sampling=sampling_of(config, tokenizer, vocabulary),
+        sampling=sampling_of(config, maker.tokenizer, vocabulary),
         vision=vision,
         turns=environment,
-        readers=prompt_readers(functions, reward),
+        readers=prompt_readers(functions, maker.reward_model),
         group_size=config.group_size,
         cuts_prompts=config.rollout.long_prompts == "cut_left",
-        new_evaluations=evaluation_rollers(maker, config),
-        telemetry=telemetry,
+        telemetry=maker.telemetry,
     )
+    roller.evaluations = [EvaluationRoller(roller, config, file) for file in range(len(config.evaluation.files))]
+    return roller
 
 
 def _try_reward(

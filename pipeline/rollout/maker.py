@@ -7,6 +7,7 @@ implement the calls named in its docstring.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclasses.dataclass(eq=False)
 class ExperienceMaker(ABC):
     """Base class of makers: holds the four models that make experience.
 
@@ -61,17 +63,17 @@ class ExperienceMaker(ABC):
         initial_model: The reference model of the KL term.
     """
 
-    def __init__(self, actor: Any, critic: Any, reward_model: Any, initial_model: Any) -> None:
-        self.actor = actor
-        self.critic = critic
-        self.reward_model = reward_model
-        self.initial_model = initial_model
+    actor: Any
+    critic: Any
+    reward_model: Any
+    initial_model: Any
 
     @abstractmethod
     def make_experience(self, input_ids: Tensor, attention_mask: Tensor, **generate_kwargs: Any) -> Experience:
         """Return the experience of prompts; see `NaiveExperienceMaker.make_experience`."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class NaiveExperienceMaker(ExperienceMaker):
     """Makes experience for PPO (GAE over a critic's values) or GRPO (rewards normalized within a prompt's group).
 
@@ -145,70 +147,46 @@ class NaiveExperienceMaker(ExperienceMaker):
         (torch.Size([16, 8]), torch.Size([16]), torch.Size([16]), torch.Size([16]))
     """
 
-    def __init__(
-        self,
-        actor: Any,
-        critic: Any,
-        reward_model: Any,
-        initial_model: Any,
-        tokenizer: PreTrainedTokenizerBase | Any,
-        kl_coef: float = 0.01,
-        gamma: float = 1.0,
-        lam: float = 0.95,
-        use_grpo: bool = False,
-        num_generation: int = 8,
-        inference_batch_size: int | None = None,
-        logits_forward_batch_size: int | None = 2,
-        *,
-        logits_forward_tokens: int | None = None,
-        compat: Literal["coati"] | None = None,
-        temperature: float = 1.0,
-        generator: ResponseGenerator | None = None,
-        reuse_sampling_log_probs: bool = False,
-        drop_errored: bool = False,
-        refuse_not_finite: bool = True,
-        width_multiple: int | None = None,
-        shaping: Shaping = Shaping(),  # noqa: B008 - immutable
-        seed: int | None = None,
-        telemetry: Telemetry = Telemetry.none(),
-    ) -> None:
-        super().__init__(actor, critic, reward_model, initial_model)
-        if use_grpo and num_generation < 2:
-            raise FieldError(f"num_generation is {num_generation}; GRPO compares at least 2 responses of a prompt")
-        if use_grpo and critic is not None:
+    tokenizer: PreTrainedTokenizerBase | Any
+    kl_coef: float = 0.01
+    gamma: float = 1.0
+    lam: float = 0.95
+    use_grpo: bool = False
+    num_generation: int = 8
+    inference_batch_size: int | None = None
+    logits_forward_batch_size: int | None = 2
+    _: dataclasses.KW_ONLY
+    logits_forward_tokens: int | None = None
+    compat: Literal["coati"] | None = None
+    temperature: float = 1.0
+    generator: ResponseGenerator | None = None
+    reuse_sampling_log_probs: bool = False
+    drop_errored: bool = False
+    refuse_not_finite: bool = True
+    width_multiple: int | None = None
+    shaping: Shaping = Shaping()  # noqa: RUF009 - immutable
+    seed: dataclasses.InitVar[int | None] = None
+    telemetry: Telemetry = Telemetry.none()
+
+    def __post_init__(self, seed: int | None) -> None:
+        if self.use_grpo and self.num_generation < 2:
+            raise FieldError(f"num_generation is {self.num_generation}; GRPO compares at least 2 responses of a prompt")
+        if self.use_grpo and self.critic is not None:
             raise FieldError(
-                f"critic is a {type(critic).__name__} with use_grpo=True; GRPO compares a prompt's responses with each "
-                "other and uses no critic: it must be None"
+                f"critic is a {type(self.critic).__name__} with use_grpo=True; GRPO compares a prompt's responses with "
+                "each other and uses no critic: it must be None"
             )
-        if not use_grpo and critic is None:
+        if not self.use_grpo and self.critic is None:
             raise FieldError("critic is None; PPO needs one")
-        if initial_model is None and kl_coef != 0:
-            raise FieldError(f"initial_model is None with kl_coef {kl_coef}; without a reference it must be 0")
-        if compat not in (None, "coati"):
-            raise FieldError(f'compat is {compat!r}; it must be None or "coati"')
-        for name, size in (("inference", inference_batch_size), ("logits_forward", logits_forward_batch_size)):
-            if size is not None and size < 1:
-                raise FieldError(f"{name}_batch_size is {size}; it must be at least 1")
-        self.tokenizer = tokenizer
-        self.kl_coef = kl_coef
-        self.gamma = gamma
-        self.lam = lam
-        self.use_grpo = use_grpo
-        self.num_generation = num_generation
-        self.inference_batch_size = inference_batch_size
-        self.logits_forward_batch_size = logits_forward_batch_size
-        self.logits_forward_tokens = logits_forward_tokens
-        self.compat = compat
-        self.temperature = temperature
-        self.generator = generator
-        self.reuse_sampling_log_probs = reuse_sampling_log_probs
-        self.drop_errored = drop_errored
-        self.refuse_not_finite = refuse_not_finite
-        self.width_multiple = width_multiple
-        self.shaping = shaping
-        self._telemetry = telemetry
+        if self.initial_model is None and self.kl_coef != 0:
+            raise FieldError(f"initial_model is None with kl_coef {self.kl_coef}; without a reference it must be 0")
+        if self.compat not in (None, "coati"):
+            raise FieldError(f'compat is {self.compat!r}; it must be None or "coati"')
+        for name in ("inference_batch_size", "logits_forward_batch_size"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise FieldError(f"{name} is {size}; it must be at least 1")
         self._sizes: WeakKeyDictionary[nn.Module, PassSize] = WeakKeyDictionary()
-        self._row_bound = RowBound(telemetry)
+        self._row_bound = RowBound(self.telemetry)
         self._seeds = torch.Generator()
         if seed is None:
             self._seeds.seed()
@@ -297,7 +275,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         batch = self.begin(prompts, input_ids.shape[1], sampling, gt_answer, columns=columns, vision=vision)
         # Passed only if there are images: an engine for text alone need not take the argument.
         images = {"vision": batch.vision} if batch.vision is not None and batch.vision.tensors_exist else {}
-        with eval_mode(self.actor), self._telemetry.activity("generate"):
+        with eval_mode(self.actor), self.telemetry.activity("generate"):
             engine = self._engine(extra)
             responses = self._row_bound.run(
                 len(batch.answers),
@@ -351,7 +329,7 @@ class NaiveExperienceMaker(ExperienceMaker):
     @torch.no_grad()
     def scores(self, batch: PromptBatch, rows: Rows, *, on_parts: OnParts = lambda parts, numbers: None) -> Tensor:
         """Return the raw rewards alone, ``(B,)``, with `drop_errored` NaN where there is none; see `finish`."""
-        with eval_mode(self.reward_model), self._telemetry.activity("reward"):
+        with eval_mode(self.reward_model), self.telemetry.activity("reward"):
             return self._passes.scores(
                 self.reward_model,
                 rows,
@@ -393,7 +371,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             log_probs = self._log_probs(rows, temperature)
             base_log_probs = None
             if self.initial_model is not None:
-                with self._telemetry.activity("ref_logprob"), self._reference_weights():
+                with self.telemetry.activity("ref_logprob"), self._reference_weights():
                     base_log_probs = self._passes.log_probs("initial_model", self.initial_model, rows, temperature)
             log_ratios = torch.zeros(rows.action_mask.shape)
             if base_log_probs is not None and log_probs is not None:
@@ -430,7 +408,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             return rows.sampled_log_probs
         if self.shaping.log_probs_by == "engine":
             raise ConfigError('rollout.log_probs: "engine" needs an engine that returns log-probs, this one has none')
-        with self._telemetry.activity("logprob"):
+        with self.telemetry.activity("logprob"):
             return self._passes.log_probs("actor", self.actor, rows, temperature)
 
     def _ends(self) -> list[int]:
@@ -445,7 +423,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             self.inference_batch_size,
             self.logits_forward_batch_size,
             self.refuse_not_finite,
-            self._telemetry,
+            self.telemetry,
             self._sizes,
             self.width_multiple,
             self.logits_forward_tokens,
@@ -462,12 +440,12 @@ class NaiveExperienceMaker(ExperienceMaker):
                 raise FieldError(f"unknown generation keyword {others[0]}: the generator does not take it")
             return self.generator
         if not others and can_replace_generate(self.actor):
-            return TransformersGenerator(self.actor, self._telemetry, width_multiple=self.width_multiple)
-        return ActorGenerator(self.actor, extra, self._telemetry)
+            return TransformersGenerator(self.actor, self.telemetry, width_multiple=self.width_multiple)
+        return ActorGenerator(self.actor, extra, self.telemetry)
 
     def _critic_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:
         coati = self.compat == "coati"
-        with self._telemetry.activity("value"):
+        with self.telemetry.activity("value"):
             values = rows.columns(self._passes.values(self.critic, rows, coati=coati))
         scores, mask = scores.float(), rows.action_mask
         kl = self.shaping.kl_estimator(log_ratios, mask)

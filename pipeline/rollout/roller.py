@@ -105,6 +105,7 @@ class Begun:
     response_tokens: int | None = None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LocalRoller:
     """Renders prompts, calls engine and maker, checks the experience; samples depend on the position alone.
 
@@ -112,81 +113,51 @@ class LocalRoller:
     prompts sampled by the engine, and calls `finish`.
 
     Attributes:
-        telemetry: Told of the engine's activity and of the tokens of each `roll`.
-        last_location: File and line of the last prompt of the newest rollout.
-        lengths: Maximum tokens of a row, a prompt and a response.
+        maker: Makes experience of prompts.
+        source: The prompts; closed with the roller.
         tokenizer: The actor's.
         weights: The weights that the maker uses.
+        seed: Seed of the run.
+        lengths: Maximum tokens of a row, a prompt and a response.
         vocabulary: Tokens of the model; ids are below it.
+        template: As in `pipeline.prompts.rendering.render`.
         sampling: Sampling parameters of the longest row; a batch has its own `max_length` and `seed`.
         vision: Renders prompts with images; None for a model of text alone.
-        evaluations: The rollers of the held-out files, closed with this one.
         turns: Turns of rows in an environment, closed with the engine; None: a row is one response.
+        readers: Called with the prompts of each rollout before these are scored, for messages that name them.
+        group_size: Responses of a prompt (G), for the readers.
+        cuts_prompts: Whether a prompt of text that is too long loses its first tokens; else it is set aside.
+        evaluations: The rollers of the held-out files, which share parts of this one, and are closed with it.
+        telemetry: Told of the engine's activity and of the tokens of each `roll`; says whether the log may quote
+            prompts.
+        last_location: File and line of the last prompt of the newest rollout.
     """
 
-    def __init__(
-        self,
-        maker: NaiveExperienceMaker,
-        source: PromptSource,
-        tokenizer: Any,
-        weights: WorkerWeights,
-        *,
-        seed: int,
-        lengths: Lengths,
-        vocabulary: int,
-        template: Template | Rendering,
-        sampling: Sampling,
-        vision: VisionPrompts | None = None,
-        turns: TurnSettings | None = None,
-        readers: Sequence[PromptReader] = (),
-        group_size: int = 1,
-        cuts_prompts: bool = False,
-        new_evaluations: Callable[[LocalRoller], Sequence[LocalRoller]] | None = None,
-        telemetry: Telemetry = Telemetry.none(),
-    ) -> None:
-        """Take over the prompts.
-
-        Args:
-            maker: Makes experience of prompts.
-            source: The prompts; closed with the roller.
-            tokenizer: The actor's.
-            weights: The weights that the maker uses.
-            seed: Seed of the run.
-            lengths: Maximum tokens of a row, a prompt and a response.
-            vocabulary: Tokens of the model; ids are below it.
-            template: As in `pipeline.prompts.rendering.render`.
-            sampling: Sampling parameters of the longest row.
-            vision: Renders prompts with images; None for a model of text alone.
-            turns: Turns of rows in an environment; None: a row is one response.
-            readers: Called with the prompts of each rollout before these are scored, for messages that name them.
-            group_size: Responses of a prompt (G), for the readers.
-            cuts_prompts: Whether a prompt of text that is too long loses its first tokens; else it is set aside.
-            new_evaluations: Returns the rollers of the held-out files, which share the parts of this one.
-            telemetry: Receives events, and says whether the log may quote prompts.
-        """
-        self.vision = vision
-        self.telemetry = telemetry
-        self._maker = maker
-        self._source = source
-        self.tokenizer = tokenizer
-        self.weights = weights
-        self._seed = seed
-        self.lengths = lengths
-        self.vocabulary = vocabulary
-        self._template = template
-        self.sampling = sampling
-        self.last_location = ""
-        self.turns = turns
-        self.readers = readers
-        self._group_size = group_size
-        self.cuts_prompts, self._told_cut = cuts_prompts, False
-        self.evaluations = () if new_evaluations is None else new_evaluations(self)
+    maker: NaiveExperienceMaker
+    source: PromptSource
+    tokenizer: Any
+    weights: WorkerWeights
+    _: dataclasses.KW_ONLY
+    seed: int
+    lengths: Lengths
+    vocabulary: int
+    template: Template | Rendering
+    sampling: Sampling
+    vision: VisionPrompts | None = None
+    turns: TurnSettings | None = None
+    readers: Sequence[PromptReader] = ()
+    group_size: int = 1
+    cuts_prompts: bool = False
+    evaluations: Sequence[LocalRoller] = ()
+    telemetry: Telemetry = Telemetry.none()
+    last_location: str = dataclasses.field(default="", init=False)
+    _has_told_cut: bool = dataclasses.field(default=False, init=False)
 
     def of(self, evaluation: int) -> LocalRoller:
         """Return the roller of a held-out file, or this one for -1."""
         return self if evaluation < 0 else self.evaluations[evaluation]
 
-    def roll(self, position: int, prompts: int, *, evaluation: int = -1, response_tokens: int | None = None) -> Rolled:
+    def roll(self, position: int, prompts: int, *, response_tokens: int | None = None) -> Rolled:
         """Roll out the prompts at ``position ... position + prompts - 1``.
 
         A prompt that leaves no room for a response, that the chat template refuses, or one of whose images cannot be
@@ -195,7 +166,6 @@ class LocalRoller:
         Args:
             position: The first prompt's.
             prompts: Number of prompts.
-            evaluation: Number of a held-out file; -1: the prompts of training.
             response_tokens: Most tokens of a response; None: only `max_length` bounds it.
 
         Raises:
@@ -203,8 +173,6 @@ class LocalRoller:
             ConfigError: If a prompt has images and the model takes text alone, or is chat messages and there is no
                 template for them.
         """
-        if evaluation >= 0:
-            return self.of(evaluation).roll(position, prompts)
         begun = self.begin(position, prompts, response_tokens=response_tokens)
         if not begun.kept:
             return Rolled(None, prompts, begun.refused)
@@ -220,7 +188,7 @@ class LocalRoller:
 
     def has_images(self, position: int) -> bool:
         """Return whether the prompt at a position has images."""
-        return bool(self._source.at(position).images)
+        return bool(self.source.at(position).images)
 
     @property
     def engine(self) -> Engine:
@@ -232,10 +200,10 @@ class LocalRoller:
         refused: PromptError | None = None
         kept: list[tuple[Prompt, RenderedPrompt]] = []
         for each in range(position, position + prompts):
-            prompt = self._source.at(each)
+            prompt = self.source.at(each)
             try:
                 ids_and_pixels = rendered(
-                    prompt, self.tokenizer, self._template, self.lengths, self.vision, cuts_prompts=self.cuts_prompts
+                    prompt, self.tokenizer, self.template, self.lengths, self.vision, cuts_prompts=self.cuts_prompts
                 )
                 kept.append((prompt, ids_and_pixels))
             except PromptError as error:
@@ -258,10 +226,10 @@ class LocalRoller:
         room = self.lengths.row - prompt_columns if self.lengths.response is None else self.lengths.response
         max_length = prompt_columns + min(room, begun.response_tokens or room)
         columns = [{**prompt.columns, PROMPT: prompt.prompt} for prompt, _ in begun.kept]
-        return self._maker.begin(
+        return self.maker.begin(
             prompts,
             prompt_columns,
-            dataclasses.replace(self.sampling, max_length=max_length, seed=seed_of(self._seed, begun.position)),
+            dataclasses.replace(self.sampling, max_length=max_length, seed=seed_of(self.seed, begun.position)),
             [prompt.answer for prompt, _ in begun.kept],
             columns=columns,
             vision=vision_rows_of(begun.kept) if self.vision else None,
@@ -288,34 +256,29 @@ class LocalRoller:
             # Whole groups are left out.
             indices[:] = (rows[:: batch.group_size] // batch.group_size).tolist()
 
-        rolled = self._checked(begun, self._maker.finish(batch, batch.joined(completed), on_kept=keep), indices)
-        spans = (span for request in completed for response in request.responses for span in response.spans)
-        return dataclasses.replace(rolled, versions=tuple(sorted({span.version for span in spans})))
+        rows = self.maker.finish(batch, batch.joined(completed), on_kept=keep)
+        kept = ((index, begun.kept[index][0]) for index in indices)
+        return Rolled(
+            rows,
+            begun.prompts - len(begun.kept),
+            begun.refused,
+            find_fault(rows, vocabulary=self.vocabulary, has_observations=self.turns is not None),
+            [RolledPrompt(prompt.position, index, prompt.answer) for index, prompt in kept],
+            versions_of(completed),
+            prompts_cut=sum(found.cut > 0 for _, found in begun.kept),
+        )
 
-    def _tell_cut(self, begun: Begun) -> None:
-        """Log the first prompt that lost its first tokens."""
+    def _announce(self, begun: Begun) -> None:
+        """Tell the readers of the prompts, and once the log of the first prompt that lost its first tokens."""
+        self.last_location = begun.kept[-1][0].location
         cut = next(((prompt, found.cut) for prompt, found in begun.kept if found.cut), None)
-        if cut is not None and not self._told_cut:
-            self._told_cut = True
+        if cut is not None and not self._has_told_cut:
+            self._has_told_cut = True
             log.warning("a prompt is cut from the left, rlhfd_prompts_cut_total counts them: position=%d line=%d "
                         "tokens=%d of %d", cut[0].position, cut[0].line, self.lengths.prompt,
                         self.lengths.prompt + cut[1])  # fmt: skip
-
-    def _announce(self, begun: Begun) -> None:
-        self.last_location = begun.kept[-1][0].location
-        self._tell_cut(begun)
         for read in self.readers:
-            read([prompt for prompt, _ in begun.kept], self._group_size)
-
-    def _checked(self, begun: Begun, rows: RaggedRows, indices: Sequence[int]) -> Rolled:
-        failed = begun.prompts - len(begun.kept)
-        fault = find_fault(rows, vocabulary=self.vocabulary, has_observations=self.turns is not None)
-        if fault is not None:
-            return Rolled(rows, failed, begun.refused, fault)
-        kept = ((index, begun.kept[index][0]) for index in indices)
-        prompts = [RolledPrompt(prompt.position, index, prompt.answer) for index, prompt in kept]
-        cut = sum(found.cut > 0 for _, found in begun.kept)
-        return Rolled(rows, failed, begun.refused, None, prompts, prompts_cut=cut)
+            read([prompt for prompt, _ in begun.kept], self.group_size)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version; see `WorkerWeights.fetch`."""
@@ -323,12 +286,17 @@ class LocalRoller:
 
     def close(self) -> None:
         """Close the prompts and the engine."""
-        self._source.close()
+        self.source.close()
         for held_out in self.evaluations:
             held_out.close()
         self.engine.close()
         if self.turns is not None:
             self.turns.pool.close()
+
+
+def versions_of(completed: Sequence[Completed]) -> tuple[int, ...]:
+    """Return the versions that responses were sampled with, oldest first."""
+    return tuple(sorted({span.version for done in completed for each in done.responses for span in each.spans}))
 
 
 def rendered(

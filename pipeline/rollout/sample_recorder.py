@@ -6,6 +6,7 @@ delayed. The policy's sampling does not depend on the recorder.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -53,10 +54,11 @@ class RewardNames(NamedTuple):
     rest: str = ""
 
 
+@dataclasses.dataclass(eq=False)
 class RolloutSamples(WorkerHook):
     """Selects tickets, and records one group of each.
 
-    Args:
+    Attributes:
         writer: Writes the samples.
         tokenizer: Decodes tokens.
         worker: The worker's number.
@@ -68,29 +70,19 @@ class RolloutSamples(WorkerHook):
         numbers: Names of the further numbers of reward functions.
     """
 
-    def __init__(
-        self,
-        writer: SampleWriter,
-        tokenizer: Any,
-        *,
-        worker: int,
-        group_size: int,
-        per_minute: float,
-        reward_names: RewardNames,
-        clock: Callable[[], float],
-        stop_strings: Sequence[str] = (),
-        numbers: NumberNames | None = None,
-    ) -> None:
-        self._stop_strings = stop_strings
-        self._writer = writer
-        self._tokenizer = tokenizer
-        self._worker = worker
-        self._group_size = group_size
-        self._interval_s = 60.0 / per_minute
-        self._reward_names = reward_names
-        self._numbers = numbers
-        self._clock = clock
-        self._due_s = clock()
+    writer: SampleWriter
+    tokenizer: Any
+    _: dataclasses.KW_ONLY
+    worker: int
+    group_size: int
+    per_minute: float
+    reward_names: RewardNames
+    clock: Callable[[], float]
+    stop_strings: Sequence[str] = ()
+    numbers: NumberNames | None = None
+
+    def __post_init__(self) -> None:
+        self._due_s = self.clock()
         self._rng = random.Random()
         self._is_wanted = self._is_failing = False
         self._scored: list[Parts | None] = []
@@ -123,7 +115,7 @@ class RolloutSamples(WorkerHook):
     def scoring(self) -> None:
         """Decide whether to record a group of the ticket that begins now."""
         self._scored.clear()
-        self._is_wanted = self._clock() >= self._due_s
+        self._is_wanted = self.clock() >= self._due_s
 
     def scored(self, parts: Parts | None) -> None:
         """Record the parts of a row's reward, None for a row without one; to be called in the order of rows."""
@@ -143,18 +135,18 @@ class RolloutSamples(WorkerHook):
         made, stopped = rolled.rows, rolled.stopped
         assert made is not None
         self._is_wanted = False
-        began_s = self._clock()
-        group = self._rng.randrange(len(made) // self._group_size)
-        first, prompt = group * self._group_size, rolled.prompts[group]
-        shown = range(min(self._group_size, _MOST_RESPONSES))
+        began_s = self.clock()
+        group = self._rng.randrange(len(made) // self.group_size)
+        first, prompt = group * self.group_size, rolled.prompts[group]
+        shown = range(min(self.group_size, _MOST_RESPONSES))
         parts = self._parts(prompt.number, prompts=ticket.prompts - rolled.prompts_failed)
         sample = Sample(
             unix_s=round(time.time(), 3),
-            worker=self._worker,
+            worker=self.worker,
             ticket=ticket.ticket,
             position=prompt.position,
             policy_version=version,
-            group_size=self._group_size,
+            group_size=self.group_size,
             answer=""
             if prompt.answer is None
             else json.dumps(prompt.answer, ensure_ascii=False)[:_MOST_ANSWER_CHARACTERS],
@@ -164,7 +156,7 @@ class RolloutSamples(WorkerHook):
             **self._prompt(made, first),
         )
         try:
-            if not self._writer.write(sample):
+            if not self.writer.write(sample):
                 log.warning("sample too large: ticket=%d", ticket.ticket)
             self._is_failing = False
         except OSError as error:
@@ -172,12 +164,12 @@ class RolloutSamples(WorkerHook):
             if not self._is_failing:
                 log.warning("samples are not kept: ticket=%d error=%s", ticket.ticket, error)
             self._is_failing = True
-        now_s = self._clock()
-        self._due_s = now_s + max(self._interval_s, (now_s - began_s) / _MOST_SHARE)
+        now_s = self.clock()
+        self._due_s = now_s + max(60.0 / self.per_minute, (now_s - began_s) / _MOST_SHARE)
 
     def closing(self) -> None:
         """Close the file."""
-        self._writer.close()
+        self.writer.close()
 
     def _parts(self, index: int, *, prompts: int) -> Sequence[Parts]:
         """Return the parts of each row of a prompt; empty ones if not each row of all prompts was told of.
@@ -186,7 +178,7 @@ class RolloutSamples(WorkerHook):
             index: Number of the prompt among those that were scored.
             prompts: Their number.
         """
-        size = self._group_size
+        size = self.group_size
         is_whole = len(self._scored) == prompts * size
         return [parts or () for parts in self._scored[index * size :][:size]] if is_whole else [()] * size
 
@@ -243,19 +235,19 @@ class RolloutSamples(WorkerHook):
 
     def _further(self, rows: RaggedRows, row: int) -> dict[str, float]:
         column = rows.columns.get(f"info.{COLUMN}")
-        if column is None or self._numbers is None:
+        if column is None or self.numbers is None:
             return {}
         # A number may have any scale: as many digits as a float32 has.
-        return {name: float(f"{value:.7g}") for name, value in numbers_of(column[row], self._numbers).items()}
+        return {name: float(f"{value:.7g}") for name, value in numbers_of(column[row], self.numbers).items()}
 
     def _stop_string(self, ids: list[int]) -> str:
         # It is of the last tokens: no token has less than a byte of it, except for those without a text.
-        most = max((len(string.encode()) for string in self._stop_strings), default=0)
+        most = max((len(string.encode()) for string in self.stop_strings), default=0)
         text = self._text(ids[-2 * most :]) if most else ""
-        return next((string for string in self._stop_strings if string in text), "")
+        return next((string for string in self.stop_strings if string in text), "")
 
     def _named(self, rows: RaggedRows, row: int, parts: Parts, reward: float) -> dict[str, float]:
-        names = self._reward_names
+        names = self.reward_names
         if len(parts) != len(names.functions):
             return {}
         found = dict(zip(names.functions, parts, strict=True))
@@ -268,7 +260,7 @@ class RolloutSamples(WorkerHook):
         return {name: round(value, 6) for name, value in found.items()}
 
     def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
 
 
 def reward_names(config: Config) -> RewardNames:

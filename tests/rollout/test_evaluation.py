@@ -94,14 +94,14 @@ def test_the_results_of_held_out_prompts_are_those_of_a_rollout_of_them(load: Lo
     assert isinstance(evaluator, EvaluationRoller)
     # A roller of training, on the same prompts and with the same seed.
     reference = LocalRoller(
-        evaluator._maker, PromptSource(held_out, config.daemon.seed), evaluator.tokenizer, evaluator.weights,
-        seed=evaluator._seed, lengths=evaluator.lengths, vocabulary=evaluator.vocabulary, template="auto",
+        evaluator.maker, PromptSource(held_out, config.daemon.seed), evaluator.tokenizer, evaluator.weights,
+        seed=evaluator.seed, lengths=evaluator.lengths, vocabulary=evaluator.vocabulary, template="auto",
         sampling=evaluator.sampling,
     )  # fmt: skip
     experience = reference.roll(0, 3).rows.padded()
     assert experience is not None and experience.reward is not None and experience.action_mask is not None
 
-    rolled = roller.roll(0, 3, evaluation=0)
+    rolled = roller.of(0).roll(0, 3)
 
     rewards, lengths = experience.reward.double().reshape(3, 4), experience.action_mask.sum(1).reshape(3, 4)
     assert rolled.rows is None and rolled.prompts_failed == 0
@@ -111,7 +111,7 @@ def test_the_results_of_held_out_prompts_are_those_of_a_rollout_of_them(load: Lo
         assert result.reward == pytest.approx(float(rewards[at].mean()))
         assert result.tokens == float(lengths[at].double().mean())
     assert len({result.reward for result in rolled.results}) > 1, "responses differ"
-    reference._source.close()
+    reference.source.close()
 
 
 def test_every_held_out_prompt_is_evaluated_once_with_sampling_of_its_own(load: Load, held_out: Path) -> None:
@@ -119,7 +119,7 @@ def test_every_held_out_prompt_is_evaluated_once_with_sampling_of_its_own(load: 
     plan = EvaluationPlan.of(config)
     assert plan is not None
 
-    found = [roller.roll(position, prompts, evaluation=file) for file, position, prompts in plan.tickets()]
+    found = [roller.of(file).roll(position, prompts) for file, position, prompts in plan.tickets()]
 
     results = [result for rolled in found for result in rolled.results]
     assert sorted(result.position for result in results) == list(range(7))
@@ -128,22 +128,22 @@ def test_every_held_out_prompt_is_evaluated_once_with_sampling_of_its_own(load: 
     assert not cold.of(0).sampling.do_sample and cold.sampling.do_sample
     own, _ = load(temperature=0.5, top_p=0.75, top_k=3, min_p=0.25)
     assert own.of(0).sampling == dataclasses.replace(roller.sampling, temperature=0.5, top_p=0.75, top_k=3, min_p=0.25)
-    short = cold.roll(0, 7, evaluation=0).results
+    short = cold.of(0).roll(0, 7).results
     assert max(result.tokens for result in short) <= 2 < max(result.tokens for result in results)
-    assert cold.roll(0, 7, evaluation=0).results == short
+    assert cold.of(0).roll(0, 7).results == short
 
 
 def test_greedy_responses_do_not_depend_on_the_seed(load: Load) -> None:
     first, _ = load(temperature=0.0, num_generations=1)
     second, _ = load(temperature=0.0, num_generations=1)
-    second.of(0)._seed += 1
+    second.of(0).seed += 1
 
-    assert first.roll(0, 7, evaluation=0).results == second.roll(0, 7, evaluation=0).results
+    assert first.of(0).roll(0, 7).results == second.of(0).roll(0, 7).results
 
 
 def test_a_prompt_with_a_row_without_a_reward_has_no_result(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     roller, _ = load()
-    maker = roller.of(0)._maker
+    maker = roller.of(0).maker
     scored = maker.reward_model  # type: ignore[attr-defined]
 
     def broken(**row: Any) -> torch.Tensor:
@@ -151,10 +151,10 @@ def test_a_prompt_with_a_row_without_a_reward_has_no_result(load: Load, monkeypa
         scores[4] = math.nan
         return scores
 
-    whole = roller.roll(0, 3, evaluation=0)
+    whole = roller.of(0).roll(0, 3)
     monkeypatch.setattr(maker, "reward_model", broken)
 
-    rolled = roller.roll(0, 3, evaluation=0)
+    rolled = roller.of(0).roll(0, 3)
 
     assert [result.position for result in rolled.results] == [0, 2] and rolled.prompts_failed == 1
     assert rolled.results == (whole.results[0], whole.results[2])
@@ -164,7 +164,7 @@ def test_a_model_alone_is_evaluated_as_in_a_run(load: Load) -> None:
     roller, config = load()
     plan = EvaluationPlan.of(config)
     assert plan is not None
-    in_run = [roller.roll(position, prompts, evaluation=file) for file, position, prompts in plan.tickets()]
+    in_run = [roller.of(file).roll(position, prompts) for file, position, prompts in plan.tickets()]
     seen = []
 
     found = alone.evaluate(config, on_progress=lambda done, prompts: seen.append((done, prompts)))
@@ -428,9 +428,7 @@ def test_a_model_alone_computes_its_logits_as_a_worker_does(
     roll = LocalRoller.roll
 
     def watched(self: LocalRoller, *arguments: Any, **keywords: Any) -> Any:
-        if self.evaluations:
-            actor = self.of(0)._maker.actor  # type: ignore[attr-defined]
-            dtypes.add(actor(torch.ones(1, 2, dtype=torch.long)).logits.dtype)
+        dtypes.add(self.maker.actor(torch.ones(1, 2, dtype=torch.long)).logits.dtype)
         return roll(self, *arguments, **keywords)
 
     monkeypatch.setattr(LocalRoller, "roll", watched)

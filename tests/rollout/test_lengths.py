@@ -92,7 +92,7 @@ def test_a_prompt_above_its_length_loses_its_first_tokens_is_counted_and_told_on
 ) -> None:
     with new_roller(tmp_path, Lengths(11, 5, 6), cuts_prompts=True) as roller:
         rolled, again = roller.roll(0, 2), roller.roll(0, 2)
-        expected = [rendered(roller._source.at(place), Letters(), "none", Lengths(99, 98, 1), None).ids
+        expected = [rendered(roller.source.at(place), Letters(), "none", Lengths(99, 98, 1), None).ids
                     for place in range(2)]  # fmt: skip
 
     assert rolled.prompts_failed == 0

@@ -34,7 +34,7 @@ def test_the_engines_own_save_the_workers_pass(rollers, engine) -> None:  # noqa
     assert experience.behaviour_log_probs is None, "they are the log-probs themselves"
     mask = experience.action_mask
     inputs = experience.sequences, experience.attention_mask, mask.shape[1]
-    expected = action_log_probs(roller._maker.actor, *inputs)
+    expected = action_log_probs(roller.maker.actor, *inputs)
     torch.testing.assert_close(experience.action_log_probs[mask], expected[mask], atol=1e-4, rtol=0)
 
 

@@ -159,8 +159,8 @@ def test_the_models_whose_log_probs_a_worker_computes_share_prompts(
 ) -> None:
     roller, _, _ = rollers(rollout={"log_probs": log_probs}, trainer={"shared_prefix": shared})
 
-    assert may_share_prompts(roller._maker.actor) == actor
-    assert may_share_prompts(roller._maker.initial_model) == reference
+    assert may_share_prompts(roller.maker.actor) == actor
+    assert may_share_prompts(roller.maker.initial_model) == reference
 
 
 def test_a_worker_whose_model_cannot_is_refused_if_it_is_asked_to(rollers, tmp_path, task) -> None:  # noqa: F811

@@ -208,7 +208,7 @@ def test_a_blocking_engine_gives_the_experience_of_the_makers_own_call(new_bench
     bench.worker.step()
 
     assert bench.sealed() == [0, 4]
-    maker: Any = bench.roller._maker
+    maker: Any = bench.roller.maker
     for number, prompts in ((0, 3), (4, 2)):
         batch = bench.roller.batch_of(bench.roller.begin(number, prompts))
         expected = memoryview(bytearray(EXTENT))

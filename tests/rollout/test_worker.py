@@ -126,7 +126,7 @@ class Bench:
         self.roller = LocalRoller(
             self.maker, self.source, Letters(), ModelWeights(self.model, BlockingEngine(Threes())), seed=7,
             lengths=Lengths(max_length, max_length - 1, None),
-            template="none", sampling=SAMPLING, vocabulary=VOCABULARY, new_evaluations=lambda _: [self.held_out],
+            template="none", sampling=SAMPLING, vocabulary=VOCABULARY, evaluations=[self.held_out],
         )  # fmt: skip
         self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
         self.worker = RolloutWorker(

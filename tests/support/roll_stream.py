@@ -39,7 +39,7 @@ class RollStream:
         assert self._ticket is not None and self._ticket[0] == ticket
         _, position, prompts, evaluation = self._ticket
         self._ticket = None
-        return self._roller.roll(position, prompts, evaluation=evaluation)
+        return self._roller.of(evaluation).roll(position, prompts)
 
     def cancel(self, tickets: Sequence[int]) -> None:
         """Drop the ticket."""

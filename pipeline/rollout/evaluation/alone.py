@@ -59,7 +59,7 @@ def evaluate(
         done, problem = 0, ""
         for file, position, prompts in plan.tickets():
             try:
-                rolled = roller.roll(position, prompts, evaluation=file)
+                rolled = roller.of(file).roll(position, prompts)
                 results[file] += rolled.results
                 for result in rolled.results:
                     on_result(file, result)
@@ -95,7 +95,8 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, R
     reward = load_reward(config, tokenizer, device, functions, telemetry)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
     with_float32_logits(config, actor, first_tokens(config.prompts, config.daemon.seed, tokenizer), device)
-    refuse_large_tokenizer(tokenizer, actor.config.get_text_config().vocab_size, config.model.actor)
+    vocabulary = actor.config.get_text_config().vocab_size
+    refuse_large_tokenizer(tokenizer, vocabulary, config.model.actor)
     engine = new_engine(config, actor, device, telemetry)
     # GRPO needs no critic; `EvaluationRoller` sets the number of responses.
     maker = NaiveExperienceMaker(
@@ -109,19 +110,17 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, R
         num_generation=2,
         inference_batch_size=config.rollout.inference_batch_size,
         drop_errored=True,
+        telemetry=telemetry,
     )
     roller = new_roller(
         config,
-        tokenizer,
-        telemetry,
-        maker=maker,
+        maker,
         prompts=held_out(config, config.evaluation.files[0]),
         weights=ModelWeights({}, engine),
         functions=functions,
-        reward=reward,
         environment=load_environment(config, tokenizer, telemetry),
         vision=vision,
-        vocabulary=actor.config.get_text_config().vocab_size,
+        vocabulary=vocabulary,
     )
     stack.callback(roller.close)
     return roller, reward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import xxhash
@@ -17,9 +17,8 @@ from pipeline.prompts.rendering import rendering_of
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.environment.turn_rows import actions_of
 from pipeline.rollout.generation.interface import Completed
-from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.prompt_batch import PromptBatch
-from pipeline.rollout.roller import Begun, LocalRoller, Rolled
+from pipeline.rollout.roller import Begun, LocalRoller, Rolled, versions_of
 from pipeline.rollout.sampling import held_out_sampling
 from pipeline.telemetry.evaluations import PromptResult
 
@@ -60,18 +59,17 @@ class EvaluationRoller(LocalRoller):
     version, and on each worker.
     """
 
-    def __init__(self, base: LocalRoller, maker: NaiveExperienceMaker, config: Config, file: int) -> None:
+    def __init__(self, base: LocalRoller, config: Config, file: int) -> None:
         """Take over the models of another roller.
 
         Args:
             base: The worker's own roller.
-            maker: The other roller's maker.
             config: The instance's.
             file: Number of the file in `evaluation.files`.
         """
         evaluation, seed = config.evaluation, config.daemon.seed
         super().__init__(
-            maker,
+            base.maker,
             PromptSource(held_out(config, evaluation.files[file]), seed),
             base.tokenizer,
             base.weights,
@@ -102,7 +100,7 @@ class EvaluationRoller(LocalRoller):
 
     def batch_of(self, begun: Begun) -> PromptBatch:
         """Return prompts with their sampling parameters, for the engine; as `LocalRoller.batch_of`."""
-        return super().batch_of(begun).with_group_size(self._group_size)
+        return super().batch_of(begun).with_group_size(self.group_size)
 
     def finish(self, begun: Begun, batch: PromptBatch, completed: Sequence[Completed]) -> Rolled:
         """Score the responses; a prompt with a row without a reward has no result.
@@ -112,10 +110,10 @@ class EvaluationRoller(LocalRoller):
         """
         self._announce(begun)
         parts: list[Tensor] = []
-        found = self._maker.scores(
+        found = self.maker.scores(
             batch, batch.joined(completed), on_parts=lambda found, _: parts.append(found)
         ).double()
-        scores = found.reshape(-1, self._group_size)
+        scores = found.reshape(-1, self.group_size)
         counted = scores if self._pass_part is None else torch.cat(parts)[:, self._pass_part].reshape(scores.shape)
         self._below.count(counted[scores.isfinite()])
         results = []
@@ -126,22 +124,16 @@ class EvaluationRoller(LocalRoller):
             results.append(
                 PromptResult(
                     prompt.position,
-                    self._group_size,
+                    self.group_size,
                     int((passing.float() >= self._pass_reward).sum()),
                     float(rewards.mean()),
                     sum(lengths) / len(lengths),
                     sum(response.finish_reason == "length" for response in request.responses),
                 )
             )
-        versions = {span.version for request in completed for response in request.responses for span in response.spans}
         failed = begun.prompts - len(results)
-        return Rolled(None, failed, begun.refused, versions=tuple(sorted(versions)), results=tuple(results))
+        return Rolled(None, failed, begun.refused, versions=versions_of(completed), results=tuple(results))
 
     def close(self) -> None:
         """Close the file; engine and models are the other roller's."""
-        self._source.close()
-
-
-def evaluation_rollers(maker: NaiveExperienceMaker, config: Config) -> Callable[[LocalRoller], list[LocalRoller]]:
-    """Return a function that returns the rollers of all held-out files beside a worker's own roller."""
-    return lambda base: [EvaluationRoller(base, maker, config, file) for file in range(len(config.evaluation.files))]
+        self.source.close()

@@ -62,7 +62,7 @@ def new_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
         bench = Bench(folder, new_engine)
         benches.append(bench)
         bench.roller.turns = TurnSettings(pool, 3, 3)
-        bench.roller.tokenizer = bench.roller._maker.tokenizer = Speaking()
+        bench.roller.tokenizer = bench.roller.maker.tokenizer = Speaking()
         return bench
 
     yield make
