@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.util
+import inspect
 import os
 import shutil
 import signal
@@ -50,6 +52,9 @@ LONGEST = (
 )  # fmt: skip
 """Files that take the most time. They come first: of files in parallel, none of them is left alone at the end."""
 
+ASYNC_TIMEOUT_S = 60.0
+"""The deadline of a test that is a coroutine."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add an option for each kind of long run, and the seed that repeats one."""
@@ -95,6 +100,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{path}: {finder} finds the files of this kind by the word {word} in them")
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items[:] = sorted(kept, key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), ASYNC_TIMEOUT_S))
+    return True
 
 
 @pytest.fixture

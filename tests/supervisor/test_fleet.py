@@ -131,7 +131,7 @@ async def stopping(folder: Path, *, brief: Iterable[int] = ()) -> AsyncIterator[
         ((3, 4), signal.SIGTERM, True, "", False),
     ],
 )
-def test_a_kill_that_the_kernel_has_not_counted_comes_from_another_program(
+async def test_a_kill_that_the_kernel_has_not_counted_comes_from_another_program(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     counts: tuple[int | None, int | None],
@@ -143,150 +143,125 @@ def test_a_kill_that_the_kernel_has_not_counted_comes_from_another_program(
     found = iter(counts)
     monkeypatch.setattr("pipeline.supervisor.fleet.kill_count", found.__next__)
 
-    async def die() -> None:
-        fleet = Idlers(tmp_path)
-        (rank, _) = fleet.ranks
-        fleet.start(rank)
-        if engine:
-            fleet._report(rank, Report(killed=True))
-        os.kill(fleet.started[0][0], number)
-        await fleet.until(lambda: not fleet.alive())
+    fleet = Idlers(tmp_path)
+    (rank, _) = fleet.ranks
+    fleet.start(rank)
+    if engine:
+        fleet._report(rank, Report(killed=True))
+    os.kill(fleet.started[0][0], number)
+    await fleet.until(lambda: not fleet.alive())
 
-        assert (rank.ended_by, rank.from_outside) == (ended_by, from_outside)
-
-    asyncio.run(die())
+    assert (rank.ended_by, rank.from_outside) == (ended_by, from_outside)
 
 
-def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tmp_path: Path) -> None:
-    async def stop() -> None:
-        async with stopping(tmp_path) as (fleet, shutdown):
+async def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tmp_path: Path) -> None:
+    async with stopping(tmp_path) as (fleet, shutdown):
 
-            def ended(slot: Slot, code: int) -> None:
-                shutdown.child_ended(slot, code)
-                # The other one is not reaped yet.
-                shutdown.advance(time.monotonic())
-
-            fleet.ended = ended
-            os.kill(fleet.started[1][0], signal.SIGKILL)
-            await fleet.until(lambda: all(len(pids) > 1 for pids in fleet.started.values()))
-            # Whatever would follow from that, follows now.
-            await asyncio.sleep(0.2)
-
-            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
-            assert fleet.ranks[0].generation == fleet.ranks[1].generation
-
-    asyncio.run(stop())
-
-
-def test_a_rank_that_ends_in_order_while_another_dies_during_a_stop_comes_back_with_it(tmp_path: Path) -> None:
-    async def stop() -> None:
-        async with stopping(tmp_path, brief={1}) as (fleet, shutdown):
-            os.kill(fleet.started[0][0], signal.SIGKILL)
-            # Both are dead before either end is heard of.
-            for pids in fleet.started.values():
-                os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
-            await fleet.until(lambda: not fleet.alive())
+        def ended(slot: Slot, code: int) -> None:
+            shutdown.child_ended(slot, code)
+            # The other one is not reaped yet.
             shutdown.advance(time.monotonic())
 
-            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
-            assert fleet.ranks[0].generation == fleet.ranks[1].generation
+        fleet.ended = ended
+        os.kill(fleet.started[1][0], signal.SIGKILL)
+        await fleet.until(lambda: all(len(pids) > 1 for pids in fleet.started.values()))
+        # Whatever would follow from that, follows now.
+        await asyncio.sleep(0.2)
 
-    asyncio.run(stop())
+        assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
+        assert fleet.ranks[0].generation == fleet.ranks[1].generation
+
+
+async def test_a_rank_that_ends_in_order_while_another_dies_during_a_stop_comes_back_with_it(tmp_path: Path) -> None:
+    async with stopping(tmp_path, brief={1}) as (fleet, shutdown):
+        os.kill(fleet.started[0][0], signal.SIGKILL)
+        # Both are dead before either end is heard of.
+        for pids in fleet.started.values():
+            os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
+        await fleet.until(lambda: not fleet.alive())
+        shutdown.advance(time.monotonic())
+
+        assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
+        assert fleet.ranks[0].generation == fleet.ranks[1].generation
 
 
 @pytest.mark.parametrize(("ended_by", "code"), [("", ExitCode.FAILED), ("group", ExitCode.OK)])
-def test_a_rank_whose_collective_was_broken_by_another_ones_death_has_not_failed_a_stop(
+async def test_a_rank_whose_collective_was_broken_by_another_ones_death_has_not_failed_a_stop(
     tmp_path: Path, ended_by: str, code: ExitCode
 ) -> None:
-    async def stop() -> None:
-        async with stopping(tmp_path) as (fleet, shutdown):
-            fleet.ranks[0].ended_by = ended_by
-            shutdown.note_unwritten(fleet.ranks[0], ExitCode.FAILED)
+    async with stopping(tmp_path) as (fleet, shutdown):
+        fleet.ranks[0].ended_by = ended_by
+        shutdown.note_unwritten(fleet.ranks[0], ExitCode.FAILED)
 
-            assert shutdown.exit_code == code
-
-    asyncio.run(stop())
+        assert shutdown.exit_code == code
 
 
-def test_once_the_first_rank_has_ended_in_order_a_stop_waits_for_no_other(tmp_path: Path) -> None:
-    async def stop() -> None:
-        async with stopping(tmp_path, brief={0}) as (fleet, shutdown):
-            # It dies first; the other one has ended before it can be killed for that.
-            os.kill(fleet.started[1][0], signal.SIGKILL)
-            os.waitid(os.P_PID, fleet.started[0][0], os.WEXITED | os.WNOWAIT)
-            await fleet.until(lambda: not fleet.alive())
-            closed: list[str] = []
-            fleet.close = lambda: closed.append("and the buffer is told to end")  # type: ignore[method-assign]
-            shutdown.advance(time.monotonic())
+async def test_once_the_first_rank_has_ended_in_order_a_stop_waits_for_no_other(tmp_path: Path) -> None:
+    async with stopping(tmp_path, brief={0}) as (fleet, shutdown):
+        # It dies first; the other one has ended before it can be killed for that.
+        os.kill(fleet.started[1][0], signal.SIGKILL)
+        os.waitid(os.P_PID, fleet.started[0][0], os.WEXITED | os.WNOWAIT)
+        await fleet.until(lambda: not fleet.alive())
+        closed: list[str] = []
+        fleet.close = lambda: closed.append("and the buffer is told to end")  # type: ignore[method-assign]
+        shutdown.advance(time.monotonic())
 
-            assert closed
-            assert (shutdown.over, shutdown.exit_code) == (True, ExitCode.OK)
-
-    asyncio.run(stop())
+        assert closed
+        assert (shutdown.over, shutdown.exit_code) == (True, ExitCode.OK)
 
 
-def test_a_rank_that_starts_is_not_left_waiting_for_one_that_has_ended(tmp_path: Path) -> None:
-    async def stop() -> None:
-        # As one does that cannot load its model.
-        async with stopping(tmp_path, brief={1}) as (fleet, shutdown):
-            await fleet.until(lambda: not fleet.alive())
-            shutdown.advance(time.monotonic())
+async def test_a_rank_that_starts_is_not_left_waiting_for_one_that_has_ended(tmp_path: Path) -> None:
+    # As one does that cannot load its model.
+    async with stopping(tmp_path, brief={1}) as (fleet, shutdown):
+        await fleet.until(lambda: not fleet.alive())
+        shutdown.advance(time.monotonic())
 
-            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
-
-    asyncio.run(stop())
+        assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
 
 
 @pytest.mark.parametrize("hung", [0, 1])
-def test_a_rank_that_hangs_again_at_its_last_checkpoint_is_not_started_a_third_time(tmp_path: Path, hung: int) -> None:
-    async def stop() -> None:
-        async with stopping(tmp_path) as (fleet, shutdown):
-            for lives in (1, 2):
-                assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: lives, 1: lives}
-                fleet.ranks[hung].ended_by = "watchdog"
-                os.kill(fleet.started[hung][-1], signal.SIGKILL)
-                await fleet.until(lambda: not fleet.alive())
-                shutdown.advance(time.monotonic())
-
-            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
-            assert (shutdown.over, shutdown.exit_code) == (True, ExitCode.FAILED)
-
-    asyncio.run(stop())
-
-
-def test_a_buffer_that_hangs_again_at_its_spool_is_not_started_a_third_time(tmp_path: Path) -> None:
-    async def stop() -> None:
-        fleet = Idlers(tmp_path)
-        buffer = fleet.add("buffer", 0, Devices("", ()))
-        config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
-        shutdown = Shutdown(config, fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
-        fleet.ended = shutdown.child_ended
-        fleet.start(buffer)
-        shutdown.begin()
+async def test_a_rank_that_hangs_again_at_its_last_checkpoint_is_not_started_a_third_time(
+    tmp_path: Path, hung: int
+) -> None:
+    async with stopping(tmp_path) as (fleet, shutdown):
         for lives in (1, 2):
-            assert (len(fleet.started[0]), shutdown.exit_code, shutdown.over) == (lives, ExitCode.OK, False)
-            buffer.ended_by = "watchdog"
-            os.kill(fleet.started[0][-1], signal.SIGKILL)
+            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: lives, 1: lives}
+            fleet.ranks[hung].ended_by = "watchdog"
+            os.kill(fleet.started[hung][-1], signal.SIGKILL)
             await fleet.until(lambda: not fleet.alive())
             shutdown.advance(time.monotonic())
 
-        assert (len(fleet.started[0]), shutdown.exit_code, shutdown.over) == (2, ExitCode.FAILED, True)
+        assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
+        assert (shutdown.over, shutdown.exit_code) == (True, ExitCode.FAILED)
 
-    asyncio.run(stop())
+
+async def test_a_buffer_that_hangs_again_at_its_spool_is_not_started_a_third_time(tmp_path: Path) -> None:
+    fleet = Idlers(tmp_path)
+    buffer = fleet.add("buffer", 0, Devices("", ()))
+    config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
+    shutdown = Shutdown(config, fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
+    fleet.ended = shutdown.child_ended
+    fleet.start(buffer)
+    shutdown.begin()
+    for lives in (1, 2):
+        assert (len(fleet.started[0]), shutdown.exit_code, shutdown.over) == (lives, ExitCode.OK, False)
+        buffer.ended_by = "watchdog"
+        os.kill(fleet.started[0][-1], signal.SIGKILL)
+        await fleet.until(lambda: not fleet.alive())
+        shutdown.advance(time.monotonic())
+
+    assert (len(fleet.started[0]), shutdown.exit_code, shutdown.over) == (2, ExitCode.FAILED, True)
 
 
-def test_a_trainer_that_has_something_to_write_is_not_cut(tmp_path: Path) -> None:
-    async def stop() -> None:
-        async with stopping(tmp_path) as (fleet, shutdown):
-            late_s = time.monotonic() + 1000 * shutdown.config.daemon.drain_timeout_s
-            shutdown.advance(late_s)
-            # A death would be heard of here.
-            await asyncio.sleep(0.2)
+async def test_a_trainer_that_has_something_to_write_is_not_cut(tmp_path: Path) -> None:
+    async with stopping(tmp_path) as (fleet, shutdown):
+        late_s = time.monotonic() + 1000 * shutdown.config.daemon.drain_timeout_s
+        shutdown.advance(late_s)
+        # A death would be heard of here.
+        await asyncio.sleep(0.2)
 
-            assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 1, 1: 1}
-            assert len(fleet.alive("trainer")) == 2
-
-    asyncio.run(stop())
+        assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 1, 1: 1}
+        assert len(fleet.alive("trainer")) == 2
 
 
 @pytest.mark.parametrize(
@@ -297,90 +272,78 @@ def test_a_trainer_that_has_something_to_write_is_not_cut(tmp_path: Path) -> Non
     ],
     ids=["after the last step", "at a stop"],
 )
-def test_a_rollout_is_cut_once_and_at_once_if_all_steps_are_taken(
+async def test_a_rollout_is_cut_once_and_at_once_if_all_steps_are_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, complete: bool, before_s: float, after_s: float,
     line: tuple[int, str],
 ) -> None:  # fmt: skip
     caplog.set_level(logging.INFO)
 
-    async def stop() -> None:
-        fleet = Idlers(tmp_path)
-        worker = fleet.add("rollout", 0, Devices("", ()))
-        daemon = DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state", drain_timeout_s=30.0)
-        shutdown = Shutdown(Config(daemon=daemon), fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
-        fleet.ignored = signal.SIGTERM
-        fleet.start(worker)
-        began_s = time.monotonic()
-        shutdown.begin(complete=complete)
+    fleet = Idlers(tmp_path)
+    worker = fleet.add("rollout", 0, Devices("", ()))
+    daemon = DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state", drain_timeout_s=30.0)
+    shutdown = Shutdown(Config(daemon=daemon), fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
+    fleet.ignored = signal.SIGTERM
+    fleet.start(worker)
+    began_s = time.monotonic()
+    shutdown.begin(complete=complete)
 
-        shutdown.advance(began_s + before_s)
-        await asyncio.sleep(0.2)
-        assert worker.alive
+    shutdown.advance(began_s + before_s)
+    await asyncio.sleep(0.2)
+    assert worker.alive
 
-        for _ in range(3):
-            shutdown.advance(time.monotonic() + after_s)
-        await fleet.until(lambda: not fleet.alive())
-        assert worker.last_exit == -signal.SIGKILL
-
-    asyncio.run(stop())
+    for _ in range(3):
+        shutdown.advance(time.monotonic() + after_s)
+    await fleet.until(lambda: not fleet.alive())
+    assert worker.last_exit == -signal.SIGKILL
 
     assert [(record.levelno, record.getMessage()) for record in caplog.records if "cut" in record.getMessage()] == [
         line
     ]
 
 
-def test_ranks_that_end_together_during_a_stop_give_one_warning(
+async def test_ranks_that_end_together_during_a_stop_give_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def stop() -> None:
-        async with stopping(tmp_path) as (fleet, shutdown):
-            os.kill(fleet.started[1][0], signal.SIGKILL)
-            await fleet.until(lambda: not fleet.alive())
-            shutdown.advance(time.monotonic())
-
-    asyncio.run(stop())
+    async with stopping(tmp_path) as (fleet, shutdown):
+        os.kill(fleet.started[1][0], signal.SIGKILL)
+        await fleet.until(lambda: not fleet.alive())
+        shutdown.advance(time.monotonic())
 
     warned = [record.getMessage() for record in caplog.records if "before its last checkpoint" in record.msg]
     assert warned == ["trainer-1 ended (-9) before its last checkpoint, restart: it reported no error"]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_joins_the_one_that_waits_for_it(tmp_path: Path, first: int) -> None:
-    async def join() -> None:
-        fleet = Idlers(tmp_path)
-        waiting, late = fleet.ranks[first], fleet.ranks[1 - first]
-        # As when its forkserver did not answer, twice.
-        late.generation = 2
-        fleet.start(waiting)
-        fleet.start(late)
-        try:
-            assert waiting.generation == late.generation == 3
-        finally:
-            fleet.signal(fleet.ranks, signal.SIGKILL)
-            await fleet.until(lambda: not fleet.alive())
-
-    asyncio.run(join())
+async def test_a_rank_joins_the_one_that_waits_for_it(tmp_path: Path, first: int) -> None:
+    fleet = Idlers(tmp_path)
+    waiting, late = fleet.ranks[first], fleet.ranks[1 - first]
+    # As when its forkserver did not answer, twice.
+    late.generation = 2
+    fleet.start(waiting)
+    fleet.start(late)
+    try:
+        assert waiting.generation == late.generation == 3
+    finally:
+        fleet.signal(fleet.ranks, signal.SIGKILL)
+        await fleet.until(lambda: not fleet.alive())
 
 
 @pytest.mark.parametrize(("beat_s", "expected_s"), [(0.0, 0.0), (7.0, 7.0)])
-def test_what_a_child_hung_for_in_the_end_is_no_life(tmp_path: Path, beat_s: float, expected_s: float) -> None:
-    async def die() -> None:
-        fleet = Idlers(tmp_path)
-        rank = fleet.ranks[0]
-        fleet.start(rank)
-        fleet.say_ready(rank)
-        await fleet.until(lambda: rank.ready_s is not None)
-        assert rank.ready_s is not None
-        # It was ready for long, at most since the machine's start, and moved for that long of it.
-        rank.ready_s /= 2
-        fleet.slab.writer("trainer", 0).enter("wait_data", int((rank.ready_s + beat_s) * 1e9), 0)
-        fleet.signal([rank], signal.SIGKILL)
-        await fleet.until(lambda: not fleet.alive())
+async def test_what_a_child_hung_for_in_the_end_is_no_life(tmp_path: Path, beat_s: float, expected_s: float) -> None:
+    fleet = Idlers(tmp_path)
+    rank = fleet.ranks[0]
+    fleet.start(rank)
+    fleet.say_ready(rank)
+    await fleet.until(lambda: rank.ready_s is not None)
+    assert rank.ready_s is not None
+    # It was ready for long, at most since the machine's start, and moved for that long of it.
+    rank.ready_s /= 2
+    fleet.slab.writer("trainer", 0).enter("wait_data", int((rank.ready_s + beat_s) * 1e9), 0)
+    fleet.signal([rank], signal.SIGKILL)
+    await fleet.until(lambda: not fleet.alive())
 
-        assert rank.lived_s == pytest.approx(expected_s, abs=1e-6)
-        assert fleet.retry(rank) is not None
-
-    asyncio.run(die())
+    assert rank.lived_s == pytest.approx(expected_s, abs=1e-6)
+    assert fleet.retry(rank) is not None
 
 
 def test_roles_get_the_caches_of_the_state_directory_and_the_users_own_stay(

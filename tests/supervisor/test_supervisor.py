@@ -36,18 +36,15 @@ def test_ticks_are_as_frequent_as_ever_unless_everything_is_paused_and_ready(mad
     asyncio.run(asyncio.wait_for(supervisor._until_next_tick(), 30))
 
 
-def test_news_end_the_wait_of_a_paused_run(made):
+async def test_news_end_the_wait_of_a_paused_run(made):
     supervisor = made()
 
-    async def wait():
-        waiting = asyncio.create_task(supervisor._until_next_tick())
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert not waiting.done()
-        supervisor._news.set()
-        await asyncio.wait_for(waiting, 30)
-
-    asyncio.run(wait())
+    waiting = asyncio.create_task(supervisor._until_next_tick())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    supervisor._news.set()
+    await asyncio.wait_for(waiting, 30)
 
 
 def test_a_drain_is_news(made):

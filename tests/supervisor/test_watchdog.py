@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -65,18 +64,8 @@ async def watching(folder: Path) -> AsyncIterator[Watch]:
         await watch.all_end()
 
 
-def alone(test: Callable[[Watch], Coroutine[None, None, None]], folder: Path) -> None:
-    """Run a test on a watch of its own."""
-
-    async def run() -> None:
-        async with watching(folder) as watch:
-            await test(watch)
-
-    asyncio.run(run())
-
-
-def test_of_ranks_that_are_late_together_each_is_asked_for_its_stacks(tmp_path: Path) -> None:
-    async def test(watch: Watch) -> None:
+async def test_of_ranks_that_are_late_together_each_is_asked_for_its_stacks(tmp_path: Path) -> None:
+    async with watching(tmp_path) as watch:
         for rank in watch.fleet.ranks:
             watch.fleet.start(rank)
         watch.pass_s(LIMIT_S - 1.0)
@@ -91,11 +80,9 @@ def test_of_ranks_that_are_late_together_each_is_asked_for_its_stacks(tmp_path: 
             assert rank.error.startswith("not ready within 100 s (daemon.startup_timeout_s); its last line: ")
             assert (rank.ended_by, rank.late_starts) == ("watchdog", 1)
 
-    alone(test, tmp_path)
 
-
-def test_one_that_is_ready_before_it_is_killed_is_let_live(tmp_path: Path) -> None:
-    async def test(watch: Watch) -> None:
+async def test_one_that_is_ready_before_it_is_killed_is_let_live(tmp_path: Path) -> None:
+    async with watching(tmp_path) as watch:
         watch.fleet.ignored = signal.SIGUSR1
         for rank in watch.fleet.ranks:
             watch.fleet.start(rank)
@@ -110,11 +97,9 @@ def test_one_that_is_ready_before_it_is_killed_is_let_live(tmp_path: Path) -> No
         assert watch.ended == []
         assert [(rank.error, rank.ended_by, rank.is_late) for rank in watch.fleet.ranks] == [("", "", False)] * 2
 
-    alone(test, tmp_path)
 
-
-def test_the_second_late_start_in_a_row_is_the_last_and_one_in_between_begins_anew(tmp_path: Path) -> None:
-    async def test(watch: Watch) -> None:
+async def test_the_second_late_start_in_a_row_is_the_last_and_one_in_between_begins_anew(tmp_path: Path) -> None:
+    async with watching(tmp_path) as watch:
         rank = watch.fleet.ranks[0]
         watch.fleet.ranks[1].state = "ended"
         watch.fleet.slots.remove(watch.fleet.ranks[1])
@@ -134,11 +119,9 @@ def test_the_second_late_start_in_a_row_is_the_last_and_one_in_between_begins_an
         assert await start(is_late=True) is None
         assert rank.state == "failed"
 
-    alone(test, tmp_path)
 
-
-def test_one_that_a_cluster_is_pending_for_is_neither_late_nor_waited_for(tmp_path: Path) -> None:
-    async def test(watch: Watch) -> None:
+async def test_one_that_a_cluster_is_pending_for_is_neither_late_nor_waited_for(tmp_path: Path) -> None:
+    async with watching(tmp_path) as watch:
         pending, other = watch.fleet.ranks
 
         def all_ready(role: str = "rollout") -> bool:
@@ -171,11 +154,9 @@ def test_one_that_a_cluster_is_pending_for_is_neither_late_nor_waited_for(tmp_pa
         watch.pass_s(LIMIT_S)
         assert pending.is_late, "from there on it may be"
 
-    alone(test, tmp_path)
 
-
-def test_a_forkserver_that_is_late_is_replaced(tmp_path: Path) -> None:
-    async def test(watch: Watch) -> None:
+async def test_a_forkserver_that_is_late_is_replaced(tmp_path: Path) -> None:
+    async with watching(tmp_path) as watch:
         (forkserver,) = watch.fleet.of("forkserver")
         ends: list[tuple[Slot, int]] = []
         watch.fleet.ended = lambda slot, code: ends.append((slot, code))
@@ -187,11 +168,9 @@ def test_a_forkserver_that_is_late_is_replaced(tmp_path: Path) -> None:
         assert ends == [(forkserver, -signal.SIGUSR1)]
         assert watch.fleet.retry(forkserver) is not None
 
-    alone(test, tmp_path)
 
-
-def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks(tmp_path: Path) -> None:
-    async def test(watch: Watch) -> None:
+async def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks(tmp_path: Path) -> None:
+    async with watching(tmp_path) as watch:
         for rank in watch.fleet.ranks:
             watch.fleet.start(rank)
         (pid,) = watch.fleet.started[1]
@@ -206,5 +185,3 @@ def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks(tmp_p
         assert watch.fleet.ranks[1].error == "hung in start: stopped"
         assert [rank.from_outside for rank in watch.fleet.ranks] == [False, True]
         assert watch.fleet.ranks[0].error == ""
-
-    alone(test, tmp_path)

@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +77,14 @@ async def get(server: HttpServer, path: str, accept: str = "*/*") -> httpx.Respo
         return await client.get(server.url + path, headers={"accept": accept}, timeout=10)
 
 
-def in_loop(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), timeout=30)
+async def test_metrics_come_in_the_format_asked_for() -> None:
+    async with served() as server:
+        text, openmetrics = await get(server, "/metrics"), await get(server, "/metrics", OPENMETRICS)
 
-    asyncio.run(bounded())
-
-
-def test_metrics_come_in_the_format_asked_for() -> None:
-    async def check() -> None:
-        async with served() as server:
-            text, openmetrics = await get(server, "/metrics"), await get(server, "/metrics", OPENMETRICS)
-
-        assert (text.status_code, text.content) == (200, b"up 1\n")
-        assert text.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-        assert (openmetrics.status_code, openmetrics.content) == (200, b"# EOF\n")
-        assert openmetrics.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
-
-    in_loop(check)
+    assert (text.status_code, text.content) == (200, b"up 1\n")
+    assert text.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert (openmetrics.status_code, openmetrics.content) == (200, b"# EOF\n")
+    assert openmetrics.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 @pytest.mark.parametrize(
@@ -118,48 +108,36 @@ def test_a_scraper_gets_the_format_that_it_accepts(accept: str, openmetrics: boo
     assert wants_openmetrics(accept) is openmetrics
 
 
-def test_health_answers_while_the_instance_is_not_ready() -> None:
-    async def check() -> None:
-        async with served(ready=not_ready) as server:
-            health, readiness = await get(server, "/healthz"), await get(server, "/readyz")
+async def test_health_answers_while_the_instance_is_not_ready() -> None:
+    async with served(ready=not_ready) as server:
+        health, readiness = await get(server, "/healthz"), await get(server, "/readyz")
 
-        assert (health.status_code, health.json()) == (200, healthy()[1])
-        assert (readiness.status_code, readiness.json()) == (503, not_ready()[1])
-
-    in_loop(check)
+    assert (health.status_code, health.json()) == (200, healthy()[1])
+    assert (readiness.status_code, readiness.json()) == (503, not_ready()[1])
 
 
-def test_health_of_an_instance_that_hangs_is_503() -> None:
-    async def check() -> None:
-        async with served(health=hung) as server:
-            health = await get(server, "/healthz")
+async def test_health_of_an_instance_that_hangs_is_503() -> None:
+    async with served(health=hung) as server:
+        health = await get(server, "/healthz")
 
-        assert (health.status_code, health.json()) == (503, hung()[1])
-
-    in_loop(check)
+    assert (health.status_code, health.json()) == (503, hung()[1])
 
 
-def test_ready_instance_answers_200() -> None:
-    async def check() -> None:
-        async with served() as server:
-            readiness = await get(server, "/readyz")
+async def test_ready_instance_answers_200() -> None:
+    async with served() as server:
+        readiness = await get(server, "/readyz")
 
-        assert (readiness.status_code, readiness.json()) == (200, {"state": "ready"})
-
-    in_loop(check)
+    assert (readiness.status_code, readiness.json()) == (200, {"state": "ready"})
 
 
-def test_unknown_path_is_404_and_no_redirect_is_sent() -> None:
-    async def check() -> None:
-        async with served() as server:
-            codes = [(await get(server, path)).status_code for path in ("/", "/metrics/x", "/metrics")]
+async def test_unknown_path_is_404_and_no_redirect_is_sent() -> None:
+    async with served() as server:
+        codes = [(await get(server, path)).status_code for path in ("/", "/metrics/x", "/metrics")]
 
-        assert codes == [404, 404, 200]
-
-    in_loop(check)
+    assert codes == [404, 404, 200]
 
 
-def test_failing_handler_is_logged_and_the_next_request_served(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_handler_is_logged_and_the_next_request_served(caplog: pytest.LogCaptureFixture) -> None:
     broken = True
 
     def metrics(openmetrics: bool) -> bytes:
@@ -167,17 +145,13 @@ def test_failing_handler_is_logged_and_the_next_request_served(caplog: pytest.Lo
             raise ZeroDivisionError
         return b"up 1\n"
 
-    async def check() -> None:
-        nonlocal broken
+    with caplog.at_level(logging.ERROR):
         async with served(metrics) as server:
             failed = await get(server, "/metrics")
             broken = False
             served_again = await get(server, "/metrics")
 
-        assert (failed.status_code, served_again.status_code) == (500, 200)
-
-    with caplog.at_level(logging.ERROR):
-        in_loop(check)
+    assert (failed.status_code, served_again.status_code) == (500, 200)
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -192,17 +166,14 @@ def test_address_is_ours_before_anything_is_served() -> None:
     server.close()
 
 
-def test_request_that_comes_before_start_is_answered_after_it() -> None:
-    async def check() -> None:
-        server = HttpServer.bind("127.0.0.1", 0)
-        early = asyncio.create_task(get(server, "/healthz"))
-        await asyncio.sleep(0)
-        await server.start(instance_routes(exposition, healthy, is_ready))
+async def test_request_that_comes_before_start_is_answered_after_it() -> None:
+    server = HttpServer.bind("127.0.0.1", 0)
+    early = asyncio.create_task(get(server, "/healthz"))
+    await asyncio.sleep(0)
+    await server.start(instance_routes(exposition, healthy, is_ready))
 
-        assert (await early).status_code == 200
-        await server.stop()
-
-    in_loop(check)
+    assert (await early).status_code == 200
+    await server.stop()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
@@ -236,72 +207,57 @@ def test_slow_clients_do_not_hold_up_a_scrape_nor_the_end(caplog: pytest.LogCapt
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", server.port)) != 0
 
-    in_loop(check)
+    asyncio.run(asyncio.wait_for(check(), 30))
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_stop_is_prompt_when_nobody_is_connected() -> None:
-    async def check() -> None:
-        async with served() as server:
-            await get(server, "/healthz")
-            started_s = time.monotonic()
-        assert time.monotonic() - started_s < 1.5
-
-    in_loop(check)
+async def test_stop_is_prompt_when_nobody_is_connected() -> None:
+    async with served() as server:
+        await get(server, "/healthz")
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 1.5
 
 
-def test_stop_does_not_wait_for_the_next_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_does_not_wait_for_the_next_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_DATE_S", 60.0)
 
-    async def check() -> None:
-        async with served() as server:
-            await get(server, "/healthz")
-            started_s = time.monotonic()
-        assert time.monotonic() - started_s < 4.0, "the server is cancelled after 5.5 s"
-
-    in_loop(check)
+    async with served() as server:
+        await get(server, "/healthz")
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 4.0, "the server is cancelled after 5.5 s"
 
 
-def test_answers_have_the_present_date(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_have_the_present_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_DATE_S", 0.01)
 
-    async def check() -> None:
-        async with served() as server:
-            first = (await get(server, "/healthz")).headers["date"]
-            for _ in range(500):
-                if (await get(server, "/healthz")).headers["date"] != first:
-                    return
-                await asyncio.sleep(0.01)
-            raise AssertionError("five seconds later the date is the same")
-
-    in_loop(check)
+    async with served() as server:
+        first = (await get(server, "/healthz")).headers["date"]
+        for _ in range(500):
+            if (await get(server, "/healthz")).headers["date"] != first:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("five seconds later the date is the same")
 
 
-def test_stop_before_start_gives_the_address_back() -> None:
-    async def check() -> None:
-        server = HttpServer.bind("127.0.0.1", 0)
-        await server.stop()
+async def test_stop_before_start_gives_the_address_back() -> None:
+    server = HttpServer.bind("127.0.0.1", 0)
+    await server.stop()
 
-        HttpServer.bind("127.0.0.1", server.port).close()
-
-    in_loop(check)
+    HttpServer.bind("127.0.0.1", server.port).close()
 
 
-def test_signals_stay_the_supervisors() -> None:
-    async def check() -> None:
-        received: asyncio.Queue[int] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+async def test_signals_stay_the_supervisors() -> None:
+    received: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received.put_nowait, number)
+    async with served() as server:
+        await get(server, "/healthz")
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, received.put_nowait, number)
-        async with served() as server:
-            await get(server, "/healthz")
-            for number in (signal.SIGTERM, signal.SIGINT):
-                os.kill(os.getpid(), number)
-                assert await received.get() == number
+            os.kill(os.getpid(), number)
+            assert await received.get() == number
 
-            assert (await get(server, "/healthz")).status_code == 200
-
-    in_loop(check)
+        assert (await get(server, "/healthz")).status_code == 200
 
 
 # Who may ask.
@@ -333,7 +289,7 @@ def test_with_a_token_all_but_health_and_readiness_ask_for_it(token_file: Path) 
             ways = (await client.get("/metrics")).headers.get_list("www-authenticate")
             assert ways == ["Bearer", 'Basic realm="rlhfd: the password is the token"']
 
-    in_loop(check)
+    asyncio.run(asyncio.wait_for(check(), 30))
     assert "a-token" not in repr(access)
 
 
@@ -366,19 +322,16 @@ def certificate(tmp_path: Path) -> MetricsConfig:
 
 
 @pytest.mark.needs("openssl")
-def test_with_a_certificate_it_speaks_tls_and_nothing_else(certificate: MetricsConfig) -> None:
-    async def check() -> None:
-        async with served(access=Access.of(certificate)) as server:
-            trusted = ssl.create_default_context(cafile=certificate.tls_cert)
-            async with httpx.AsyncClient(trust_env=False, verify=trusted) as client:
-                assert (await client.get(f"https://127.0.0.1:{server.port}/metrics")).content == b"up 1\n"
-                with pytest.raises(httpx.HTTPError):
-                    await client.get(f"http://127.0.0.1:{server.port}/metrics")
-            with pytest.raises(httpx.ConnectError, match="certificate"):
-                await get(server, "/metrics")
-            assert server.url == f"https://127.0.0.1:{server.port}"
-
-    in_loop(check)
+async def test_with_a_certificate_it_speaks_tls_and_nothing_else(certificate: MetricsConfig) -> None:
+    async with served(access=Access.of(certificate)) as server:
+        trusted = ssl.create_default_context(cafile=certificate.tls_cert)
+        async with httpx.AsyncClient(trust_env=False, verify=trusted) as client:
+            assert (await client.get(f"https://127.0.0.1:{server.port}/metrics")).content == b"up 1\n"
+            with pytest.raises(httpx.HTTPError):
+                await client.get(f"http://127.0.0.1:{server.port}/metrics")
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            await get(server, "/metrics")
+        assert server.url == f"https://127.0.0.1:{server.port}"
 
 
 @pytest.mark.needs("openssl")
@@ -402,17 +355,14 @@ def test_an_address_that_others_reach_is_warned_of(host: str, warned: bool, capl
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 
-def test_answers_name_no_server_and_only_reading_is_allowed() -> None:
-    async def check() -> None:
-        async with served() as server, httpx.AsyncClient(trust_env=False, base_url=server.url) as client:
-            answer = await client.get("/metrics")
-            codes = [(await client.request(name, "/metrics")).status_code for name in ("HEAD", "POST", "PUT", "DELETE")]
+async def test_answers_name_no_server_and_only_reading_is_allowed() -> None:
+    async with served() as server, httpx.AsyncClient(trust_env=False, base_url=server.url) as client:
+        answer = await client.get("/metrics")
+        codes = [(await client.request(name, "/metrics")).status_code for name in ("HEAD", "POST", "PUT", "DELETE")]
 
-        assert codes == [200, 405, 405, 405]
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "server" not in answer.headers
-
-    in_loop(check)
+    assert codes == [200, 405, 405, 405]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "server" not in answer.headers
 
 
 def test_a_crowd_of_idle_and_dripping_clients_does_not_hold_up_a_scrape(caplog: pytest.LogCaptureFixture) -> None:
@@ -431,102 +381,86 @@ def test_a_crowd_of_idle_and_dripping_clients_does_not_hold_up_a_scrape(caplog: 
                 writer.transport.abort()
             assert all(held)
 
-    in_loop(check)
+    asyncio.run(asyncio.wait_for(check(), 30))
     assert [record for record in caplog.records if record.name != "httpx"] == []
 
 
-def test_beyond_the_bound_a_request_is_refused_until_silent_clients_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beyond_the_bound_a_request_is_refused_until_silent_clients_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("pipeline.supervisor.web.server.MOST_CONNECTIONS", 20)
 
-    async def check() -> None:
-        async with served() as server:
-            # Beside other work the first clients may be cut before the last one has come.
-            for timeout_s in (0.2, 2.0, 20.0):
-                monkeypatch.setattr("pipeline.supervisor.web.server._REQUEST_TIMEOUT_S", timeout_s)
-                crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(20)]
-                status = (await get(server, "/metrics")).status_code
-                for reader, writer in crowd:
-                    with contextlib.suppress(ConnectionError):
-                        assert await asyncio.wait_for(reader.read(), timeout_s + 5) == b""
-                    writer.close()
-                if status == 503:
-                    break
+    async with served() as server:
+        # Beside other work the first clients may be cut before the last one has come.
+        for timeout_s in (0.2, 2.0, 20.0):
+            monkeypatch.setattr("pipeline.supervisor.web.server._REQUEST_TIMEOUT_S", timeout_s)
+            crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(20)]
+            status = (await get(server, "/metrics")).status_code
+            for reader, writer in crowd:
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), timeout_s + 5) == b""
+                writer.close()
+            if status == 503:
+                break
 
-            assert status == 503
-            assert (await get(server, "/metrics")).content == b"up 1\n"
-
-    in_loop(check)
+        assert status == 503
+        assert (await get(server, "/metrics")).content == b"up 1\n"
 
 
-def test_a_client_that_sends_no_whole_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_sends_no_whole_request_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.supervisor.web.server._REQUEST_TIMEOUT_S", 0.1)
 
-    async def check() -> None:
-        async with served() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(b"GET /metrics HT")
-            with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 5) == b""
-            writer.close()
-
-    in_loop(check)
+    async with served() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /metrics HT")
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
 
 
-def test_a_header_without_end_is_refused() -> None:
-    async def check() -> None:
-        async with served() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * 40_000)
-            assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
-            writer.close()
-
-    in_loop(check)
+async def test_a_header_without_end_is_refused() -> None:
+    async with served() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * 40_000)
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
 
 
 # The page.
 
 
-def test_the_page_and_its_files_are_served_with_a_policy_that_lets_nothing_in_from_elsewhere() -> None:
-    async def check() -> None:
-        async with served(page=Shown()) as server:
-            answers = {path: await get(server, path) for path in ("/", "/page.css", "/page.js", "/icon.svg")}
-            missing = await get(server, "/index.html"), await get(server, "/../page.py"), await get(server, "/%2e%2e/x")
+async def test_the_page_and_its_files_are_served_with_a_policy_that_lets_nothing_in_from_elsewhere() -> None:
+    async with served(page=Shown()) as server:
+        answers = {path: await get(server, path) for path in ("/", "/page.css", "/page.js", "/icon.svg")}
+        missing = await get(server, "/index.html"), await get(server, "/../page.py"), await get(server, "/%2e%2e/x")
 
-        types = [answer.headers["content-type"].partition(";")[0] for answer in answers.values()]
-        assert types == ["text/html", "text/css", "text/javascript", "image/svg+xml"]
-        assert [answer.status_code for answer in missing] == [404, 404, 404]
-        for answer in answers.values():
-            policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
-            assert answer.status_code == 200
-            assert policy["default-src"] == policy["frame-ancestors"] == policy["trusted-types"] == "'none'"
-            assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-            assert answer.headers["x-frame-options"] == "DENY"
-            assert answer.headers["x-content-type-options"] == "nosniff"
-            assert "unsafe" not in answer.headers["content-security-policy"]
-
-    in_loop(check)
+    types = [answer.headers["content-type"].partition(";")[0] for answer in answers.values()]
+    assert types == ["text/html", "text/css", "text/javascript", "image/svg+xml"]
+    assert [answer.status_code for answer in missing] == [404, 404, 404]
+    for answer in answers.values():
+        policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+        assert answer.status_code == 200
+        assert policy["default-src"] == policy["frame-ancestors"] == policy["trusted-types"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "unsafe" not in answer.headers["content-security-policy"]
 
 
-def test_what_the_page_asks_for_is_json_that_nobody_stores() -> None:
-    async def check() -> None:
-        async with served(page=Shown()) as server:
-            live, samples = await get(server, "/api/live?after_s=12.5"), await get(server, "/api/samples?cursor=a.7")
-            first, wrong = await get(server, "/api/live"), await get(server, "/api/live?after_s=x")
+async def test_what_the_page_asks_for_is_json_that_nobody_stores() -> None:
+    async with served(page=Shown()) as server:
+        live, samples = await get(server, "/api/live?after_s=12.5"), await get(server, "/api/samples?cursor=a.7")
+        first, wrong = await get(server, "/api/live"), await get(server, "/api/live?after_s=x")
 
-        assert (live.json(), samples.json(), first.json()) == ({"after_s": 12.5}, {"cursor": "a.7"}, {"after_s": 0.0})
-        assert live.headers["cache-control"] == samples.headers["cache-control"] == "no-store"
-        assert wrong.status_code == 400
-
-    in_loop(check)
+    assert (live.json(), samples.json(), first.json()) == ({"after_s": 12.5}, {"cursor": "a.7"}, {"after_s": 0.0})
+    assert live.headers["cache-control"] == samples.headers["cache-control"] == "no-store"
+    assert wrong.status_code == 400
 
 
-def test_without_a_page_there_is_none() -> None:
-    async def check() -> None:
-        async with served() as server:
-            paths = ("/", "/page.js", "/api/live", "/api/samples")
-            assert [(await get(server, path)).status_code for path in paths] == [404] * 4
-
-    in_loop(check)
+async def test_without_a_page_there_is_none() -> None:
+    async with served() as server:
+        paths = ("/", "/page.js", "/api/live", "/api/samples")
+        assert [(await get(server, path)).status_code for path in paths] == [404] * 4
 
 
 @pytest.mark.parametrize(
@@ -541,28 +475,20 @@ def test_without_a_page_there_is_none() -> None:
         ("", 421),
     ],
 )
-def test_a_name_that_somebody_pointed_here_is_not_answered(host: str, code: int) -> None:
-    async def check() -> None:
-        async with served(page=Shown()) as server, httpx.AsyncClient(trust_env=False) as client:
-            api = await client.get(f"{server.url}/api/samples", headers={"host": host})
-            metrics = await client.get(f"{server.url}/metrics", headers={"host": host})
+async def test_a_name_that_somebody_pointed_here_is_not_answered(host: str, code: int) -> None:
+    async with served(page=Shown()) as server, httpx.AsyncClient(trust_env=False) as client:
+        api = await client.get(f"{server.url}/api/samples", headers={"host": host})
+        metrics = await client.get(f"{server.url}/metrics", headers={"host": host})
 
-        assert (api.status_code, metrics.status_code) == (code, 200)
-
-    in_loop(check)
+    assert (api.status_code, metrics.status_code) == (code, 200)
 
 
-def test_a_browser_may_send_the_token_as_a_password() -> None:
-    async def check() -> None:
-        access = Access(token=b"secret")
-        async with served(access=access, page=Shown()) as server, httpx.AsyncClient(trust_env=False) as client:
-            refused = [
-                await client.get(f"{server.url}/", auth=auth) for auth in (None, ("me", "wrong"), ("secret", ""))
-            ]
-            damaged = await client.get(f"{server.url}/", headers={b"authorization": b"Basic \xff%"})
-            admitted = await client.get(f"{server.url}/", auth=("anybody", "secret"))
+async def test_a_browser_may_send_the_token_as_a_password() -> None:
+    access = Access(token=b"secret")
+    async with served(access=access, page=Shown()) as server, httpx.AsyncClient(trust_env=False) as client:
+        refused = [await client.get(f"{server.url}/", auth=auth) for auth in (None, ("me", "wrong"), ("secret", ""))]
+        damaged = await client.get(f"{server.url}/", headers={b"authorization": b"Basic \xff%"})
+        admitted = await client.get(f"{server.url}/", auth=("anybody", "secret"))
 
-        assert [answer.status_code for answer in (*refused, damaged)] == [401] * 4
-        assert admitted.status_code == 200
-
-    in_loop(check)
+    assert [answer.status_code for answer in (*refused, damaged)] == [401] * 4
+    assert admitted.status_code == 200
