@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,6 @@ from pipeline.telemetry.metrics import CONSERVATION_WORDS, Conservation
 from pipeline.telemetry.reader import HistogramReading, MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.slabs import BLOCK, PROMPTS, ROOT, SLOTS, STEPS, begun, value
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "metrics"
-
-
-@pytest.fixture
-def slab(path: Path) -> Iterator[MetricsSlab]:
-    slab = MetricsSlab.create(path, SLOTS)
-    yield slab
-    slab.close()
 
 
 class KilledError(Exception):

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,25 +19,13 @@ from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.metrics import METRICS
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
-from tests.support.slabs import BLOCK, ROOT, SLOTS, begun
+from tests.support.slabs import BLOCK, ROOT, begun
 
 INFO = {
     "rlhfd_build_info": {"version": "0.1.0", "commit": "c0ffee", "python": "3.11.7", "torch": "2.13.0+cpu", "cuda": ""},
     "rlhfd_run_info": {"run_id": "1", "algorithm": "grpo", "model": 'a "b"\\c\nd'},
 }
 GPUS = gpu_series([Gpu(0, "GPU-aaaa", 1 << 30, 80 << 30, 0.5), Gpu(1, "GPU-bbbb", 0, 80 << 30, 0.0)])
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "metrics"
-
-
-@pytest.fixture
-def slab(path: Path) -> Iterator[MetricsSlab]:
-    slab = MetricsSlab.create(path, SLOTS)
-    yield slab
-    slab.close()
 
 
 def write_everything(slab: MetricsSlab) -> None:

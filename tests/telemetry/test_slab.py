@@ -7,7 +7,6 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,6 @@ from pipeline.telemetry.metrics import Progress
 from pipeline.telemetry.reader import HistogramReading, MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.slabs import BLOCK, PROMPTS, SLOTS, STEPS, begun, value
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "metrics"
-
-
-@pytest.fixture
-def slab(path: Path) -> Iterator[MetricsSlab]:
-    slab = MetricsSlab.create(path, SLOTS)
-    yield slab
-    slab.close()
 
 
 def test_slab_is_ours_alone_and_allocated_whole(path: Path, slab: MetricsSlab) -> None:
