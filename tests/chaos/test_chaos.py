@@ -22,7 +22,7 @@ from tests.chaos.campaign import (
     trained_in,
 )
 from tests.daemon.test_environment import settings as turns_settings
-from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, telling_reward, total
 from tests.support.endings import Ending, endings
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
@@ -97,7 +97,7 @@ def ranks_ended(errors: str, ranks: int = 1) -> list[Ending]:
     return [found[name] for name in sorted(found)]
 
 
-def held_out(folder: Path, task: Path) -> tuple[str, ...]:  # noqa: F811
+def held_out(folder: Path, task: Path) -> tuple[str, ...]:
     """Write a file of held-out prompts; return the settings that evaluate it."""
     file = folder / "held.jsonl"
     file.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:HELD_OUT]))
@@ -127,11 +127,7 @@ def ended_after(
 
 
 def undisturbed(
-    tmp_path: Path,
-    task: Path | None,  # noqa: F811
-    settings: tuple[str, ...],
-    disturbed: list[Ending],
-    *arguments: str,
+    tmp_path: Path, task: Path | None, settings: tuple[str, ...], disturbed: list[Ending], *arguments: str
 ) -> Daemon:
     """Run as many steps in a folder of their own that nobody disturbs; return the daemon, which has ended."""
     folder = tmp_path / "undisturbed"
@@ -145,12 +141,7 @@ def undisturbed(
 
 @pytest.mark.timeout(3600)
 def test_after_any_number_of_kills_the_weights_are_those_of_a_run_that_nobody_disturbed(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    kills: int,
-    targets: tuple[Target, ...],
-    say,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, task: Path, kills: int, targets: tuple[Target, ...], say, request: pytest.FixtureRequest
 ):
     settings = (*SETTINGS, *telling_reward(tmp_path), "buffer.max_staleness=0", *held_out(tmp_path, task))
     seed = request.config.getoption("--chaos-seed")
@@ -171,7 +162,7 @@ def score(input_ids, attention_mask, *, response_start, **_):
 SOURCES = ((40, 3.0), (7, 1.0), (19, 0.5))
 
 
-def filtering(folder: Path, task: Path) -> tuple[str, ...]:  # noqa: F811
+def filtering(folder: Path, task: Path) -> tuple[str, ...]:
     """Write the files of a run with refill and several sources; return its settings.
 
     With so few rounds groups without a signal are kept now and then; rewards stay rare by the low learning rate.
@@ -195,10 +186,7 @@ def filtering(folder: Path, task: Path) -> tuple[str, ...]:  # noqa: F811
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_after_kills_a_run_with_refill_mixed_sources_and_evaluation_is_that_of_a_run_that_nobody_disturbed(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    say,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, task: Path, say, request: pytest.FixtureRequest
 ):
     settings = (*SETTINGS, "buffer.max_staleness=0", *filtering(tmp_path, task))
     seed = 5 + request.config.getoption("--chaos-seed")
@@ -215,10 +203,7 @@ def test_after_kills_a_run_with_refill_mixed_sources_and_evaluation_is_that_of_a
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_after_kills_a_run_of_several_turns_is_that_of_a_run_that_nobody_disturbed(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    say,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, task: Path, say, request: pytest.FixtureRequest
 ):
     # Each of both folders gets the environment.
     turns_settings(tmp_path / "undisturbed")
@@ -233,11 +218,7 @@ def test_after_kills_a_run_of_several_turns_is_that_of_a_run_that_nobody_disturb
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_after_any_number_of_kills_each_of_two_ranks_has_the_digest_of_a_run_that_nobody_disturbed(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    kills: int,
-    say,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, task: Path, kills: int, say, request: pytest.FixtureRequest
 ):
     settings = (*SETTINGS, *telling_reward(tmp_path), "trainer.world_size=2", "buffer.max_staleness=0")
     with Campaign(tmp_path, *settings, task=task, seed=2 + request.config.getoption("--chaos-seed")) as campaign:
@@ -255,12 +236,7 @@ def test_after_any_number_of_kills_each_of_two_ranks_has_the_digest_of_a_run_tha
     ids=["padded", "packed", "four"],
 )
 def test_after_kills_ranks_that_hold_shards_have_the_digests_of_a_run_that_nobody_disturbed(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    say,
-    request: pytest.FixtureRequest,
-    ranks: int,
-    more: tuple[str, ...],
+    tmp_path: Path, task: Path, say, request: pytest.FixtureRequest, ranks: int, more: tuple[str, ...]
 ):
     settings = (
         *SETTINGS, *telling_reward(tmp_path), f"trainer.world_size={ranks}", 'trainer.sharding="full"',
@@ -276,11 +252,7 @@ def test_after_kills_ranks_that_hold_shards_have_the_digests_of_a_run_that_nobod
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_two_ranks_ahead_of_their_workers_train_every_row_exactly_once(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    kills: int,
-    say,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, task: Path, kills: int, say, request: pytest.FixtureRequest
 ):
     settings = (*SETTINGS, *telling_reward(tmp_path), "trainer.world_size=2", "buffer.max_staleness=2")
     with Campaign(tmp_path, *settings, task=task, seed=1 + request.config.getoption("--chaos-seed")) as campaign:
@@ -300,11 +272,7 @@ MANY_TICKETS = (*ENDLESS, "rollout.workers=1", "rollout.batch_size=1", "rollout.
 @pytest.mark.variant
 @pytest.mark.timeout(7200)
 def test_kills_of_a_worker_with_many_tickets_and_of_its_supervisor_change_no_bit(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    kills: int,
-    say,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, task: Path, kills: int, say, request: pytest.FixtureRequest
 ):
     settings = (*MANY_TICKETS, *telling_reward(tmp_path), "buffer.max_staleness=0")
     seed = 3 + request.config.getoption("--chaos-seed")
@@ -319,11 +287,7 @@ def test_kills_of_a_worker_with_many_tickets_and_of_its_supervisor_change_no_bit
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("alone", [(), ALONE], ids=["beside the worker's actor", "the engine alone has the actor"])
 def test_kills_of_vllm_its_worker_and_the_supervisor_lose_no_row_and_train_none_twice(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    say,
-    request: pytest.FixtureRequest,
-    alone: tuple[str, ...],
+    tmp_path: Path, task: Path, say, request: pytest.FixtureRequest, alone: tuple[str, ...]
 ):
     settings = (*MANY_TICKETS, *telling_reward(tmp_path), "rollout.engine=vllm", "daemon.hang_timeout_s=120", *alone)
     seed = 4 + request.config.getoption("--chaos-seed")

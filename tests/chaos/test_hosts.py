@@ -21,7 +21,7 @@ from tests.chaos.campaign import Campaign, Kill, Target, trained_in
 from tests.chaos.test_chaos import ALONE, SETTINGS, end_in_order, ended_after, ranks_ended, strike, undisturbed
 from tests.daemon.test_environment import ENVIRONMENT
 from tests.daemon.test_environment import settings as turns_settings
-from tests.support.daemon import Daemon, task, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import Daemon, wait_until
 from tests.support.hosts import Hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.needs("ip")]
@@ -134,11 +134,7 @@ def nothing_left(hosts: Hosts) -> None:
 @pytest.mark.variant
 @pytest.mark.timeout(7200)
 def test_after_kills_on_hosts_and_of_hosts_the_end_is_that_of_one_server_that_nobody_disturbed(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    is_full: bool,
-    say,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, task: Path, is_full: bool, say, request: pytest.FixtureRequest
 ):
     # Each of both folders gets the environment; with the hosts it takes time, so that there is something to hit.
     turns_settings(tmp_path / "undisturbed")
@@ -160,10 +156,7 @@ def test_after_kills_on_hosts_and_of_hosts_the_end_is_that_of_one_server_that_no
 @pytest.mark.full
 @pytest.mark.timeout(14400)
 def test_kills_on_hosts_and_of_hosts_with_vllm_lose_no_row_and_train_none_twice(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    say,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, task: Path, say, request: pytest.FixtureRequest
 ):
     settings = (
         *SETTINGS, *turns_settings(tmp_path), "trainer.max_steps=0", *TWO, *ALONE, "rollout.engine=vllm",
@@ -184,7 +177,7 @@ def test_kills_on_hosts_and_of_hosts_with_vllm_lose_no_row_and_train_none_twice(
     assert trained == 32 * steps, "each step is 32 rows: none missing in it, none in two"
 
 
-def rewards_of(folder: Path, task: Path, *settings: str) -> tuple[float, float]:  # noqa: F811
+def rewards_of(folder: Path, task: Path, *settings: str) -> tuple[float, float]:
     """Train to the end; return the mean rewards of the first steps and of the last ones."""
     folder.mkdir()
     with Daemon(folder, *settings, task=task) as daemon:
@@ -206,7 +199,7 @@ def test_over_a_network_that_delays_and_loses_the_task_is_learned_as_on_one_serv
     tmp_path: Path, say, engine: tuple[str, ...]
 ):
     """With rows that may be stale: with fresh ones alone the runs are the same bit for bit."""
-    task = tmp_path / "sort-digits"  # noqa: F811
+    task = tmp_path / "sort-digits"
     setup.prepare(task, warmup_steps=WARMUP_STEPS)
     lines = (task / "prompts.jsonl").read_text().splitlines(keepends=True)
     (task / "prompts.jsonl").write_text("".join(line for line in lines if len(json.loads(line)["answer"]) == DIGITS))

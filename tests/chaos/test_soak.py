@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, telling_reward, total
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.full]
 
@@ -74,7 +74,7 @@ def growth(samples: list[Held]) -> float:
 
 
 @pytest.mark.timeout(1800)
-def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, say):  # noqa: F811
+def test_what_each_process_holds_stays_flat(tmp_path: Path, task: Path, say):
     # Each step is like the first: rewards that differ from the start, and weights that hardly move. A run takes more
     # memory once its rewards differ, and that is no leak.
     steady = (*telling_reward(tmp_path), "trainer.learning_rate=1e-12")

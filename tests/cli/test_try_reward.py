@@ -14,9 +14,6 @@ from click.testing import CliRunner, Result
 from pipeline.cli import main as cli
 from pipeline.config.user_modules import FOLDER_VARIABLE
 from pipeline.errors import ExitCode
-from tests.support.daemon import task
-
-__all__ = ["task"]
 
 REWARDS = """
 def length(input_ids, attention_mask, *, response_start, response_end, **_):

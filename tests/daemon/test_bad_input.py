@@ -17,10 +17,9 @@ import pytest
 
 from pipeline.errors import ExitCode
 from pipeline.runtime.lock import shm_directory
-from tests.support.daemon import EXACT, SMALL, START_TIMEOUT_S, Daemon, rlhfd, task, total
+from tests.support.daemon import EXACT, SMALL, START_TIMEOUT_S, Daemon, rlhfd, total
 
 pytestmark = pytest.mark.integration
-__all__ = ["task"]
 
 BAD_CONFIG = int(ExitCode.BAD_CONFIG)
 USAGE = int(ExitCode.USAGE)

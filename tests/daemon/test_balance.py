@@ -11,7 +11,7 @@ import pytest
 
 from tests.daemon.test_kills import balanced
 from tests.daemon.test_ranks import SETTINGS, STEPS, finished, slow_reward, strike
-from tests.support.daemon import SMALL, Daemon, Metrics, task  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, Metrics
 from tests.support.endings import Ending
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -31,7 +31,7 @@ def imbalance(metrics: Metrics, rows: str) -> float:
     return next(value for (name, own), value in metrics.items() if name == RATIO and labels in own)
 
 
-def ended(folder: Path, task: Path, *settings: str) -> tuple[dict[str, Ending], list[dict[str, Any]]]:  # noqa: F811
+def ended(folder: Path, task: Path, *settings: str) -> tuple[dict[str, Ending], list[dict[str, Any]]]:
     """Run to the end in a folder; return each rank's last line, and the line of each step."""
     folder.mkdir()
     with Daemon(folder, *settings, *slow_reward(folder), task=task) as daemon:
@@ -40,7 +40,7 @@ def ended(folder: Path, task: Path, *settings: str) -> tuple[dict[str, Ending], 
 
 @pytest.mark.variant
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_two_ranks_with_rows_dealt_take_the_step_of_one_rank(tmp_path, task, sharding):  # noqa: F811
+def test_two_ranks_with_rows_dealt_take_the_step_of_one_rank(tmp_path, task, sharding):
     small = (*SMALL, "buffer.max_staleness=0", "trainer.max_steps=2")
     _, of_one = ended(tmp_path / "one", task, *small, "trainer.gradient_accumulation_steps=2")
 
@@ -54,7 +54,7 @@ def test_two_ranks_with_rows_dealt_take_the_step_of_one_rank(tmp_path, task, sha
 
 
 @pytest.mark.variant
-def test_kills_change_no_bit_of_a_run_with_rows_dealt(tmp_path, task):  # noqa: F811
+def test_kills_change_no_bit_of_a_run_with_rows_dealt(tmp_path, task):
     undisturbed, _ = ended(tmp_path / "undisturbed", task, *SETTINGS)
     folder = tmp_path / "killed"
     folder.mkdir()

@@ -18,10 +18,9 @@ from transformers import AutoTokenizer
 from benches import peers
 from pipeline import recorded_batches
 from pipeline.config.foreign.lookup import PAGE, TRAINERS
-from tests.support.daemon import Daemon, clean_environment, rlhfd, task
+from tests.support.daemon import Daemon, clean_environment, rlhfd
 
 pytestmark = pytest.mark.integration
-__all__ = ["task"]
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "examples" / "coming-from"

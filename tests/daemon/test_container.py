@@ -18,12 +18,10 @@ from tests.support.daemon import (
     START_TIMEOUT_S,
     clean_environment,
     descendants,
-    task,
     task_settings,
     wait_until,
 )
 
-__all__ = ["task"]
 pytestmark = [pytest.mark.integration, pytest.mark.needs("unshare", "mount")]
 
 

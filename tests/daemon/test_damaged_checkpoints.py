@@ -8,7 +8,7 @@ import pytest
 from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.runtime.lock import shm_directory
 from pipeline.telemetry.evaluations import FILE_NAME, read_evaluations
-from tests.support.daemon import SMALL, only_run, task, task_settings, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, only_run, task_settings, telling_reward
 from tests.support.serial_runs import SerialRuns
 
 pytestmark = pytest.mark.integration
@@ -34,7 +34,7 @@ def runs():
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory, task):  # noqa: F811
+def settings(tmp_path_factory, task):
     folder = tmp_path_factory.mktemp("settings")
     held_out = folder / "held-out.jsonl"
     held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:5]))

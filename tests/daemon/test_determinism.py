@@ -1,6 +1,5 @@
 """The same seed gives the same experience and the same weights, for any number of workers and engines."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,36 +7,30 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.telemetry.evaluations import FILE_NAME, read_evaluations
-from tests.support.daemon import PROGRAM, SMALL, Daemon, only_run, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import PROGRAM, SMALL, Daemon, only_run, telling_reward
 
 pytestmark = pytest.mark.integration
 STEPS = 4
 NORMALIZED = ("trainer.normalize_values=true", "rollout.reward_scale=running")
-ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 
 
 def run(
-    folder: Path,
-    task: Path,  # noqa: F811
-    *sets: str,
-    arguments: tuple[str, ...] = (),
-    program: Path | None = None,
+    folder: Path, task: Path, *sets: str, arguments: tuple[str, ...] = (), program: Path | None = None
 ) -> tuple[str, str, str]:
     """Run to the end; return steps, fingerprint of the weights and digest of all that was trained on."""
     folder.mkdir()
     steps = (f"trainer.max_steps={STEPS}", "trainer.critic_warmup_steps=1")
     settings = (*SMALL, *steps, "buffer.max_staleness=0", *telling_reward(folder), *sets)
     with Daemon(folder, *settings, task=task, arguments=arguments, program=program) as daemon:
-        assert daemon.wait() == 0, daemon.errors
-    found = ENDED.search(daemon.errors)
-    assert found is not None, daemon.errors
-    assert found[0] in (folder / "state" / "log" / "rlhfd.log").read_text()
-    return found.groups()
+        end = daemon.ended()
+    line = "training ended: steps={} weights={} experiences={}".format(*end)
+    assert line in (folder / "state" / "log" / "rlhfd.log").read_text()
+    return end
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.variant), "ppo"])
-def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, task, algorithm):  # noqa: F811
+def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, task, algorithm):
     setting = (f"rollout.algorithm={algorithm}", *(NORMALIZED if algorithm == "ppo" else ()))
     # Evaluations beside the rollouts change nothing.
     held_out = tmp_path / "held-out.jsonl"
@@ -65,7 +58,7 @@ def test_one_worker_two_workers_and_serial_give_the_same_bit_for_bit(tmp_path, t
 
 @pytest.mark.variant
 @pytest.mark.timeout(300)
-def test_another_seed_gives_another_run(tmp_path, task):  # noqa: F811
+def test_another_seed_gives_another_run(tmp_path, task):
     first = run(tmp_path / "first", task, "daemon.seed=1")
     second = run(tmp_path / "second", task, "daemon.seed=2")
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, descendants, rlhfd, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, descendants, rlhfd, total
 
 pytestmark = pytest.mark.integration
 STEPS = 4
-ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 ENVIRONMENT = """
 import asyncio, os
 from pipeline import Turn
@@ -83,17 +82,10 @@ def settings(folder: Path) -> tuple[str, ...]:
     (folder / "answering.py").write_text(ENVIRONMENT)
     return (
         *SMALL, "rollout.environment=answering:Telling", "rewards=[]", "rollout.max_turns=3",
-        "rollout.max_turn_tokens=5", "rollout.max_prompt_length=9", "rollout.max_new_tokens=20",
+        "rollout.max_turn_tokens=5", "rollout.max_prompt_length=9", "rollout.max_length=29",
         "buffer.max_staleness=0", f"trainer.max_steps={STEPS}", "trainer.critic_warmup_steps=1",
         "rollout.environment_processes=2", "samples.per_minute=600",
     )  # fmt: skip
-
-
-def ending(daemon: Daemon) -> tuple[str, ...]:
-    assert daemon.wait() == 0, daemon.errors
-    found = ENDED.search(daemon.errors)
-    assert found is not None, daemon.errors
-    return found.groups()
 
 
 def environments_of(worker: int) -> list[int]:
@@ -104,14 +96,12 @@ def environments_of(worker: int) -> list[int]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.variant), "ppo"])
 def test_turns_of_two_workers_with_kills_are_those_of_a_serial_run_bit_for_bit(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    algorithm: str,
+    tmp_path: Path, task: Path, algorithm: str
 ) -> None:
     endings = {}
     sets = (*settings(tmp_path / "serial"), f"rollout.algorithm={algorithm}")
     with Daemon(tmp_path / "serial", *sets, task=task, arguments=("--serial",)) as daemon:
-        endings["serial"] = ending(daemon)
+        endings["serial"] = daemon.ended()
     sets = (*settings(tmp_path / "killed"), f"rollout.algorithm={algorithm}", "rollout.workers=2")
     with Daemon(tmp_path / "killed", *sets, task=task, environment={"TURN_S": "0.2"}) as daemon:
         daemon.wait_step(1)
@@ -126,7 +116,7 @@ def test_turns_of_two_workers_with_kills_are_those_of_a_serial_run_bit_for_bit(
         daemon.signal(signal.SIGKILL, "rollout-0")
         daemon.wait_step(3)
         metrics = daemon.metrics()
-        endings["killed"] = ending(daemon)
+        endings["killed"] = daemon.ended()
     samples = daemon.ask("samples", "--json").stdout
 
     assert endings["killed"] == endings["serial"] and endings["killed"][0] == str(STEPS), endings
@@ -140,15 +130,14 @@ def test_turns_of_two_workers_with_kills_are_those_of_a_serial_run_bit_for_bit(
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="pip install 'rlhfd[verifiers]'")
 @pytest.mark.timeout(900)
 def test_an_environment_of_verifiers_trains_the_bits_of_one_of_ones_own_whoever_is_killed(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
+    tmp_path: Path, task: Path
 ) -> None:
     lines = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()]
     endings = {}
     for name, environment in (("own", "answering:Telling"), ("verifiers", "told:make")):
         folder = tmp_path / name
         sets = (
-            *settings(folder), "rollout.max_new_tokens=24", f"rollout.environment={environment}",
+            *settings(folder), "rollout.max_length=33", f"rollout.environment={environment}",
             f"prompts.path={folder / 'tasks.jsonl'}", "rollout.environment_timeout_s=60",
         )  # fmt: skip
         told = "reward=(self.turns == 3 or told % 3 == 0) * (told % 7 / 7), done=self.turns == 3 or told % 3 == 0"
@@ -165,7 +154,7 @@ def test_an_environment_of_verifiers_trains_the_bits_of_one_of_ones_own_whoever_
                     os.kill(pid, signal.SIGKILL)
                 daemon.wait_step(2)
                 daemon.signal(signal.SIGKILL, "rollout-0")
-            endings[name] = ending(daemon)
+            endings[name] = daemon.ended()
 
     assert endings["own"] == endings["verifiers"] and endings["own"][0] == str(STEPS), endings
 
@@ -187,10 +176,7 @@ def test_an_environment_of_verifiers_trains_the_bits_of_one_of_ones_own_whoever_
     ids=["import", "method", "step"],
 )
 def test_an_environment_that_cannot_work_ends_the_start_with_78(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    code: str,
-    message: str,
+    tmp_path: Path, task: Path, code: str, message: str
 ) -> None:
     sets = settings(tmp_path)
     (tmp_path / "answering.py").write_text(code)
@@ -212,7 +198,7 @@ def test_a_check_imports_the_environment(tmp_path: Path) -> None:
     )
 
 
-def test_held_out_prompts_are_evaluated_in_the_environment(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_held_out_prompts_are_evaluated_in_the_environment(tmp_path: Path, task: Path) -> None:
     sets = (*settings(tmp_path), "rollout.max_turns=2")
     # 1 and 2 eighths.
     code = ENVIRONMENT.replace("reward=told % 7 / 7, done=told % 3 == 0", "reward=self.turns / 8, done=self.turns == 2")
@@ -221,7 +207,7 @@ def test_held_out_prompts_are_evaluated_in_the_environment(tmp_path: Path, task:
     held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:4]))
     evaluated = (f"evaluation.files=['{held_out}']", "evaluation.every=2", "evaluation.num_generations=2")
     with Daemon(tmp_path, *sets, *evaluated, task=task) as daemon:
-        ending(daemon)
+        daemon.ended()
     shutil.rmtree(daemon.shm_dir, ignore_errors=True)
 
     lines = (daemon.run_dir / "evaluations.jsonl").read_text().splitlines()

@@ -6,10 +6,9 @@ import signal
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 PROMPTS = 45
 # It takes time, so that a step is hit.
 REWARD = """
@@ -21,7 +20,7 @@ def score(input_ids, attention_mask, *, response_start, **_):
 """
 
 
-def settings(folder, task, *more):  # noqa: F811
+def settings(folder, task, *more):
     folder.mkdir()
     (folder / "rare.py").write_text(REWARD)
     lines = (task / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
@@ -33,18 +32,11 @@ def settings(folder, task, *more):  # noqa: F811
     )  # fmt: skip
 
 
-def ended(daemon):
-    found = ENDED.search(daemon.errors)
-    assert found is not None, daemon.errors
-    return found.groups()
-
-
 @pytest.mark.parametrize("refill", [0, pytest.param(8, marks=pytest.mark.variant)])
-def test_a_run_of_two_passes_ends_at_the_same_step_through_kills_and_a_stop(tmp_path, task, refill):  # noqa: F811
+def test_a_run_of_two_passes_ends_at_the_same_step_through_kills_and_a_stop(tmp_path, task, refill):
     more = (f"rollout.max_refill={refill}",)
     with Daemon(tmp_path / "calm", *settings(tmp_path / "calm", task, *more), arguments=("--serial",)) as daemon:
-        assert daemon.wait() == 0, daemon.errors
-    calm = ended(daemon)
+        calm = daemon.ended()
     # 90 prompts of 4 rows are 11 steps of 32, and 8 rows are left; fewer steps if groups are dropped.
     assert calm[0] == "11" if not refill else 0 < int(calm[0]) < 11
 
@@ -60,22 +52,20 @@ def test_a_run_of_two_passes_ends_at_the_same_step_through_kills_and_a_stop(tmp_
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0, daemon.errors
     with Daemon(folder, *sets, name="again") as daemon:
-        assert daemon.wait() == 0, daemon.errors
-    assert ended(daemon) == calm
+        assert daemon.ended() == calm
 
     with Daemon(folder, *sets, name="after") as daemon:
         assert daemon.wait() == 0, daemon.errors
     assert f"is complete: step {calm[0]} is the last of trainer.max_epochs = 2" in daemon.output
     with Daemon(folder, *sets, "trainer.max_epochs=3", name="further") as daemon:
-        assert daemon.wait() == 0, daemon.errors
-    assert int(ended(daemon)[0]) > int(calm[0])
+        assert int(daemon.ended()[0]) > int(calm[0])
     steps = [json.loads(line) for line in next(folder.glob("state/runs/*/metrics.jsonl")).read_text().splitlines()]
     numbers = [line["step"] for line in steps if "step" in line and "evaluation" not in line]
     assert numbers == sorted(set(numbers)), "no step is taken twice"
 
 
 @pytest.mark.variant
-def test_two_ranks_end_together_with_their_passes(tmp_path, task):  # noqa: F811
+def test_two_ranks_end_together_with_their_passes(tmp_path, task):
     sets = settings(tmp_path / "two", task, "trainer.world_size=2", "rollout.max_refill=8")
     with Daemon(tmp_path / "two", *sets) as daemon:
         assert daemon.wait() == 0, daemon.errors

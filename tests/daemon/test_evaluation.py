@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.evaluate import evaluate as eval_command
-from tests.support.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, loaded_first
 
 pytestmark = pytest.mark.integration
 PROMPTS = 12
@@ -24,7 +24,7 @@ def score(input_ids, attention_mask, *, response_start, **row):
 """
 
 
-def settings(folder: Path, task: Path) -> tuple[str, ...]:  # noqa: F811
+def settings(folder: Path, task: Path) -> tuple[str, ...]:
     (folder / "telling.py").write_text(REWARD)
     lines = (task / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
     held_out = [{**json.loads(line), "held_out": True} for line in lines]
@@ -58,9 +58,7 @@ def evaluated(checkpoint: Path, sets: tuple[str, ...]) -> Any:
 
 
 def test_each_due_version_is_evaluated_whole_and_once_whoever_is_killed(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = settings(tmp_path, task)
     with Daemon(tmp_path, *sets, task=task, environment={"HELD_OUT_S": "0.2"}) as daemon:
@@ -92,7 +90,7 @@ def test_each_due_version_is_evaluated_whole_and_once_whoever_is_killed(
 
 # The first flush of a line of version 4, the last one, fails.
 FAILING = """
-import errno, os
+import errno
 fsync, failures = os.fsync, []
 def failing(descriptor):
     path = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -105,14 +103,11 @@ os.fsync = failing
 
 
 @pytest.mark.variant
-def test_a_serial_run_ends_though_its_last_evaluation_was_not_written_at_once(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_a_serial_run_ends_though_its_last_evaluation_was_not_written_at_once(tmp_path: Path, task: Path) -> None:
     sets = settings(tmp_path, task)
-    code = tmp_path / "failing"
-    code.mkdir()
-    (code / "sitecustomize.py").write_text(FAILING)
-    path = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = loaded_first(tmp_path, FAILING)
 
-    with Daemon(tmp_path, *sets, task=task, arguments=("--serial",), environment={"PYTHONPATH": path}) as daemon:
+    with Daemon(tmp_path, *sets, task=task, arguments=("--serial",), environment=environment) as daemon:
         assert daemon.wait() == 0, daemon.errors
         assert "an evaluation was not written, it is tried again" in daemon.errors
         found = [json.loads(line) for line in (daemon.run_dir / "evaluations.jsonl").read_text().splitlines()]

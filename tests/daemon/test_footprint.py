@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import END_TIMEOUT_S, PROGRAM, SMALL, START_TIMEOUT_S, Daemon, is_alive, task, wait_until
+from tests.support.daemon import END_TIMEOUT_S, PROGRAM, SMALL, START_TIMEOUT_S, Daemon, is_alive, wait_until
 
 pytestmark = pytest.mark.integration
-__all__ = ["task"]
 
 ROOT = Path(__file__).parents[2]
 MOST_RESIDENT_BYTES = 80_000_000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import PROGRAM, SMALL, Daemon, descendants, is_alive, task, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive
 
 pytestmark = pytest.mark.integration
 SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.0002")
@@ -37,7 +37,7 @@ def replaced(daemon, name, pid):
     return daemon.pids()[name]
 
 
-def test_roles_are_the_supervisors_own_and_outlive_a_forkserver_that_is_killed_or_hangs(tmp_path, task):  # noqa: F811
+def test_roles_are_the_supervisors_own_and_outlive_a_forkserver_that_is_killed_or_hangs(tmp_path, task):
     with Daemon(tmp_path, *SETTINGS, task=task, program=PROGRAM) as daemon:
         daemon.wait_answering()
         daemon.wait_until(
@@ -74,7 +74,7 @@ def test_roles_are_the_supervisors_own_and_outlive_a_forkserver_that_is_killed_o
         assert not daemon.shm_dir.exists()
 
 
-def test_the_supervisor_reaps_what_its_descendants_leave_behind(tmp_path, task):  # noqa: F811
+def test_the_supervisor_reaps_what_its_descendants_leave_behind(tmp_path, task):
     tmp_path.joinpath("leaving.py").write_text(
         "import os, subprocess, sys\n"
         "def score(*_, **__):\n"
@@ -94,11 +94,11 @@ def test_the_supervisor_reaps_what_its_descendants_leave_behind(tmp_path, task):
 
 
 @pytest.mark.needs("pandas", "pyarrow", "sklearn")
-def test_beside_scikit_learn_pandas_and_pyarrow_the_forkserver_serves_and_a_killed_role_is_a_fork(tmp_path, task):  # noqa: F811
+def test_beside_scikit_learn_pandas_and_pyarrow_the_forkserver_serves_and_a_killed_role_is_a_fork(tmp_path, task):
     # As an environment's own tools may: the allocator of pyarrow starts a thread.
     tmp_path.joinpath("sitecustomize.py").write_text("import pyarrow\n")
     environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    with Daemon(tmp_path, *SETTINGS, task=task, environment=environment) as daemon:
+    with Daemon(tmp_path, *SETTINGS, task=task, environment=environment, program=PROGRAM) as daemon:
         daemon.wait_ready()
         daemon.wait_step(1)
         served, worker = forkserver(daemon), daemon.pids()["rollout-0"]
@@ -114,16 +114,16 @@ def test_beside_scikit_learn_pandas_and_pyarrow_the_forkserver_serves_and_a_kill
 
 
 @pytest.mark.variant
-def test_a_forkserver_that_must_not_be_forked_is_done_without_and_not_tried_again(tmp_path, task):  # noqa: F811
+def test_a_forkserver_that_must_not_be_forked_is_done_without_and_not_tried_again(tmp_path, task):
     # As a debugger or a tracer would that is installed into an environment.
     tmp_path.joinpath("sitecustomize.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, name='tracer', daemon=True).start()\n"
     )
     environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task, environment=environment) as daemon:
+    with Daemon(tmp_path, *SMALL, "trainer.max_steps=2", task=task, environment=environment, program=PROGRAM) as daemon:
         assert daemon.wait() == 0, daemon.errors
         first = daemon.errors
-    with Daemon(tmp_path, *SMALL, "trainer.max_steps=3", task=task, environment=environment) as daemon:
+    with Daemon(tmp_path, *SMALL, "trainer.max_steps=3", task=task, environment=environment, program=PROGRAM) as daemon:
         assert daemon.wait() == 0, daemon.errors
         second = daemon.errors
 

@@ -38,12 +38,12 @@ from pipeline.supervisor.gpus import read_once
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
-from tests.daemon.test_rank_endings import FAILING, TWO_RANKS, loaded_first
+from tests.daemon.test_rank_endings import FAILING, TWO_RANKS
 from tests.models.test_compiled_layers import block, flat
 from tests.models.test_float32_logits import TOKENS, confident, exact_log_probs
 from tests.models.test_float32_logits import rows as probed_rows
 from tests.support import tiny
-from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, loaded_first, total
 from tests.support.experiences import made_up
 from tests.support.padded_passes import log_probs_by_packing
 from tests.support.protocol import House
@@ -162,7 +162,7 @@ def test_log_probs_of_a_rollout_on_the_gpu_are_those_of_the_cpu():
     assert torch.allclose(again[mask], experience.action_log_probs[mask], atol=1e-4)
 
 
-def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):  # noqa: F811
+def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):
     with Daemon(
         tmp_path, *SMALL, "trainer.max_steps=200", task=task, environment={"CUDA_VISIBLE_DEVICES": "0"}
     ) as daemon:
@@ -711,10 +711,10 @@ def test_a_micro_batch_more_is_no_wait_for_the_card_more():
     assert counts[0] == counts[1] > 0
 
 
-def test_nccl_ranks_end_within_seconds_of_an_error_of_one(tmp_path, task):  # noqa: F811
+def test_nccl_ranks_end_within_seconds_of_an_error_of_one(tmp_path, task):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    environment = loaded_first(tmp_path, FAILING.format(once=str(tmp_path / "has-failed")), collective_end=False)
+    environment = loaded_first(tmp_path, FAILING.format(once=str(tmp_path / "has-failed")))
     with Daemon(tmp_path, *TWO_RANKS, "daemon.hang_timeout_s=0", task=task, environment=environment) as daemon:
         daemon.wait_logged("ValueError: the card fell off the bus")
         assert daemon.wait() == 0, daemon.errors

@@ -21,7 +21,6 @@ from tests.support.daemon import (
     is_stopped,
     stopping_at_a_checkpoint,
     stopping_at_a_rename,
-    task,  # noqa: F401 - a fixture
     total,
     wait_until,
 )
@@ -141,7 +140,7 @@ def verdicts(daemon):
 
 @pytest.mark.variant
 @pytest.mark.parametrize(("name", "file"), [("buffer-0", "buffer/process.py"), ("trainer-0", "trainer/process.py")])
-def test_a_stopped_process_is_named_and_replaced(folder, task, name, file):  # noqa: F811
+def test_a_stopped_process_is_named_and_replaced(folder, task, name, file):
     with configured(folder, task=task, program=PROGRAM) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
@@ -149,7 +148,7 @@ def test_a_stopped_process_is_named_and_replaced(folder, task, name, file):  # n
         finish(daemon)
 
 
-def test_a_worker_that_is_stopped_and_a_reward_that_never_returns_are_named_and_the_worker_replaced(folder, task):  # noqa: F811
+def test_a_worker_that_is_stopped_and_a_reward_that_never_returns_are_named_and_the_worker_replaced(folder, task):
     with configured(folder, task=task, program=PROGRAM) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
@@ -166,7 +165,7 @@ def test_a_worker_that_is_stopped_and_a_reward_that_never_returns_are_named_and_
         finish(daemon)
 
 
-def test_prompts_whose_reward_hangs_every_time_are_set_aside_and_the_run_goes_on(tmp_path, task):  # noqa: F811
+def test_prompts_whose_reward_hangs_every_time_are_set_aside_and_the_run_goes_on(tmp_path, task):
     (tmp_path / "hanging.py").write_text(REWARD.format(when=ALWAYS_FOR_ONE_ANSWER))
     with configured(tmp_path, "rollout.max_attempts=2", task=task) as daemon:
         daemon.wait_ready()
@@ -202,7 +201,7 @@ def shorten_starts(daemon):
 
 
 @pytest.mark.variant
-def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_works(starter, task):  # noqa: F811
+def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_works(starter, task):
     """Generating for a first prompt, it looks like one at work; the campaign of kills came to stop such a one."""
     with configured(starter, "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
@@ -232,7 +231,7 @@ def test_a_worker_that_is_stopped_in_its_start_is_replaced_as_soon_as_one_that_w
 
 
 @pytest.mark.variant
-def test_starts_that_take_too_long_leave_their_stacks_and_are_tried_once_more(starter, task):  # noqa: F811
+def test_starts_that_take_too_long_leave_their_stacks_and_are_tried_once_more(starter, task):
     names = ("rollout-0", "rollout-1")
     with configured(starter, "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
@@ -256,7 +255,7 @@ def test_starts_that_take_too_long_leave_their_stacks_and_are_tried_once_more(st
         finish(daemon)
 
 
-def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(starter, task):  # noqa: F811
+def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(starter, task):
     with configured(starter, task=task) as daemon:
         daemon.wait_ready()
         family = daemon.family()
@@ -310,7 +309,7 @@ def is_setup(pid):
         return False
 
 
-def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(folder, task):  # noqa: F811
+def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(folder, task):
     with configured(folder, "trainer.world_size=2", "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
@@ -328,7 +327,7 @@ def test_of_two_ranks_the_one_that_is_stopped_is_named_and_not_the_one_that_wait
 
 
 @pytest.mark.variant
-def test_a_supervisor_that_was_stopped_takes_its_own_pause_for_nobodys_hang(folder, task):  # noqa: F811
+def test_a_supervisor_that_was_stopped_takes_its_own_pause_for_nobodys_hang(folder, task):
     with configured(folder, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
@@ -359,7 +358,7 @@ def test_a_supervisor_that_was_stopped_takes_its_own_pause_for_nobodys_hang(fold
         finish(daemon)
 
 
-def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task):  # noqa: F811
+def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task):
     (tmp_path / "hanging.py").write_text(REWARD.format(when=AFTER_THE_START))
     limits = ("daemon.hang_timeout_s=0", "daemon.progress_timeout_s=12")
     with Daemon(tmp_path, *SETTINGS, *limits, task=task) as daemon:
@@ -383,7 +382,7 @@ def test_a_run_in_which_nothing_moves_gives_up_with_the_reason(tmp_path, task): 
 
 
 @pytest.mark.variant
-def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_rows(folder, task):  # noqa: F811
+def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_rows(folder, task):
     settings = ("buffer.max_staleness=2",)
     # Before it is killed a stopped process is continued for its stacks: it must not use that time to end in order.
     stopping = stopping_at_a_rename(folder, "/spool/", for_ever=True)
@@ -407,7 +406,7 @@ def test_a_buffer_that_hangs_during_a_stop_is_named_and_another_one_spools_its_r
         assert list(daemon.runtime_dir.iterdir()) == []
 
 
-def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_checkpoint(folder, task):  # noqa: F811
+def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_checkpoint(folder, task):
     with configured(folder, "trainer.save_every=0", "daemon.drain_timeout_s=1", task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
@@ -427,7 +426,7 @@ def test_a_trainer_that_hangs_during_a_stop_is_named_and_another_one_writes_its_
 
 
 @pytest.mark.variant
-def test_a_checkpoint_that_takes_longer_than_rollouts_get_is_written_to_its_end(folder, task):  # noqa: F811
+def test_a_checkpoint_that_takes_longer_than_rollouts_get_is_written_to_its_end(folder, task):
     limits = ("daemon.drain_timeout_s=1", "trainer.save_every=0")
     with Daemon(folder, *SETTINGS, *limits, task=task, environment=stopping_at_a_checkpoint(folder)) as daemon:
         daemon.wait_ready()

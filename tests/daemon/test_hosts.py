@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.models.weights.store import WeightsReader
-from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, telling_reward, total
 from tests.support.hosts import Hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs("ip")]
@@ -16,11 +16,7 @@ MOST = 1.1
 
 @pytest.mark.variant
 @pytest.mark.timeout(900)
-def test_a_step_carries_little_more_between_hosts_than_its_weights_rows_and_gradients(
-    tmp_path,
-    task,  # noqa: F811
-    record_property,
-):
+def test_a_step_carries_little_more_between_hosts_than_its_weights_rows_and_gradients(tmp_path, task, record_property):
     """Float32 weights, which go whole: nearly each of them changes in a step."""
     settings = (
         *SMALL, *telling_reward(tmp_path), "trainer.world_size=2", "trainer.nodes=2", "buffer.sample_batch_size=16",

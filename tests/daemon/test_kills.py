@@ -25,7 +25,6 @@ from tests.support.daemon import (
     is_alive,
     is_stopped,
     stopping_at_a_checkpoint,
-    task,  # noqa: F401 - a fixture
     total,
     wait_until,
 )
@@ -80,7 +79,7 @@ def one_line_a_step(daemon):
     )
 
 
-def test_a_killed_worker_buffer_or_trainer_is_replaced_and_nothing_is_lost(tmp_path, task):  # noqa: F811
+def test_a_killed_worker_buffer_or_trainer_is_replaced_and_nothing_is_lost(tmp_path, task):
     """With a stop string, which a successor of the worker knows too."""
     ends = ('rollout.stop=["34"]', "samples.per_minute=6000")
     with Daemon(tmp_path, *SETTINGS, *ends, task=task, program=PROGRAM) as daemon:
@@ -117,7 +116,7 @@ def test_a_killed_worker_buffer_or_trainer_is_replaced_and_nothing_is_lost(tmp_p
 
 
 @pytest.mark.variant
-def test_word_of_a_death_that_a_killed_buffer_had_not_read_is_said_again(tmp_path, task):  # noqa: F811
+def test_word_of_a_death_that_a_killed_buffer_had_not_read_is_said_again(tmp_path, task):
     """A worker that is not started again leaves tickets, which no other worker may roll out until the buffer knows."""
     limits = ("rollout.workers=2", "buffer.max_staleness=0", "daemon.restart_limit=2", "daemon.restart_delay_s=0.05")
     with Daemon(tmp_path, *SETTINGS, *limits, task=task) as daemon:
@@ -144,7 +143,7 @@ def test_word_of_a_death_that_a_killed_buffer_had_not_read_is_said_again(tmp_pat
 
 
 @pytest.mark.variant
-def test_a_killed_rank_takes_the_other_with_it_and_both_go_on(tmp_path, task):  # noqa: F811
+def test_a_killed_rank_takes_the_other_with_it_and_both_go_on(tmp_path, task):
     with Daemon(tmp_path, *SETTINGS, "trainer.world_size=2", "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
@@ -164,7 +163,7 @@ def test_a_killed_rank_takes_the_other_with_it_and_both_go_on(tmp_path, task):  
         finish(daemon)
 
 
-def test_a_rank_killed_at_its_last_checkpoint_comes_back_with_the_one_that_has_ended(tmp_path, task):  # noqa: F811
+def test_a_rank_killed_at_its_last_checkpoint_comes_back_with_the_one_that_has_ended(tmp_path, task):
     settings = ("trainer.world_size=2", "rollout.workers=2", "trainer.max_steps=2", "trainer.save_every=0")
     environment = stopping_at_a_checkpoint(tmp_path)
     with Daemon(tmp_path, *SETTINGS, *settings, task=task, environment=environment) as daemon:
@@ -187,7 +186,7 @@ def spooled_rows(daemon):
 
 
 @pytest.mark.variant
-def test_a_stop_while_the_buffer_is_dead_still_spools_what_is_undelivered(tmp_path, task):  # noqa: F811
+def test_a_stop_while_the_buffer_is_dead_still_spools_what_is_undelivered(tmp_path, task):
     settings = (*SETTINGS, "buffer.max_staleness=2", "daemon.restart_delay_s=30")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_step(3)
@@ -200,7 +199,7 @@ def test_a_stop_while_the_buffer_is_dead_still_spools_what_is_undelivered(tmp_pa
         assert len(list((daemon.run_dir / "spool").iterdir())) == 1
 
 
-def test_a_stop_while_the_trainer_is_dead_writes_the_checkpoint_of_its_last_step(tmp_path, task):  # noqa: F811
+def test_a_stop_while_the_trainer_is_dead_writes_the_checkpoint_of_its_last_step(tmp_path, task):
     settings = (*SETTINGS, "trainer.save_every=0", "daemon.restart_delay_s=30")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_step(3)
@@ -215,7 +214,7 @@ def test_a_stop_while_the_trainer_is_dead_writes_the_checkpoint_of_its_last_step
 
 
 @pytest.mark.variant
-def test_a_run_that_gives_up_while_the_trainer_is_dead_writes_the_checkpoint_of_its_last_step(tmp_path, task):  # noqa: F811
+def test_a_run_that_gives_up_while_the_trainer_is_dead_writes_the_checkpoint_of_its_last_step(tmp_path, task):
     settings = (*SETTINGS, "trainer.save_every=0", "daemon.restart_delay_s=8", "daemon.restart_limit=2")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_step(2)
@@ -233,7 +232,7 @@ def test_a_run_that_gives_up_while_the_trainer_is_dead_writes_the_checkpoint_of_
 
 
 @pytest.mark.parametrize("arguments", [(), pytest.param(("--serial",), marks=pytest.mark.variant)])
-def test_what_was_undelivered_at_a_stop_is_trained_later_though_a_start_between_fails(tmp_path, task, arguments):  # noqa: F811
+def test_what_was_undelivered_at_a_stop_is_trained_later_though_a_start_between_fails(tmp_path, task, arguments):
     settings = (*SETTINGS, "buffer.max_staleness=2")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_step(3)
@@ -295,7 +294,7 @@ def executable(path, text):
     return path
 
 
-def test_after_a_killed_supervisor_and_starts_that_fail_nothing_runs_and_the_next_start_goes_on(tmp_path, task):  # noqa: F811
+def test_after_a_killed_supervisor_and_starts_that_fail_nothing_runs_and_the_next_start_goes_on(tmp_path, task):
     """They leave what it left; so does an error that nobody foresaw."""
     settings = (*SETTINGS, "trainer.save_every=0")
     with Daemon(tmp_path, *settings, task=task) as daemon:
@@ -343,7 +342,7 @@ def test_after_a_killed_supervisor_and_starts_that_fail_nothing_runs_and_the_nex
 
 
 @pytest.mark.variant
-def test_what_kills_left_half_written_goes_with_the_next_run(tmp_path, task):  # noqa: F811
+def test_what_kills_left_half_written_goes_with_the_next_run(tmp_path, task):
     with Daemon(tmp_path, *SMALL, "trainer.max_steps=1", task=task) as daemon:
         assert daemon.wait() == 0, daemon.errors
     half = [daemon.runtime_dir / ".instance.json.new"]
@@ -359,7 +358,7 @@ def test_what_kills_left_half_written_goes_with_the_next_run(tmp_path, task):  #
     assert daemon.leftovers() == []
 
 
-def test_a_start_that_fails_before_anything_is_begun_leaves_nothing(tmp_path, task):  # noqa: F811
+def test_a_start_that_fails_before_anything_is_begun_leaves_nothing(tmp_path, task):
     (tmp_path / "run" / "instance.json").mkdir(parents=True)
     (tmp_path / "run").chmod(0o700)
 
@@ -369,7 +368,7 @@ def test_a_start_that_fails_before_anything_is_begun_leaves_nothing(tmp_path, ta
     assert not daemon.shm_dir.exists()
 
 
-def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path, task):  # noqa: F811
+def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path, task):
     settings = (*SETTINGS, "buffer.max_staleness=2", "buffer.journal_interval_s=0.2", "trainer.save_every=1")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_step(3)
@@ -414,7 +413,7 @@ def test_after_a_crash_of_the_machine_what_its_journal_held_is_trained(tmp_path,
 
 @pytest.mark.variant
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_role_that_has_ended_in_order_does_not_die_of_being_told_to_end(tmp_path, task, number):  # noqa: F811
+def test_a_role_that_has_ended_in_order_does_not_die_of_being_told_to_end(tmp_path, task, number):
     """Between its last line and its exit lies a second in which Python unloads its modules."""
     with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
         daemon.wait_ready()
@@ -434,7 +433,7 @@ def test_a_role_that_has_ended_in_order_does_not_die_of_being_told_to_end(tmp_pa
 
 
 @pytest.mark.variant
-def test_a_trainer_killed_during_a_stop_comes_back_and_writes_its_checkpoint(tmp_path, task):  # noqa: F811
+def test_a_trainer_killed_during_a_stop_comes_back_and_writes_its_checkpoint(tmp_path, task):
     settings = (*SETTINGS, "trainer.save_every=0", "buffer.max_staleness=0", "daemon.drain_timeout_s=120")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_ready()

@@ -19,19 +19,8 @@ import pytest
 
 from pipeline.errors import ExitCode
 from pipeline.prompts.source import PromptSource
-from tests.support.daemon import (
-    END_TIMEOUT_S,
-    PROGRAM,
-    SMALL,
-    Daemon,
-    is_alive,
-    task,
-    telling_reward,
-    total,
-    wait_until,
-)
+from tests.support.daemon import END_TIMEOUT_S, PROGRAM, SMALL, Daemon, is_alive, telling_reward, total, wait_until
 
-__all__ = ["task"]
 pytestmark = pytest.mark.integration
 
 BAD_CONFIG = int(ExitCode.BAD_CONFIG)
@@ -43,16 +32,36 @@ BOTH_SIZES = r" of [\d,]+ B does not fit: [\d,]+ B free of [\d,]+ B on /dev/shm/
 GROUP_SIZE = 4
 
 
-def machine(folder: Path, **sizes: int) -> Path:
-    """Write a program that is `rlhfd` with small file systems of its own: ``shm`` and ``state``, in bytes."""
+class Machine:
+    """Small file systems, in a mount namespace that outlives its daemons.
+
+    Attributes:
+        mounts: The namespace.
+        root: Its top folder, as it is seen from here.
+    """
+
+    def __init__(self, keeper: int, state: Path) -> None:
+        self.mounts, self.root = Path(f"/proc/{keeper}/ns/mnt"), Path(f"/proc/{keeper}/root")
+        self._state = state
+
+    def do(self, command: str) -> None:
+        inside = command.format(state=self._state)
+        subprocess.run(["nsenter", f"--mount={self.mounts}", "sh", "-ec", inside], check=True)
+
+
+@contextmanager
+def machine(folder: Path, **sizes: int) -> Iterator[Machine]:
+    """Mount small file systems: ``shm`` and ``state``, in bytes."""
     places = {"shm": Path("/dev/shm"), "state": folder / "state"}
     lines = [f"mkdir -p {places[name]} && mount -t tmpfs -o size={size} none {places[name]}"
              for name, size in sizes.items()]  # fmt: skip
-    inside, program = folder / "inside", folder / "rlhfd"
-    inside.write_text("\n".join(["#!/bin/sh", "set -e", *lines, f'exec {PROGRAM} "$@"', ""]))
-    program.write_text(f'#!/bin/sh\nexec unshare --mount {inside} "$@"\n')
-    inside.chmod(0o700), program.chmod(0o700)
-    return program
+    inside = " && ".join([*lines, "echo there", "exec sleep 1000"])
+    with subprocess.Popen(["unshare", "--mount", "sh", "-c", inside], stdout=subprocess.PIPE) as keeper:
+        try:
+            assert keeper.stdout is not None and keeper.stdout.readline() == b"there\n"
+            yield Machine(keeper.pid, places["state"])
+        finally:
+            keeper.kill()
 
 
 def steps(daemon: Daemon) -> float:
@@ -87,9 +96,8 @@ def arena_file_bytes() -> int:
 def test_shared_memory_too_small_for_any_file_of_a_start_is_refused_with_both_sizes(
     tmp_path: Path, task: Path, pages_beside_the_arena: int
 ) -> None:
-    program = machine(tmp_path, shm=arena_file_bytes() + 4096 * pages_beside_the_arena)
-
-    with Daemon(tmp_path, *SMALL_ARENA, task=task, program=program) as daemon:
+    shm = arena_file_bytes() + 4096 * pages_beside_the_arena
+    with machine(tmp_path, shm=shm) as small, Daemon(tmp_path, *SMALL_ARENA, task=task, mounts=small.mounts) as daemon:
         assert daemon.wait() == BAD_CONFIG, daemon.errors
 
     assert re.fullmatch(rf"[^\n]+{BOTH_SIZES}\S+\n", daemon.errors)
@@ -98,9 +106,8 @@ def test_shared_memory_too_small_for_any_file_of_a_start_is_refused_with_both_si
 
 @pytest.mark.needs("unshare", "mount")
 def test_shared_memory_too_small_for_the_weights_ends_the_start_with_both_sizes(tmp_path: Path, task: Path) -> None:
-    program = machine(tmp_path, shm=arena_file_bytes() + (1 << 20))
-
-    with Daemon(tmp_path, *SMALL_ARENA, task=task, program=program) as daemon:
+    shm = arena_file_bytes() + (1 << 20)
+    with machine(tmp_path, shm=shm) as small, Daemon(tmp_path, *SMALL_ARENA, task=task, mounts=small.mounts) as daemon:
         assert daemon.wait() == BAD_CONFIG, daemon.errors
 
     assert re.search(rf"weights in 2 slots of [\d,]+ B each, a file{BOTH_SIZES}", daemon.errors.splitlines()[-1])
@@ -109,9 +116,10 @@ def test_shared_memory_too_small_for_the_weights_ends_the_start_with_both_sizes(
 
 @pytest.mark.needs("unshare", "mount")
 def test_a_run_goes_on_when_others_fill_shared_memory_even_with_new_processes(tmp_path: Path, task: Path) -> None:
-    program = machine(tmp_path, shm=64 << 20)
-
-    with Daemon(tmp_path, *SMALL_ARENA, task=task, program=program) as daemon:
+    with (
+        machine(tmp_path, shm=64 << 20) as small,
+        Daemon(tmp_path, *SMALL_ARENA, task=task, mounts=small.mounts) as daemon,
+    ):
         daemon.wait_logged("ready: process=trainer-0")
         wait_steps(daemon, 2)
         shared_memory = Path(f"/proc/{daemon.pid}/root/dev/shm")
@@ -139,34 +147,30 @@ def test_a_run_goes_on_when_others_fill_shared_memory_even_with_new_processes(tm
 @pytest.mark.needs("unshare", "nsenter", "mount")
 def test_a_killed_run_is_taken_over_where_others_have_filled_shared_memory(tmp_path: Path, task: Path) -> None:
     settings = (*SMALL_ARENA, "trainer.max_steps=0", "trainer.save_every=0")
-    with Daemon(tmp_path, *settings, task=task, program=machine(tmp_path, shm=64 << 20)) as daemon:
-        wait_steps(daemon, 3)
-        with Path(f"/proc/{daemon.pid}/ns/mnt").open() as namespace:
-            program = tmp_path / "same-machine"
-            inside = f"/proc/{os.getpid()}/fd/{namespace.fileno()}"
-            program.write_text(f'#!/bin/sh\nexec nsenter --mount={inside} --wd="$PWD" {PROGRAM} "$@"\n')
-            program.chmod(0o700)
+    with machine(tmp_path, shm=64 << 20) as small:
+        with Daemon(tmp_path, *settings, task=task, mounts=small.mounts) as daemon:
+            wait_steps(daemon, 3)
             fill(Path(f"/proc/{daemon.pid}/root/dev/shm/somebody-elses"))
             family, before = daemon.family(), steps(daemon)
             daemon.signal(signal.SIGKILL)
             daemon.wait()
             wait_until(lambda: not any(map(is_alive, family)), END_TIMEOUT_S, "no process of it is left")
 
-            # Another number of workers needs other metrics, for which there is no room.
-            more = (*settings, "rollout.workers=2")
-            with Daemon(tmp_path, *more, task=task, program=program, name="refused") as refused:
-                assert refused.wait() == BAD_CONFIG, refused.errors
-            assert re.search(rf"a metrics slab{BOTH_SIZES}", refused.errors)
-            assert "stays for the next start" in refused.errors
+        # Another number of workers needs other metrics, for which there is no room.
+        more = (*settings, "rollout.workers=2")
+        with Daemon(tmp_path, *more, task=task, mounts=small.mounts, name="refused") as refused:
+            assert refused.wait() == BAD_CONFIG, refused.errors
+        assert re.search(rf"a metrics slab{BOTH_SIZES}", refused.errors)
+        assert "stays for the next start" in refused.errors
 
-            changed = (*settings, "daemon.log_level=debug")
-            with Daemon(tmp_path, *changed, task=task, program=program, name="again") as again:
-                again.wait_logged("arena taken over from a supervisor that was killed")
-                again.wait_until(lambda: steps(again) >= before + 3, "it goes on")
-                assert total(again.metrics(), "rlhfd_items_unaccounted") == 0
-                again.signal(signal.SIGTERM)
-                assert again.wait() == 0, again.errors
-            assert "resumed from shared memory" in again.errors
+        changed = (*settings, "daemon.log_level=debug")
+        with Daemon(tmp_path, *changed, task=task, mounts=small.mounts, name="again") as again:
+            again.wait_logged("arena taken over from a supervisor that was killed")
+            again.wait_until(lambda: steps(again) >= before + 3, "it goes on")
+            assert total(again.metrics(), "rlhfd_items_unaccounted") == 0
+            again.signal(signal.SIGTERM)
+            assert again.wait() == 0, again.errors
+        assert "resumed from shared memory" in again.errors
 
 
 def fill(path: Path) -> None:
@@ -190,38 +194,11 @@ def child(daemon: Daemon, name: str) -> int:
 # Disk.
 
 
-class Disk:
-    """A small disk as the state directory, in a mount namespace that outlives its daemons; `program` runs there."""
-
-    def __init__(self, folder: Path, keeper: int) -> None:
-        self.state = folder / "state"
-        self._enter = ["nsenter", f"--mount=/proc/{keeper}/ns/mnt"]
-        self.seen = Path(f"/proc/{keeper}/root{self.state}")
-        self.program = folder / "on-the-disk"
-        self.program.write_text(f'#!/bin/sh\nexec {" ".join(self._enter)} --wd="$PWD" {PROGRAM} "$@"\n')
-        self.program.chmod(0o700)
-
-    def do(self, command: str) -> None:
-        subprocess.run([*self._enter, "sh", "-ec", command.format(state=self.state)], check=True)
-
-
 FAULTS = {
     # Over the writable one, whose open files stay: no kernel takes writes away from a mount that has writers.
     "read-only": ("mount --bind {state} {state} && mount -o remount,bind,ro {state}", "umount {state}"),
     "full": ("cat /dev/zero >{state}/somebody-elses 2>/dev/null || true", "rm {state}/somebody-elses"),
 }
-
-
-@contextmanager
-def disk(folder: Path, size_bytes: int) -> Iterator[Disk]:
-    state = folder / "state"
-    inside = f"mkdir -p {state} && mount -t tmpfs -o size={size_bytes} none {state} && echo there && exec sleep 1000"
-    with subprocess.Popen(["unshare", "--mount", "sh", "-c", inside], stdout=subprocess.PIPE) as keeper:
-        try:
-            assert keeper.stdout is not None and keeper.stdout.readline() == b"there\n"
-            yield Disk(folder, keeper.pid)
-        finally:
-            keeper.kill()
 
 
 def end_of(daemon: Daemon) -> list[str]:
@@ -233,12 +210,13 @@ def test_the_end_of_a_run_on_a_full_disk_stays_in_shared_memory_and_the_next_sta
     tmp_path: Path, task: Path
 ) -> None:
     settings = (*SMALL_ARENA, "trainer.save_every=2", "trainer.max_steps=3", "samples.per_minute=0")
-    with disk(tmp_path, 1 << 20) as small:
+    with machine(tmp_path, state=1 << 20) as small:
         with Daemon(
-            tmp_path, *settings, *telling_reward(tmp_path, pause_s=0.02), task=task, program=small.program
+            tmp_path, *settings, *telling_reward(tmp_path, pause_s=0.02), task=task, mounts=small.mounts
         ) as daemon:
             seen = daemon.wait_until(lambda: counted_errors(daemon), "a checkpoint that failed is counted")
-            left = [path.name for path in small.seen.glob("runs/*/checkpoints/*") if not path.name.startswith(".")]
+            written = Path(f"{small.root}{daemon.state_dir}").glob("runs/*/checkpoints/*")
+            left = [path.name for path in written if not path.name.startswith(".")]
             assert daemon.wait() == FAILED, daemon.errors
         failed = re.findall(r"checkpoint \S+/(step-\d+) could not be written: .*; [\d,]+ B were written", daemon.errors)
         assert (seen >= 1, left, failed) == (True, [], ["step-000002", "step-000003"])
@@ -249,10 +227,10 @@ def test_the_end_of_a_run_on_a_full_disk_stays_in_shared_memory_and_the_next_sta
 
         # Still full: nothing is lost by a start.
         settings = (*settings, *telling_reward(tmp_path))
-        with Daemon(tmp_path, *settings, task=task, program=small.program, name="again") as again:
+        with Daemon(tmp_path, *settings, task=task, mounts=small.mounts, name="again") as again:
             assert again.wait() == FAILED, again.errors
         small.do(f"mount -o remount,size={64 << 20} {{state}}")
-        with Daemon(tmp_path, *settings, task=task, program=small.program, name="with-room") as last:
+        with Daemon(tmp_path, *settings, task=task, mounts=small.mounts, name="with-room") as last:
             assert last.wait() == 0, last.errors
 
     assert end_of(daemon) == end_of(again) == end_of(last) != []
@@ -268,8 +246,8 @@ def test_a_run_whose_disk_takes_nothing_more_goes_on_and_its_end_stays_in_shared
 ) -> None:
     """The training state, which the run keeps on disk, is in shared memory then, too."""
     settings = (*SMALL_ARENA, "buffer.max_staleness=0", "trainer.keep_state=disk", *telling_reward(tmp_path))
-    with disk(tmp_path, 64 << 20) as small:
-        with Daemon(tmp_path, *settings, "trainer.max_steps=0", task=task, program=small.program) as daemon:
+    with machine(tmp_path, state=64 << 20) as small:
+        with Daemon(tmp_path, *settings, "trainer.max_steps=0", task=task, mounts=small.mounts) as daemon:
             wait_steps(daemon, 2)
             small.do(FAULTS[fault][0])
             os.kill(daemon.pids()["buffer-0"], signal.SIGKILL)
@@ -281,7 +259,7 @@ def test_a_run_whose_disk_takes_nothing_more_goes_on_and_its_end_stays_in_shared
         small.do(FAULTS[fault][1])
         (stopped,) = re.findall(r"training ended: steps=(\d+)", daemon.errors)
         most = f"trainer.max_steps={int(stopped) + 2}"
-        with Daemon(tmp_path, *settings, most, task=task, program=small.program, name="again") as again:
+        with Daemon(tmp_path, *settings, most, task=task, mounts=small.mounts, name="again") as again:
             assert again.wait() == 0, again.errors
         assert f"resumed from shared memory: version={stopped} step={stopped}" in again.errors
         sealed, *parts = re.findall(

@@ -34,7 +34,6 @@ from tests.support.daemon import (
     Metrics,
     get,
     status_of,
-    task,
     telling_reward,
     total,
     wait_until,
@@ -46,7 +45,6 @@ pytestmark = [
     # All of them share one run, which takes a minute and a half and counts for the first.
     pytest.mark.timeout(400),
 ]
-__all__ = ["task"]
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 RATE = 'rate(rlhfd_tokens_total{kind="response"}[1m])'

@@ -19,16 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.daemon import (  # noqa: F401 - a fixture
-    PROGRAM,
-    SMALL,
-    Daemon,
-    rlhfd,
-    status_of,
-    task,
-    telling_reward,
-    total,
-)
+from tests.support.daemon import PROGRAM, SMALL, Daemon, rlhfd, status_of, telling_reward, total
 
 pytestmark = pytest.mark.integration
 FILE = """
@@ -52,7 +43,7 @@ def write(folder: Path, text: str = FILE, **values: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Daemon]:  # noqa: F811
+def daemon(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("operations")
     write(folder)
     (folder / "token").touch(mode=0o600)
@@ -347,7 +338,7 @@ def test_health_says_that_the_buffer_hangs(daemon: Daemon) -> None:
     assert scraped(daemon, "rlhfd_items_unaccounted") == 0
 
 
-def test_a_runtime_directory_in_use_is_refused_and_its_instance_goes_on(daemon: Daemon, task: Path) -> None:  # noqa: F811
+def test_a_runtime_directory_in_use_is_refused_and_its_instance_goes_on(daemon: Daemon, task: Path) -> None:
     with Daemon(daemon.folder, *SMALL, task=task, name="second") as second:
         assert second.wait() == 78
     in_use = f"--set daemon.runtime_dir: {daemon.runtime_dir} is in use by pid {daemon.pid}"

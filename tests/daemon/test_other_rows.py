@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon
 
 
 @pytest.mark.variant
 @pytest.mark.timeout(600)
-def test_a_serial_run_goes_on_without_the_rows_that_lack_log_probs_it_needs(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_a_serial_run_goes_on_without_the_rows_that_lack_log_probs_it_needs(tmp_path: Path, task: Path) -> None:
     settings = (*SMALL, "buffer.max_staleness=2")
     with Daemon(tmp_path, *settings, "rollout.log_probs=trainer", task=task) as daemon:
         daemon.wait_step(3)

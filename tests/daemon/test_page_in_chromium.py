@@ -21,15 +21,7 @@ from pipeline.telemetry.history import SPAN_S
 from pipeline.telemetry.samples import Sample, SampledResponse, SampleWriter, folder_of
 from tests.support.browser import PROGRAM, Browser, Page
 from tests.support.daemon import PROGRAM as DAEMON_PROGRAM
-from tests.support.daemon import (
-    SMALL,
-    Daemon,
-    Metrics,
-    clean_environment,
-    task,
-    total,
-    wait_until,
-)
+from tests.support.daemon import SMALL, Daemon, Metrics, clean_environment, total, wait_until
 
 pytestmark = [
     pytest.mark.integration,
@@ -37,7 +29,6 @@ pytestmark = [
     # The run that all of them look at counts for the first.
     pytest.mark.timeout(300),
 ]
-__all__ = ["task"]
 
 MARKUP = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 _REWARD = """

@@ -6,34 +6,15 @@ NCCL's: it returns once all ranks leave, and never while one of them waits in a 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, loaded_first
 
 pytestmark = pytest.mark.integration
 HANG_S = 4.0
 TWO_RANKS = (*SMALL, "trainer.world_size=2", "trainer.max_steps=4", f"daemon.hang_timeout_s={HANG_S}")
-# Loaded by Python in every process before all else; changes a module as soon as it is imported.
-LOADED_FIRST = """
-import importlib.util, os, sys, time
-
-class Changing:
-    def find_spec(self, name, path, target=None):
-        change = globals().get("change_" + name.replace(".", "_"))
-        if change is None:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, self)
-        load = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (load(module), change(module))
-        return spec
-
-sys.meta_path.insert(0, Changing())
-"""
 LEAVING_TOGETHER = """
 def change_torch_distributed(module):
     destroy = module.destroy_process_group
@@ -57,7 +38,7 @@ def change_pipeline_trainer_trainer(module):
     module.Trainer.poll = failing
 """
 SAVING_SLOWLY = """
-def change_pipeline_trainer_checkpoints(module):
+def change_pipeline_trainer_process(module):
     save = module.save_checkpoint
     def slowly(*arguments, telemetry, **named):
         for _ in range({beats}):
@@ -68,16 +49,8 @@ def change_pipeline_trainer_checkpoints(module):
 """
 
 
-def loaded_first(folder: Path, code: str, *, collective_end: bool = True) -> dict[str, str]:
-    """Return the environment in which every process loads the code, and leaves its group as under NCCL."""
-    place = folder / "first"
-    place.mkdir()
-    place.joinpath("sitecustomize.py").write_text(LOADED_FIRST + LEAVING_TOGETHER * collective_end + code)
-    return {"PYTHONPATH": os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def test_the_error_of_a_rank_reaches_the_log_and_both_go_on(tmp_path: Path, task: Path) -> None:  # noqa: F811
-    environment = loaded_first(tmp_path, FAILING.format(once=str(tmp_path / "has-failed")))
+def test_the_error_of_a_rank_reaches_the_log_and_both_go_on(tmp_path: Path, task: Path) -> None:
+    environment = loaded_first(tmp_path, LEAVING_TOGETHER + FAILING.format(once=str(tmp_path / "has-failed")))
     settings = (*TWO_RANKS, "daemon.hang_timeout_s=0")
     with Daemon(tmp_path, *settings, task=task, environment=environment) as daemon:
         daemon.wait_logged("ValueError: the card fell off the bus")
@@ -87,8 +60,8 @@ def test_the_error_of_a_rank_reaches_the_log_and_both_go_on(tmp_path: Path, task
     assert daemon.errors.count("training ended: steps=4") == 2
 
 
-def test_no_rank_waits_while_the_last_checkpoint_is_written(tmp_path: Path, task: Path) -> None:  # noqa: F811
-    environment = loaded_first(tmp_path, SAVING_SLOWLY.format(beats=int(30 * HANG_S)))
+def test_no_rank_waits_while_the_last_checkpoint_is_written(tmp_path: Path, task: Path) -> None:
+    environment = loaded_first(tmp_path, LEAVING_TOGETHER + SAVING_SLOWLY.format(beats=int(30 * HANG_S)))
     with Daemon(tmp_path, *TWO_RANKS, task=task, environment=environment) as daemon:
         daemon.wait_ready()
         daemon.wait_logged("training ended: steps=4")

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.telemetry.slab import MetricsSlab
 from tests.daemon.test_kills import balanced
-from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, telling_reward
 from tests.support.endings import Ending, endings
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -36,7 +36,7 @@ def slow_reward(folder: Path) -> tuple[str, str]:
     return telling_reward(folder, pause_s=PAUSE_S)
 
 
-def two_ranks(folder: Path, task: Path) -> Daemon:  # noqa: F811
+def two_ranks(folder: Path, task: Path) -> Daemon:
     """Return a daemon in a folder of its own, not started."""
     folder.mkdir()
     return Daemon(folder, *SETTINGS, *slow_reward(folder), task=task)
@@ -49,7 +49,7 @@ def finished(daemon: Daemon) -> dict[str, Ending]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> dict[str, Ending]:  # noqa: F811
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, task: Path) -> dict[str, Ending]:
     """Return each rank's last line of a run without a kill."""
     with two_ranks(tmp_path_factory.mktemp("ranks") / "undisturbed", task) as daemon:
         return finished(daemon)
@@ -85,7 +85,7 @@ def rows_here(daemon: Daemon) -> int:
 
 
 @pytest.mark.variant
-def test_a_killed_rank_buffer_and_worker_change_no_rows_of_any_rank(tmp_path, task, undisturbed):  # noqa: F811
+def test_a_killed_rank_buffer_and_worker_change_no_rows_of_any_rank(tmp_path, task, undisturbed):
     """One run: a rank is killed in its step, then the buffer, then a worker whose half of a version's rows is late.
 
     That worker is stopped, and killed once the other half has arrived: these rows are not for the rank whose prompts
@@ -114,7 +114,7 @@ def test_a_killed_rank_buffer_and_worker_change_no_rows_of_any_rank(tmp_path, ta
 
 @pytest.mark.variant
 @pytest.mark.parametrize(("name", "activity"), [("trainer-0", "train"), ("trainer-1", "wait_data")])
-def test_the_successors_of_killed_ranks_continue_the_digest(tmp_path, task, undisturbed, name, activity):  # noqa: F811
+def test_the_successors_of_killed_ranks_continue_the_digest(tmp_path, task, undisturbed, name, activity):
     with two_ranks(tmp_path / "killed", task) as daemon:
         daemon.wait_step(2)
         killed = strike(daemon, name, activity)
@@ -124,7 +124,7 @@ def test_the_successors_of_killed_ranks_continue_the_digest(tmp_path, task, undi
 
 
 @pytest.mark.variant
-def test_a_stopped_and_started_run_continues_the_digest_of_its_checkpoint(tmp_path, task, undisturbed):  # noqa: F811
+def test_a_stopped_and_started_run_continues_the_digest_of_its_checkpoint(tmp_path, task, undisturbed):
     with two_ranks(tmp_path / "stopped", task) as first:
         first.wait_step(2)
         first.signal(signal.SIGTERM)

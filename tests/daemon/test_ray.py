@@ -14,16 +14,7 @@ from pipeline.models.weights.store import WeightsReader
 from tests.daemon import test_environment
 from tests.daemon.test_determinism import run
 from tests.daemon.test_kills import balanced, finish
-from tests.support.daemon import (
-    SMALL,
-    Daemon,
-    descendants,
-    is_alive,
-    task,  # noqa: F401 - a fixture
-    telling_reward,
-    total,
-    wait_until,
-)
+from tests.support.daemon import SMALL, Daemon, descendants, is_alive, telling_reward, total, wait_until
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.integration
@@ -95,7 +86,7 @@ def go_on_without(daemon, actor_pid, *, steps=5):
 
 @pytest.mark.variant
 @pytest.mark.parametrize(("dtype", "rate"), [("float32", 1e-4), ("bfloat16", 1e-5)])
-def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path, task, cluster, dtype, rate):  # noqa: F811
+def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path, task, cluster, dtype, rate):
     """With PPO, whose critic's weights travel too; GRPO: `test_ray_ranks`. In bfloat16 what changed travels."""
     settings = ("rollout.algorithm=ppo", f"model.dtype={dtype}", f"trainer.learning_rate={rate}")
     here = run(tmp_path / "here", task, *settings)
@@ -107,7 +98,7 @@ def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path
 
 
 @pytest.mark.variant
-def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_path, task, cluster):  # noqa: F811
+def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_path, task, cluster):
     telling, _ = telling_reward(tmp_path)
     settings = (*SETTINGS, *cluster.settings, telling, "daemon.hang_timeout_s=4")
     with Daemon(tmp_path, *settings, task=task) as daemon:
@@ -141,11 +132,11 @@ def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_pat
 
 
 @pytest.mark.timeout(900)
-def test_turns_on_actors_with_kills_are_those_of_a_serial_run_bit_for_bit(tmp_path, task, cluster):  # noqa: F811
+def test_turns_on_actors_with_kills_are_those_of_a_serial_run_bit_for_bit(tmp_path, task, cluster):
     """Of an environment's processes, of an actor, of a gateway."""
     sets = (*test_environment.settings(tmp_path / "serial"), "trainer.learning_rate=1e-3")
     with Daemon(tmp_path / "serial", *sets, task=task, arguments=("--serial",)) as daemon:
-        serial = test_environment.ending(daemon)
+        serial = daemon.ended()
     sets = (*test_environment.settings(tmp_path / "there"), "trainer.learning_rate=1e-3", *cluster.settings)
     # The actors have the variables of their cluster.
     slow = test_environment.ENVIRONMENT.replace('os.environ.get("TURN_S", "0")', "0.2")
@@ -166,7 +157,7 @@ def test_turns_on_actors_with_kills_are_those_of_a_serial_run_bit_for_bit(tmp_pa
         daemon.wait_until(lambda: not any(map(is_alive, [killed, orphaned, *left])), "both are gone with theirs")
         daemon.wait_step(3)
         metrics = daemon.metrics()
-        there = test_environment.ending(daemon)
+        there = daemon.ended()
     samples = daemon.ask("samples", "--json").stdout
 
     assert there == serial and there[0] == str(test_environment.STEPS)
@@ -181,7 +172,7 @@ def test_turns_on_actors_with_kills_are_those_of_a_serial_run_bit_for_bit(tmp_pa
 
 
 @pytest.mark.variant
-def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daemon(tmp_path, task, cluster):  # noqa: F811
+def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daemon(tmp_path, task, cluster):
     settings = (*SETTINGS, *cluster.settings, *telling_reward(tmp_path), *SMALL_CHANGES)
     with Daemon(tmp_path, *settings, "rollout.workers=2", task=task) as daemon:
         daemon.wait_ready()
@@ -218,7 +209,7 @@ def test_weights_go_on_when_who_held_them_is_killed_and_actors_end_with_the_daem
         shutil.rmtree(daemon.shm_dir)
 
 
-def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, task):  # noqa: F811
+def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, task):
     with RayCluster((1, 1)) as cluster:
         settings = (*SETTINGS, *cluster.settings, "rollout.workers=2", *telling_reward(tmp_path), *SMALL_CHANGES)
         with Daemon(tmp_path, *settings, task=task) as daemon:
@@ -286,19 +277,19 @@ def test_a_lost_machine_costs_no_row_and_the_run_goes_on_without_it(tmp_path, ta
     ],
     ids=["reward", "environment", "vllm"],
 )
-def test_what_is_wrong_where_the_actor_is_ends_the_start(tmp_path, task, cluster, wrong, told):  # noqa: F811
+def test_what_is_wrong_where_the_actor_is_ends_the_start(tmp_path, task, cluster, wrong, told):
     with Daemon(tmp_path, *SETTINGS, *cluster.settings, *wrong, task=task) as daemon:
         assert daemon.wait(90.0) == 78
         assert f"on {socket.gethostname()}: {told}" in daemon.errors
 
 
-def test_without_a_cluster_a_start_says_so(tmp_path, task):  # noqa: F811
+def test_without_a_cluster_a_start_says_so(tmp_path, task):
     with Daemon(tmp_path, *SETTINGS, "cluster.engine=ray", "cluster.address=127.0.0.1:9", task=task) as daemon:
         assert daemon.wait(90.0) == 78
         assert "cluster.address: no Ray cluster at 127.0.0.1:9" in daemon.errors
 
 
-def test_without_ray_a_start_says_how_to_get_it(tmp_path, task):  # noqa: F811
+def test_without_ray_a_start_says_how_to_get_it(tmp_path, task):
     blocking = "import sys\nsys.modules['ray'] = None\n"
     tmp_path.joinpath("sitecustomize.py").write_text(blocking)
     with Daemon(tmp_path, "cluster.engine=ray", task=task, environment={"PYTHONPATH": str(tmp_path)}) as daemon:
@@ -306,7 +297,7 @@ def test_without_ray_a_start_says_how_to_get_it(tmp_path, task):  # noqa: F811
         assert "cluster.engine: Ray is not installed here" in daemon.errors
 
 
-def test_one_process_is_no_cluster(tmp_path, task):  # noqa: F811
+def test_one_process_is_no_cluster(tmp_path, task):
     with Daemon(tmp_path, "cluster.engine=ray", task=task, arguments=("--serial",)) as daemon:
         assert daemon.wait() == 78
         assert "--serial: one process computes all of it; set cluster.engine = local" in daemon.errors

@@ -11,17 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.test_determinism import ENDED, run
+from tests.daemon.test_determinism import run
 from tests.daemon.test_kills import balanced
-from tests.support.daemon import (
-    SMALL,
-    Daemon,
-    is_alive,
-    task,  # noqa: F401 - a fixture
-    telling_reward,
-    total,
-    wait_until,
-)
+from tests.support.daemon import SMALL, Daemon, is_alive, telling_reward, total, wait_until
 from tests.support.hosts import Hosts
 from tests.support.ray_cluster import RayCluster
 
@@ -64,7 +56,7 @@ def kill(daemon, name, rank=1):
     daemon.wait_step(step + 1)
 
 
-def as_here(tmp_path, task, cluster, *settings, killed):  # noqa: F811
+def as_here(tmp_path, task, cluster, *settings, killed):
     """Check that two ranks on two machines train as two here, though processes are killed; return the last metrics."""
     here = run(tmp_path / "here", task, *TWO, *settings, f"trainer.max_steps={STEPS}")
     found, metrics = across(tmp_path / "there", task, cluster, *TWO, *settings, killed=killed)
@@ -72,7 +64,7 @@ def as_here(tmp_path, task, cluster, *settings, killed):  # noqa: F811
     return metrics
 
 
-def across(there, task, cluster, *settings, killed, ranks=2):  # noqa: F811
+def across(there, task, cluster, *settings, killed, ranks=2):
     """Train on two machines, though processes are killed; return the end of the training and the last metrics."""
     there.mkdir()
     settings = (*settings, f"trainer.max_steps={STEPS}", "trainer.nodes=2", *cluster.settings)
@@ -95,15 +87,13 @@ def across(there, task, cluster, *settings, killed, ranks=2):  # noqa: F811
         assert balanced(metrics), metrics
         assert total(metrics, "rlhfd_items_dropped_total") == 0
         last = actor_of(daemon, far)
-        assert daemon.wait() == 0, daemon.errors
+        found = daemon.ended()
         wait_until(lambda: not is_alive(last), 30.0, "the rank's process ends with the run")
-        found = ENDED.search(daemon.errors)
-    assert found is not None, daemon.errors
-    return found.groups(), metrics
+    return found, metrics
 
 
 @pytest.mark.variant
-def test_two_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(tmp_path, task, cluster):  # noqa: F811
+def test_two_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(tmp_path, task, cluster):
     metrics = as_here(tmp_path, task, cluster, killed=EACH)
 
     rows = total(metrics, "rlhfd_remote_rank_bytes_total", data="rows_received")
@@ -111,12 +101,7 @@ def test_two_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(
 
 
 @pytest.mark.parametrize("killed", [("actor",), pytest.param(EACH, marks=pytest.mark.variant)], ids=["one", "each"])
-def test_sharded_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(
-    tmp_path,
-    task,  # noqa: F811
-    cluster,
-    killed,
-):
+def test_sharded_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(tmp_path, task, cluster, killed):
     metrics = as_here(tmp_path, task, cluster, SHARDED, killed=killed)
 
     assert total(metrics, "rlhfd_remote_rank_bytes_total", data="rows_received") > 0
@@ -128,7 +113,7 @@ def test_sharded_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_kil
 
 @pytest.mark.variant
 @pytest.mark.timeout(900)
-def test_copies_of_shards_train_the_same_whoever_is_killed_and_one_machine_publishes(tmp_path, task):  # noqa: F811
+def test_copies_of_shards_train_the_same_whoever_is_killed_and_one_machine_publishes(tmp_path, task):
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:9]))
     settings = (*TWO, *HYBRID, "trainer.save_every=5", f'evaluation.files=["{held_out}"]', "evaluation.every=4")
@@ -148,7 +133,7 @@ def test_copies_of_shards_train_the_same_whoever_is_killed_and_one_machine_publi
 
 
 @pytest.mark.variant
-def test_a_rank_without_room_waits_and_says_what_for(tmp_path, task, cluster):  # noqa: F811
+def test_a_rank_without_room_waits_and_says_what_for(tmp_path, task, cluster):
     settings = (*SMALL, *TWO, *cluster.settings, "trainer.nodes=3", "trainer.world_size=3")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_logged(
@@ -163,7 +148,7 @@ def test_a_rank_without_room_waits_and_says_what_for(tmp_path, task, cluster):  
 @pytest.mark.variant
 @pytest.mark.timeout(900)
 @pytest.mark.needs("ip")
-def test_a_head_that_is_lost_for_longer_than_restarts_last_and_comes_back_changes_no_bit(tmp_path, task):  # noqa: F811
+def test_a_head_that_is_lost_for_longer_than_restarts_last_and_comes_back_changes_no_bit(tmp_path, task):
     here = run(tmp_path / "here", task, *TWO, f"trainer.max_steps={STEPS}")
     there = tmp_path / "there"
     there.mkdir()
@@ -189,16 +174,14 @@ def test_a_head_that_is_lost_for_longer_than_restarts_last_and_comes_back_change
             lambda: (len(seen["nodes"]), len(seen["left"])) == (2, 2) if (seen := daemon.status()["cluster"]) else None,
             "the nodes of the new head are there, and those of the last one have left",
         )
-        assert daemon.wait() == 0, daemon.errors
-        found = ENDED.search(daemon.errors)
-    assert found is not None and found.groups() == here
+        assert daemon.ended() == here
 
 
 @pytest.mark.variant
 @pytest.mark.timeout(900)
 @pytest.mark.needs("ip")
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task, sharding):  # noqa: F811
+def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task, sharding):
     steps = f"trainer.max_steps={STEPS}", f'trainer.sharding="{sharding}"'
     here = run(tmp_path / "here", task, *TWO, *steps)
     there = tmp_path / "there"
@@ -217,15 +200,13 @@ def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task, sh
         assert balanced(daemon.metrics())
         hosts.join(1)
         daemon.wait_step(step + 1)
-        assert daemon.wait() == 0, daemon.errors
-        found = ENDED.search(daemon.errors)
-    assert found is not None and found.groups() == here
+        assert daemon.ended() == here
 
 
 @pytest.mark.variant
 @pytest.mark.timeout(900)
 @pytest.mark.needs("ip")
-def test_sharded_ranks_go_on_from_a_checkpoint_that_one_host_alone_has(tmp_path, task):  # noqa: F811
+def test_sharded_ranks_go_on_from_a_checkpoint_that_one_host_alone_has(tmp_path, task):
     settings = (*TWO, SHARDED, "rollout.algorithm=ppo")
     run(tmp_path / "here", task, *settings, f"trainer.max_steps={STEPS // 2}")
     there, nothing = tmp_path / "there", tmp_path / "nothing"
@@ -236,8 +217,7 @@ def test_sharded_ranks_go_on_from_a_checkpoint_that_one_host_alone_has(tmp_path,
     (tmp_path / "here").mkdir()
     shutil.copytree(tmp_path / "before" / "state", tmp_path / "here" / "state")
     with Daemon(tmp_path / "here", *SMALL, *telling_reward(tmp_path / "here"), *settings, steps, task=task) as daemon:
-        assert daemon.wait() == 0, daemon.errors
-        here = ENDED.search(daemon.errors)
+        here = daemon.ended()
     with (
         Hosts(sees={there / "state": nothing}) as hosts,
         Daemon(
@@ -247,16 +227,14 @@ def test_sharded_ranks_go_on_from_a_checkpoint_that_one_host_alone_has(tmp_path,
         daemon.wait_logged(f"resuming: step={STEPS // 2} ")
         daemon.wait_step(STEPS // 2 + 1)
         kill(daemon, "actor")
-        assert daemon.wait() == 0, daemon.errors
-        found = ENDED.search(daemon.errors)
+        assert daemon.ended() == here
         assert "resumed from shared memory" in daemon.errors and "rolled back" not in daemon.errors
-    assert here is not None and found is not None and found.groups() == here.groups()
     assert not any(nothing.iterdir())
 
 
 @pytest.mark.variant
 @pytest.mark.needs("ip")
-def test_a_host_with_another_reference_ends_the_start_with_one_line(tmp_path, task):  # noqa: F811
+def test_a_host_with_another_reference_ends_the_start_with_one_line(tmp_path, task):
     reference, other = tmp_path / "reference", tmp_path / "other"
     shutil.copytree(task / "model", reference)
     shutil.copytree(task / "model", other)
@@ -277,7 +255,7 @@ def test_a_host_with_another_reference_ends_the_start_with_one_line(tmp_path, ta
 @pytest.mark.variant
 @pytest.mark.needs("ip")
 @pytest.mark.parametrize("wrong", ["no model", "another release"])
-def test_a_host_that_cannot_roll_out_ends_the_start_with_one_line(tmp_path, task, wrong):  # noqa: F811
+def test_a_host_that_cannot_roll_out_ends_the_start_with_one_line(tmp_path, task, wrong):
     there = tmp_path / "there"
     if wrong == "no model":
         there.mkdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import re
 import shutil
 import signal
 import sys
@@ -23,13 +22,11 @@ from pipeline.runtime.run_folder import read_note, write_note
 from pipeline.storage.recording import LINES, RecordLine, read_recording, rows_path
 from pipeline.trainer.recording.replay import Replay, report, train
 from pipeline.trainer.step_stats import StepStats
-from tests.support.daemon import SMALL, Daemon, rlhfd, task, telling_reward, total
+from tests.support.daemon import SMALL, Daemon, rlhfd, telling_reward, total
 from tests.support.recording import rewrite
 
 pytestmark = pytest.mark.integration
-__all__ = ["task"]
 
-ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 KILLS = 2
 
 
@@ -63,14 +60,13 @@ def run_with_kills(folder: Path, task: Path, *sets: str) -> tuple[Path, tuple[st
         daemon.wait_step(daemon.status()["step"] + 3)
         metrics = daemon.metrics()
         daemon.signal(signal.SIGTERM)
-        assert daemon.wait() == 0, daemon.errors
-        found = ENDED.search(daemon.errors)
-        assert found is not None and not daemon.leftovers(), daemon.errors
+        end = daemon.ended()
+        assert not daemon.leftovers()
     assert total(metrics, "rlhfd_recordings_total", result="kept") >= 3
     assert total(metrics, "rlhfd_recording_bytes") > 0
     results = [dict(labels).get("result") for name, labels in metrics if name == "rlhfd_recordings_total"]
     assert sorted(filter(None, results)) == ["failed", "kept", "removed", "too_large"]
-    return daemon.run_dir, (found[1], found[2], found[3])
+    return daemon.run_dir, end
 
 
 @pytest.mark.timeout(900)

@@ -15,17 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.trainer.recording.replay import report
 from tests.daemon.test_ranks import SETTINGS as RANKS
 from tests.daemon.test_ranks import finished, slow_reward, strike
-from tests.support.daemon import SMALL, Daemon, Metrics, task, telling_reward, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, Metrics, telling_reward, total
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 STEPS = 4
 REFERENCE_BYTES = 60_000_000
 
 
 @pytest.fixture(scope="module")
-def reference(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def reference(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a reference that is much larger than the actor."""
     folder = tmp_path_factory.mktemp("reference") / "large"
     config = AutoConfig.from_pretrained(task / "model")
@@ -48,7 +47,7 @@ class Ran(NamedTuple):
     errors: str
 
 
-def ran(folder: Path, task: Path, *sets: str, kills: tuple[str, ...] = (), arguments: Any = ()) -> Ran:  # noqa: F811
+def ran(folder: Path, task: Path, *sets: str, kills: tuple[str, ...] = (), arguments: Any = ()) -> Ran:
     """Run to the end; during it, read the memory of each role without the shared memory that it maps."""
     folder.mkdir()
     settings = (
@@ -68,12 +67,10 @@ def ran(folder: Path, task: Path, *sets: str, kills: tuple[str, ...] = (), argum
             daemon.wait_step(2)
             metrics = daemon.metrics()
             held = {name: own_bytes(daemon.pids()[name]) for name in ("rollout-0", "trainer-0")}
-        assert daemon.wait() == 0, daemon.errors
-        found = ENDED.search(daemon.errors)
-        assert found is not None, daemon.errors
+        end = daemon.ended()
         run = daemon.run_dir
         checkpoint = run / "checkpoints" / f"step-{STEPS:06d}"
-        return Ran(run, found.groups(), load_file(checkpoint / "model.safetensors"), held, metrics, daemon.errors)
+        return Ran(run, end, load_file(checkpoint / "model.safetensors"), held, metrics, daemon.errors)
 
 
 def own_bytes(pid: int) -> int:
@@ -83,9 +80,7 @@ def own_bytes(pid: int) -> int:
 
 @pytest.mark.variant
 def test_the_reference_in_the_trainer_trains_alike_and_no_worker_holds_it(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    reference: Path,
+    tmp_path: Path, task: Path, reference: Path
 ) -> None:
     where = [f"model.reference={reference}", "model.reference_device=trainer"]
 
@@ -119,10 +114,7 @@ def test_the_reference_in_the_trainer_trains_alike_and_no_worker_holds_it(
 
 
 @pytest.mark.variant
-def test_two_sharded_ranks_of_which_one_is_killed_train_as_on_the_workers_reference(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-) -> None:
+def test_two_sharded_ranks_of_which_one_is_killed_train_as_on_the_workers_reference(tmp_path: Path, task: Path) -> None:
     # Away from the actor, whose KL to itself has a gradient of rounding alone, which AdamW takes for a direction.
     model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
     for parameter in model.parameters():
@@ -153,19 +145,18 @@ def test_two_sharded_ranks_of_which_one_is_killed_train_as_on_the_workers_refere
 
 
 @pytest.mark.variant
-def test_a_run_goes_on_with_the_reference_in_the_other_role(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_a_run_goes_on_with_the_reference_in_the_other_role(tmp_path: Path, task: Path) -> None:
     settings = (*SMALL, "buffer.max_staleness=2", "trainer.warmup_steps=0")
-    errors = []
+    steps, errors = [], []
     for step, role in ((2, "worker"), (4, "trainer"), (6, "host")):
         keys = (f"model.reference_device={role}", f"trainer.max_steps={step}" if step == 6 else "trainer.max_steps=0")
         with Daemon(tmp_path, *settings, *keys, task=task, name=f"{step}") as daemon:
             if step < 6:
                 daemon.wait_step(step)
                 daemon.signal(signal.SIGTERM)
-            assert daemon.wait() == 0, daemon.errors
+            steps.append(int(daemon.ended()[0]))
             errors.append(daemon.errors)
 
-    steps = [int(found[1]) for found in map(ENDED.search, errors) if found]
     assert len(steps) == 3 and steps[0] < steps[1] <= steps[2]
     assert all("resuming: step=" in one and "spool taken in: rows=" in one for one in errors[1:])
     assert "quarantined" not in errors[1]

@@ -1,15 +1,13 @@
 """A run with dynamic sampling and several sources: kills and workers change no bit of it."""
 
-import re
 import signal
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, total
 
 pytestmark = [pytest.mark.integration, pytest.mark.variant, pytest.mark.timeout(900)]
 STEPS = 16
-ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 # Half the groups of 4 are flat or so: the reward is 1 for one first token in six. It takes time, so that a step is hit.
 REWARD = """
 import time
@@ -20,7 +18,7 @@ def score(input_ids, attention_mask, *, response_start, **_):
 """
 
 
-def settings(folder, task):  # noqa: F811
+def settings(folder, task):
     folder.mkdir()
     (folder / "rare.py").write_text(REWARD)
     source = f'{{path="{task / "prompts.jsonl"}"'
@@ -32,16 +30,9 @@ def settings(folder, task):  # noqa: F811
     )  # fmt: skip
 
 
-def ended(daemon):
-    found = ENDED.search(daemon.errors)
-    assert found is not None, daemon.errors
-    return found.groups()
-
-
-def test_kills_workers_and_a_stop_change_no_bit_of_a_run_with_refill(tmp_path, task):  # noqa: F811
+def test_kills_workers_and_a_stop_change_no_bit_of_a_run_with_refill(tmp_path, task):
     with Daemon(tmp_path / "calm", *settings(tmp_path / "calm", task), arguments=("--serial",)) as daemon:
-        assert daemon.wait() == 0, daemon.errors
-    calm = ended(daemon)
+        calm = daemon.ended()
 
     folder = tmp_path / "killed"
     sets = (*settings(folder, task), "rollout.workers=2", "daemon.restart_limit=20")
@@ -55,8 +46,7 @@ def test_kills_workers_and_a_stop_change_no_bit_of_a_run_with_refill(tmp_path, t
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0, daemon.errors
     with Daemon(folder, *sets, name="again") as daemon:
-        assert daemon.wait() == 0, daemon.errors
+        assert daemon.ended() == calm
 
     assert total(metrics, "rlhfd_items_dropped_total", reason="filtered") > 0
     assert total(metrics, "rlhfd_items_unaccounted") == 0
-    assert ended(daemon) == calm

@@ -26,11 +26,10 @@ from pipeline.trainer.checkpoints import STATE_FILE
 from pipeline.trainer.recording.bases import Bases
 from pipeline.trainer.recording.replay import Replay, report
 from tests.daemon.test_recording import lasting, with_weights
-from tests.support.daemon import Daemon, rlhfd, task, telling_reward
+from tests.support.daemon import Daemon, rlhfd, telling_reward
 from tests.support.recording import rewrite
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-__all__ = ["task"]
 
 STEPS, SAVED = 7, 4
 """Steps of the run, which ends with a checkpoint, and the step of the checkpoint before."""

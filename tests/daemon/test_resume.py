@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.test_ranks import strike
-from tests.support.daemon import SMALL, Daemon, task  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, loaded_first
 
 pytestmark = pytest.mark.integration
 STEPS = 6
-ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 # The embedded model knows too little to score: where every response scores the same, nothing is learned.
 # A row takes its time, without a core: the run does not end before its kills.
 SCORE = """
@@ -43,13 +42,10 @@ PPO = (
     "trainer.normalize_values=true",
     "rollout.reward_scale=running",
 )
-# Loaded by Python in every process before all else; roles inherit it from the forkserver. Only a trainer dies of it,
-# counted over all its lives.
+# Only a trainer dies of it, counted over all its lives.
 DIES_WHILE_PUBLISHING = """
-import os, signal, sys
-if any("forkserver_process" in word for word in sys.orig_argv):
-    import pipeline.models.weights.slot_copy as slot_copy
-    told = slot_copy.combined
+def change_pipeline_models_weights_store(module):
+    told = module.combined
     def fingerprint(digests):
         if "trainer" not in open("/proc/self/cmdline").read():
             return told(digests)
@@ -58,19 +54,19 @@ if any("forkserver_process" in word for word in sys.orig_argv):
         if os.path.getsize({ledger!r}) in {deaths}:
             os.kill(os.getpid(), signal.SIGKILL)
         return told(digests)
-    slot_copy.combined = fingerprint
+    module.combined = fingerprint
+
+change_pipeline_models_weights_versions = change_pipeline_models_weights_store
 """
 # A worker that copies weights to where its model does not look.
 COPIES_ELSEWHERE = """
-import sys
-if any("forkserver_process" in word for word in sys.orig_argv):
-    import pipeline.models.weights.store as weights
-    fetch = weights.WeightsReader.fetch
+def change_pipeline_models_weights_store(module):
+    fetch = module.WeightsReader.fetch
     def fetch_elsewhere(reader, into, **options):
         if "rollout" not in open("/proc/self/cmdline").read():
             return fetch(reader, into, **options)
         return fetch(reader, {name: tensor.clone() for name, tensor in into.items()}, **options)
-    weights.WeightsReader.fetch = fetch_elsewhere
+    module.WeightsReader.fetch = fetch_elsewhere
 """
 
 
@@ -80,28 +76,14 @@ def daemon_in(folder: Path, *sets: str, **options) -> Daemon:
     return Daemon(folder, *IN_STEP, *sets, **options)
 
 
-def sabotaged(folder: Path, code: str) -> dict[str, str]:
-    """Return the environment in which every Python process runs this first."""
-    (folder / "code").mkdir()
-    (folder / "code" / "sitecustomize.py").write_text(code)
-    path = [str(folder / "code"), *filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])])]
-    return {"PYTHONPATH": os.pathsep.join(path)}
-
-
-def ended(daemon: Daemon) -> tuple[str, str, str]:
-    """Return steps, fingerprint of the weights and digest of the experience of a run that has ended in order."""
-    assert daemon.wait() == 0, daemon.errors
-    return ENDED.findall(daemon.errors)[-1]
-
-
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, task):  # noqa: F811
+def undisturbed(tmp_path_factory, task):
     """The end of an undisturbed run."""
     with daemon_in(tmp_path_factory.mktemp("undisturbed"), *PPO, task=task) as daemon:
-        return ended(daemon)
+        return daemon.ended()
 
 
-def test_a_trainer_killed_at_any_moment_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, undisturbed):  # noqa: F811
+def test_a_trainer_killed_at_any_moment_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, undisturbed):
     with daemon_in(tmp_path, *PPO, task=task) as daemon:
         daemon.wait_step(2)
         killed = daemon.signal(signal.SIGKILL, "trainer-0")
@@ -109,56 +91,54 @@ def test_a_trainer_killed_at_any_moment_ends_with_the_weights_of_an_undisturbed_
         daemon.wait_ready()
         daemon.wait_step(daemon.status()["step"] + 1)
         os.kill(again, signal.SIGKILL)
-        assert ended(daemon) == undisturbed
+        assert daemon.ended() == undisturbed
         assert len(re.findall(r"^\S+ INFO trainer-0 \S+ resumed from shared memory", daemon.errors, re.MULTILINE)) == 2
 
 
 @pytest.mark.variant
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw_8bit", marks=pytest.mark.needs("bitsandbytes"))])
-def test_with_another_optimizer_a_killed_trainer_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, optimizer):  # noqa: F811
+def test_with_another_optimizer_a_killed_trainer_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, optimizer):
     sets = (*PPO, f"trainer.optimizer={optimizer}")
     with daemon_in(tmp_path / "undisturbed", *sets, task=task) as daemon:
-        expected = ended(daemon)
+        expected = daemon.ended()
 
     with daemon_in(tmp_path / "killed", *sets, task=task) as daemon:
         daemon.wait_step(2)
         daemon.signal(signal.SIGKILL, "trainer-0")
-        assert ended(daemon) == expected
+        assert daemon.ended() == expected
         assert "resumed from shared memory" in daemon.errors
 
 
-def test_a_trainer_killed_while_it_publishes_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, undisturbed):  # noqa: F811
+def test_a_trainer_killed_while_it_publishes_ends_with_the_weights_of_an_undisturbed_run(tmp_path, task, undisturbed):
     # Two a publish, the training state's and the weights'; two a restart.
     code = DIES_WHILE_PUBLISHING.format(ledger=str(tmp_path / "publishes"), deaths={3, 8})
 
-    with daemon_in(tmp_path, *PPO, task=task, environment=sabotaged(tmp_path, code)) as daemon:
-        assert ended(daemon) == undisturbed
+    with daemon_in(tmp_path, *PPO, task=task, environment=loaded_first(tmp_path, code)) as daemon:
+        assert daemon.ended() == undisturbed
         assert len(re.findall(r"trainer-0 ended \(killed by signal 9\)", daemon.errors)) == 2
 
 
-def test_a_trainer_of_bfloat16_killed_while_it_publishes_has_its_float32_copies_again(tmp_path, task):  # noqa: F811
+def test_a_trainer_of_bfloat16_killed_while_it_publishes_has_its_float32_copies_again(tmp_path, task):
     sets = (*PPO, "model.dtype=bfloat16", "trainer.learning_rate=1e-5")
     with daemon_in(tmp_path / "undisturbed", *sets, task=task) as daemon:
-        expected = ended(daemon)
+        expected = daemon.ended()
     code = DIES_WHILE_PUBLISHING.format(ledger=str(tmp_path / "publishes"), deaths={3, 8})
 
-    with daemon_in(tmp_path / "killed", *sets, task=task, environment=sabotaged(tmp_path, code)) as daemon:
-        assert ended(daemon) == expected
+    with daemon_in(tmp_path / "killed", *sets, task=task, environment=loaded_first(tmp_path, code)) as daemon:
+        assert daemon.ended() == expected
         assert daemon.errors.count("resumed from shared memory") == 2
 
 
 def test_a_trainer_without_the_state_of_each_version_goes_back_and_ends_with_the_same_weights(
-    tmp_path,
-    task,  # noqa: F811
-    undisturbed,
+    tmp_path, task, undisturbed
 ):
     # One a publish, two with a training state (versions 0, 3 and that of a rollback), two a restart. Killed at the
     # weights of version 2 and at those of version 5.
     code = DIES_WHILE_PUBLISHING.format(ledger=str(tmp_path / "publishes"), deaths={4, 14})
     settings = (*PPO, "trainer.keep_state_every=3")
 
-    with daemon_in(tmp_path, *settings, task=task, environment=sabotaged(tmp_path, code)) as daemon:
-        assert ended(daemon) == undisturbed
+    with daemon_in(tmp_path, *settings, task=task, environment=loaded_first(tmp_path, code)) as daemon:
+        assert daemon.ended() == undisturbed
         undone = (
             r"^\S+ WARNING trainer-0 \S+ rolled back to the newest version with a training state: version=(\d -> \d)"
         )
@@ -172,15 +152,15 @@ def test_a_trainer_without_the_state_of_each_version_goes_back_and_ends_with_the
         assert (max(shown), shown[-1]) == (STEPS, STEPS), "a step that is taken again counts once"
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was_and_says_so(tmp_path, task, undisturbed):  # noqa: F811
+def test_a_run_that_was_stopped_goes_on_where_it_was_and_says_so(tmp_path, task, undisturbed):
     with daemon_in(tmp_path, *PPO, task=task) as daemon:
         daemon.wait_step(2)
         daemon.signal(signal.SIGINT)
-        stopped_at, weights, experience = ended(daemon)
+        stopped_at, weights, experience = daemon.ended()
     assert int(stopped_at) < STEPS, "stopped before its end"
 
     with daemon_in(tmp_path, *PPO, task=task, name="second") as daemon:
-        assert ended(daemon) == undisturbed
+        assert daemon.ended() == undisturbed
         assert f"resuming: step={stopped_at} path={daemon.run_dir / 'checkpoints'}" in daemon.errors
         assert f"step={STEPS}/{STEPS}" in daemon.output
 
@@ -194,7 +174,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was_and_says_so(tmp_path, task,
 
 
 @pytest.mark.variant
-def test_a_last_checkpoint_that_cannot_be_written_makes_the_exit_code_1(tmp_path, task):  # noqa: F811
+def test_a_last_checkpoint_that_cannot_be_written_makes_the_exit_code_1(tmp_path, task):
     with daemon_in(tmp_path, "trainer.max_steps=0", task=task) as daemon:
         daemon.wait_step(1)
         daemon.state_dir.mkdir(exist_ok=True)
@@ -211,10 +191,10 @@ def test_a_last_checkpoint_that_cannot_be_written_makes_the_exit_code_1(tmp_path
 
 
 @pytest.mark.variant
-def test_a_worker_whose_model_is_not_what_its_weights_say_ends_the_run_it_is_alone_in(tmp_path, task):  # noqa: F811
+def test_a_worker_whose_model_is_not_what_its_weights_say_ends_the_run_it_is_alone_in(tmp_path, task):
     settings = ("trainer.max_steps=0", "trainer.warmup_steps=0")
 
-    with daemon_in(tmp_path, *settings, task=task, environment=sabotaged(tmp_path, COPIES_ELSEWHERE)) as daemon:
+    with daemon_in(tmp_path, *settings, task=task, environment=loaded_first(tmp_path, COPIES_ELSEWHERE)) as daemon:
         daemon.wait_logged("does not compute with the weights that it was given: version=")
         assert daemon.wait() == 70, daemon.errors
         assert "rollout-0 failed (exit code 1): " in daemon.errors.splitlines()[-1]
@@ -222,16 +202,16 @@ def test_a_worker_whose_model_is_not_what_its_weights_say_ends_the_run_it_is_alo
 
 @pytest.mark.variant
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_a_state_in_memory_a_killed_trainer_does_again_what_its_checkpoint_lacks(tmp_path, task, ranks):  # noqa: F811
+def test_without_a_state_in_memory_a_killed_trainer_does_again_what_its_checkpoint_lacks(tmp_path, task, ranks):
     settings = ("trainer.save_every=4", "trainer.max_steps=8", f"trainer.world_size={ranks}")
     with daemon_in(tmp_path / "undisturbed", *settings, task=task) as daemon:
-        expected = ended(daemon)
+        expected = daemon.ended()
 
     with daemon_in(tmp_path, 'trainer.keep_state="disk"', *settings, task=task) as daemon:
         daemon.wait_step(5)
         # The worker has tickets of later prompts in hand.
         strike(daemon, f"trainer-{ranks - 1}", "wait_data")
-        result = ended(daemon)
+        result = daemon.ended()
         assert result == expected, "the same prompts, the same weights"
         assert "prompts whose training is undone are issued again" in daemon.errors
         assert re.search(r"WARNING trainer-0 \S+ rolled back to a checkpoint: version=[567] -> 4 step=4", daemon.errors)

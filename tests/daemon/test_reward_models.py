@@ -10,10 +10,9 @@ import pytest
 
 from pipeline.errors import ExitCode
 from pipeline.telemetry.samples import SampleReader, folder_of
-from tests.support.daemon import SMALL, Daemon, task
+from tests.support.daemon import SMALL, Daemon
 
 pytestmark = pytest.mark.integration
-__all__ = ["task"]
 
 
 def save_reward_model(folder: Path, task: Path, seed: int) -> str:

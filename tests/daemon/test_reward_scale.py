@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import recorded_batches
 from pipeline.experience.running_moments import RATE
-from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, telling_reward
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 STEPS = 12
@@ -26,7 +26,7 @@ SETTINGS = (
 )
 
 
-def test_each_row_has_the_scale_of_its_version_whoever_dies(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_each_row_has_the_scale_of_its_version_whoever_dies(tmp_path: Path, task: Path) -> None:
     with Daemon(tmp_path, *SETTINGS, *telling_reward(tmp_path, pause_s=0.01), task=task) as daemon:
         for step, name in ((1, "trainer-0"), (3, "rollout-0"), (4, "trainer-0")):
             daemon.wait_step(step)

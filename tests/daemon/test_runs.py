@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from pipeline.runtime.latest_checkpoint import read_latest
-from tests.support.daemon import SMALL, Daemon, only_run, rlhfd, task  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, rlhfd
 
 pytestmark = pytest.mark.integration
 
@@ -17,7 +17,7 @@ def files_of(folder):
 
 @pytest.mark.variant
 @pytest.mark.timeout(600)
-def test_a_finished_run_stays_whatever_is_started_after_it(tmp_path, task):  # noqa: F811
+def test_a_finished_run_stays_whatever_is_started_after_it(tmp_path, task):
     settings = (*SMALL, "trainer.save_every=1", "samples.per_minute=0")
     with Daemon(tmp_path, *settings, "trainer.max_steps=3", task=task) as daemon:
         assert daemon.wait() == 0, daemon.errors

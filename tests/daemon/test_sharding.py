@@ -10,7 +10,7 @@ import pytest
 from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.trainer.saving.publishing import BESIDE_FROM_BYTES
 from tests.daemon.test_ranks import SETTINGS, STEPS, finished, slow_reward, strike
-from tests.support.daemon import Daemon, only_run, task  # noqa: F401 - a fixture
+from tests.support.daemon import Daemon, only_run
 from tests.support.endings import Ending
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -21,7 +21,7 @@ SHARDED = (*SETTINGS, 'trainer.sharding="full"', "trainer.save_every=4", *OF_CRI
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, task: Path) -> tuple[dict[str, Ending], Path]:  # noqa: F811
+def whole(tmp_path_factory: pytest.TempPathFactory, task: Path) -> tuple[dict[str, Ending], Path]:
     """Return each rank's last line of a run without a kill, and its state, whose checkpoints are whole."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with Daemon(folder, *SHARDED, *slow_reward(folder), task=task) as daemon:
@@ -38,7 +38,7 @@ def undisturbed(whole: tuple[dict[str, Ending], Path]) -> dict[str, Ending]:
     return whole[0]
 
 
-def killed(folder: Path, task: Path, *settings: str, after: int = 0) -> tuple[dict[str, Ending], str]:  # noqa: F811
+def killed(folder: Path, task: Path, *settings: str, after: int = 0) -> tuple[dict[str, Ending], str]:
     """Kill each rank once while it trains and both publish; return each rank's last line, and the log."""
     with Daemon(folder, *SHARDED, *slow_reward(folder), *settings, task=task) as daemon:
         for step, name in ((1, "trainer-1"), (3, "trainer-0")):
@@ -48,9 +48,7 @@ def killed(folder: Path, task: Path, *settings: str, after: int = 0) -> tuple[di
 
 
 def test_a_damaged_checkpoint_and_killed_ranks_of_a_sharded_trainer_change_neither_weights_nor_experience(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    whole: tuple[dict[str, Ending], Path],
+    tmp_path: Path, task: Path, whole: tuple[dict[str, Ending], Path]
 ) -> None:
     """The run goes back to the checkpoint before the damaged one, with its prompts, and on from there."""
     expected, state = whole
@@ -69,9 +67,7 @@ def test_a_damaged_checkpoint_and_killed_ranks_of_a_sharded_trainer_change_neith
 
 @pytest.mark.variant
 def test_ranks_without_the_state_of_each_version_go_back_and_end_with_the_same_weights(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    undisturbed: dict[str, Ending],
+    tmp_path: Path, task: Path, undisturbed: dict[str, Ending]
 ) -> None:
     found, errors = killed(tmp_path, task, "trainer.keep_state_every=3", "trainer.save_every=0")
 
@@ -81,8 +77,7 @@ def test_ranks_without_the_state_of_each_version_go_back_and_end_with_the_same_w
 
 @pytest.mark.variant
 def test_a_checkpoint_of_two_sharded_ranks_is_continued_by_one_whole_rank_and_by_two_again(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
+    tmp_path: Path, task: Path
 ) -> None:
     def run(steps: int, *settings: str) -> str:
         with Daemon(tmp_path, *SHARDED, *settings, f"trainer.max_steps={steps}", task=task) as daemon:

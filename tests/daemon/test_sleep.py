@@ -6,9 +6,8 @@ import signal
 
 import pytest
 
-from tests.daemon.test_stream import ended
 from tests.support import row_stream
-from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, loaded_first, telling_reward, total
 
 pytestmark = pytest.mark.integration
 
@@ -44,51 +43,35 @@ def new_engine(actor, *, directory, device, on_progress):
     note("wake")
     return Sleeper(actor, on_progress, room_rows=64)
 """
-# Loaded by Python in every process before all else: the trainer writes when it steps.
+# The trainer writes when it steps.
 STEPS = """
-import importlib.abc, importlib.util, os, sys, time
-
 def note(event):
     with open({log!r}, "a") as file:
         file.write(f"{{event}} {{os.getpid()}}\\n")
 
-class Watch(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "pipeline.trainer.learner":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        def loaded(module):
-            load(module)
-            update = module.Learner.update
-            def noted(self, experiences, **more):
-                note("step")
-                time.sleep({pause_s})
-                found = update(self, experiences, **more)
-                note("stepped")
-                return found
-            module.Learner.update = noted
-        spec.loader.exec_module = loaded
-        return spec
-
-sys.meta_path.insert(0, Watch())
+def change_pipeline_trainer_learner(module):
+    update = module.Learner.update
+    def noted(self, experiences, **more):
+        note("step")
+        time.sleep({pause_s})
+        found = update(self, experiences, **more)
+        note("stepped")
+        return found
+    module.Learner.update = noted
 """
 
 
-def sleeping(folder, task, *sets, steps=6, pause_s=0.3, arguments=()):  # noqa: F811
+def sleeping(folder, task, *sets, steps=6, pause_s=0.3, arguments=()):
     folder.mkdir()
     shutil.copy(row_stream.__file__, folder / "my_engine.py")
-    log, code = folder / "turns.log", folder / "watch"
+    log = folder / "turns.log"
     (folder / "sleeper.py").write_text(ENGINE.format(log=str(log)))
-    code.mkdir()
-    (code / "sitecustomize.py").write_text(STEPS.format(log=str(log), pause_s=pause_s))
     settings = (
         *SMALL, f"trainer.max_steps={steps}", "buffer.max_staleness=0", "rollout.sleep=true",
         "rollout.engine=sleeper:new_engine", "rollout.batch_size=1", *telling_reward(folder), *sets,
     )  # fmt: skip
-    path = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return Daemon(folder, *settings, task=task, arguments=arguments, environment={"PYTHONPATH": path})
+    environment = loaded_first(folder, STEPS.format(log=str(log), pause_s=pause_s))
+    return Daemon(folder, *settings, task=task, arguments=arguments, environment=environment)
 
 
 def lines(folder):
@@ -121,9 +104,9 @@ def check_turns(folder):
 
 @pytest.mark.variant
 @pytest.mark.timeout(400)
-def test_no_engine_is_awake_during_a_step_though_a_worker_dies_asleep_and_the_trainer_in_a_step(tmp_path, task):  # noqa: F811
+def test_no_engine_is_awake_during_a_step_though_a_worker_dies_asleep_and_the_trainer_in_a_step(tmp_path, task):
     with sleeping(tmp_path / "undisturbed", task, "rollout.workers=2") as daemon:
-        undisturbed = ended(daemon)
+        undisturbed = daemon.ended()
     assert check_turns(tmp_path / "undisturbed")[0] == 6
 
     folder = tmp_path / "killed"
@@ -142,7 +125,7 @@ def test_no_engine_is_awake_during_a_step_though_a_worker_dies_asleep_and_the_tr
         daemon.wait_replaced("trainer-0", trainer)
         daemon.wait_step(4)
         metrics = daemon.metrics()
-        killed = ended(daemon)
+        killed = daemon.ended()
 
     steps, wakes = check_turns(folder)
     assert steps == 7, "the one that was cut is taken again"
@@ -155,7 +138,7 @@ def test_no_engine_is_awake_during_a_step_though_a_worker_dies_asleep_and_the_tr
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("arguments", [(), pytest.param(("--serial",), marks=pytest.mark.variant)])
-def test_no_engine_is_awake_during_a_step(tmp_path, task, arguments):  # noqa: F811
+def test_no_engine_is_awake_during_a_step(tmp_path, task, arguments):
     with sleeping(tmp_path / "run", task, steps=2, pause_s=0.1, arguments=arguments) as daemon:
         assert daemon.wait() == 0, daemon.errors
 

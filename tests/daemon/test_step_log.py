@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.telemetry.samples import SampleReader, folder_of
-from tests.support.daemon import SMALL, Daemon, task
+from tests.support.daemon import SMALL, Daemon
 
 pytestmark = pytest.mark.integration
-__all__ = ["task"]
 
 
 @pytest.mark.variant

@@ -10,16 +10,15 @@ import pytest
 
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
-from tests.daemon.test_determinism import ENDED
 from tests.support import row_stream
-from tests.support.daemon import SMALL, Daemon, task, telling_reward, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, telling_reward, total
 
 pytestmark = pytest.mark.integration
 STEPS = 7
 KILLS = (1, 3)
 
 
-def streaming(folder, task, *, workers=1):  # noqa: F811
+def streaming(folder, task, *, workers=1):
     folder.mkdir()
     shutil.copy(row_stream.__file__, folder / "my_engine.py")
     settings = (
@@ -43,18 +42,10 @@ def new_engine(actor, *, directory, device, on_progress):
 """
 
 
-def ended(daemon):
-    """Wait for the end; return steps, fingerprint of the weights and digest of all that was trained on."""
-    assert daemon.wait() == 0, daemon.errors
-    found = ENDED.search(daemon.errors)
-    assert found is not None, daemon.errors
-    return found.groups()
-
-
 @pytest.mark.timeout(400)
-def test_a_worker_killed_with_many_tickets_in_hand_loses_none_and_changes_no_bit(tmp_path, task):  # noqa: F811
+def test_a_worker_killed_with_many_tickets_in_hand_loses_none_and_changes_no_bit(tmp_path, task):
     with streaming(tmp_path / "undisturbed", task) as daemon:
-        undisturbed = ended(daemon)
+        undisturbed = daemon.ended()
     with streaming(tmp_path / "killed", task) as daemon:
         daemon.wait_ready()
         with contextlib.closing(MetricsSlab.attach(daemon.shm_dir / "metrics")) as slab:
@@ -70,7 +61,7 @@ def test_a_worker_killed_with_many_tickets_in_hand_loses_none_and_changes_no_bit
                 daemon.wait_replaced("rollout-0", pid)
             daemon.wait_step(KILLS[-1] + 1)
             metrics = daemon.metrics()
-        killed = ended(daemon)
+        killed = daemon.ended()
 
     assert killed == undisturbed
     assert total(metrics, "rlhfd_items_unaccounted") == 0
@@ -79,7 +70,7 @@ def test_a_worker_killed_with_many_tickets_in_hand_loses_none_and_changes_no_bit
     assert total(metrics, "rlhfd_tickets_total", result="failed") == 0
 
 
-def test_an_engine_that_ignores_version_3_seals_no_row_of_it_and_the_trainer_computes_log_probs(tmp_path, task):  # noqa: F811
+def test_an_engine_that_ignores_version_3_seals_no_row_of_it_and_the_trainer_computes_log_probs(tmp_path, task):
     shutil.copy(row_stream.__file__, tmp_path / "my_engine.py")
     (tmp_path / "lying.py").write_text(LYING)
     settings = (

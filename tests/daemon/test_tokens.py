@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import Daemon, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import Daemon, total
 
 pytestmark = [pytest.mark.integration, pytest.mark.variant, pytest.mark.timeout(600)]
 
@@ -17,10 +17,7 @@ SETTINGS = ("rollout.batch_size=128", "rollout.num_generations=8", "buffer.sampl
             "trainer.max_steps=0", "daemon.restart_delay_s=0.02")  # fmt: skip
 
 
-def test_tokens_move_during_a_long_rollout_and_a_killed_worker_takes_none_back(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-) -> None:
+def test_tokens_move_during_a_long_rollout_and_a_killed_worker_takes_none_back(tmp_path: Path, task: Path) -> None:
     with Daemon(tmp_path, *SETTINGS, task=task) as daemon:
         daemon.wait_ready()
 

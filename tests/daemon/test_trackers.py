@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.sections import missing_tracker
-from tests.support.daemon import SMALL, Daemon, descendants, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, descendants, total
 
 pytestmark = [pytest.mark.integration, pytest.mark.variant]
 
@@ -25,7 +25,7 @@ def tracker_of(daemon: Daemon) -> list[int]:
     return [pid for pid in descendants(daemon.pid) if is_tracker(pid)]
 
 
-def test_a_tracker_that_is_killed_and_then_stopped_costs_the_run_nothing(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_a_tracker_that_is_killed_and_then_stopped_costs_the_run_nothing(tmp_path: Path, task: Path) -> None:
     if problem := missing_tracker("tensorboard"):
         (pytest.fail if os.environ.get("CI") else pytest.skip)(problem)
     sets = (*SMALL, "metrics.tracker=['tensorboard']", "trainer.max_steps=0")

@@ -55,7 +55,6 @@ def even_share(input_ids, attention_mask, *, response_start, response_end, raw_i
     share = (input_ids[response_start:response_end] % 2 == 0).float().mean()
     return float(share) + len(raw_images or [])
 """
-ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +80,16 @@ def settings(folder: Path, task: Path, *more: str) -> tuple[str, ...]:
     return (*SETTINGS, f"model.actor={task / 'model'}", f"prompts.path={task / 'prompts.jsonl'}", *more)
 
 
-def ended(daemon: Daemon) -> tuple[str, str, str]:
-    """Wait for the end; steps, fingerprint of the weights and digest of the trained rows, pixels included."""
-    assert daemon.wait() == 0, daemon.errors
-    found = ENDED.search(daemon.errors)
-    assert found is not None, daemon.errors
-    steps, weights, experiences = found.groups()
-    return steps, weights, experiences
-
-
 @pytest.mark.timeout(400)
 def test_steps_with_images_are_those_of_a_serial_run_bit_for_bit(tmp_path: Path, task: Path) -> None:
     with Daemon(tmp_path / "run", *settings(tmp_path / "run", task, "trainer.max_steps=4")) as daemon:
         daemon.wait_step(3)
         metrics = daemon.metrics()
-        apart = ended(daemon)
+        apart = daemon.ended()
     with Daemon(
         tmp_path / "serial", *settings(tmp_path / "serial", task, "trainer.max_steps=4"), arguments=("--serial",)
     ) as daemon:
-        serial = ended(daemon)
+        serial = daemon.ended()
 
     checkpoint = only_run(tmp_path / "run" / "state") / "checkpoints" / "step-000004"
     load_actor(checkpoint, dtype="float32", device="cpu")

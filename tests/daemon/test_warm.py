@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, task, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, wait_until
 from tests.support.warm import WarmProcess
 
 pytestmark = pytest.mark.integration
@@ -22,7 +22,7 @@ def title(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
 
 
-def test_a_forked_instance_has_the_processes_and_the_errors_of_the_program(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_a_forked_instance_has_the_processes_and_the_errors_of_the_program(tmp_path: Path, task: Path) -> None:
     errors = []
     for program in (None, PROGRAM):
         with Daemon(tmp_path, "rollout.top_p=2", program=program) as refused:

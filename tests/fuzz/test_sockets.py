@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, task, total
+from tests.support.daemon import SMALL, Daemon, total
 
-__all__ = ["task"]
 pytestmark = [pytest.mark.fuzz, pytest.mark.integration, pytest.mark.timeout(4200)]
 
 _ROOT = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ from pipeline.trainer.learner import Learner
 from tests.models.test_families import EXPERTS, built
 from tests.support import tiny
 from tests.support.adapted_reference import reference_log_probs
-from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, telling_reward
 from tests.support.fake_card import CARD, fake_card, to_fake_card
 from tests.support.padded_passes import log_probs_by_packing
 
@@ -264,7 +264,7 @@ def test_a_saved_model_is_merged_and_its_adapter_lies_beside_it(tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_a_run_with_lora_publishes_adapters_and_goes_on_from_its_checkpoint(tmp_path, task):  # noqa: F811
+def test_a_run_with_lora_publishes_adapters_and_goes_on_from_its_checkpoint(tmp_path, task):
     lora = ("model.lora_rank=2", 'model.lora_targets=["q_proj", "v_proj"]', *telling_reward(tmp_path))
     with Daemon(tmp_path, *SMALL, *lora, "trainer.max_steps=3", task=task) as daemon:
         assert daemon.wait(150.0) == 0, daemon.errors

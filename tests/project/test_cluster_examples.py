@@ -21,7 +21,6 @@ from tests.support.daemon import (
     clean_environment,
     descendants,
     is_alive,
-    task,  # noqa: F401 - a fixture
     task_settings,
     wait_until,
 )
@@ -99,9 +98,7 @@ def test_one_node_is_refused_with_the_reason(slurm: dict[str, str], tmp_path: Pa
 @pytest.mark.variant
 @pytest.mark.needs("ray")
 def test_a_job_runs_on_its_nodes_and_a_signal_before_its_end_drains_it(
-    tmp_path: Path,
-    task: Path,  # noqa: F811
-    slurm: dict[str, str],
+    tmp_path: Path, task: Path, slurm: dict[str, str]
 ) -> None:
     settings = (
         *SMALL,

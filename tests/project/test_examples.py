@@ -16,7 +16,7 @@ import torch
 
 from pipeline import RaggedRows
 from tests.support import tiny
-from tests.support.daemon import SMALL, START_TIMEOUT_S, Daemon, clean_environment, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, START_TIMEOUT_S, Daemon, clean_environment, total
 from tests.support.experiences import made_up
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def readme_trainer() -> str:
 
 
 @pytest.mark.integration
-def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, task: Path) -> None:
     # The README connects to run/rlhfd.
     with Daemon(tmp_path, *SMALL, "trainer.kind=external", task=task, runtime_dir=tmp_path / "run" / "rlhfd") as daemon:
         daemon.wait_ready()
@@ -113,7 +113,7 @@ def test_the_loss_of_rows_without_padding_is_that_of_the_padded_batch(holes: boo
 
 
 @pytest.mark.integration
-def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> None:
     shutil.copytree(EXAMPLES / "own_reward", tmp_path, dirs_exist_ok=True)
     settings = ("buffer.sample_batch_size=32", "trainer.max_steps=2", f"model.actor={task / 'model'}")
 
@@ -126,7 +126,7 @@ def test_own_prompts_and_rewards_are_trained_on(tmp_path: Path, task: Path) -> N
 
 
 @pytest.mark.integration
-def test_a_model_calls_the_calculator_and_sees_its_answer(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_a_model_calls_the_calculator_and_sees_its_answer(tmp_path: Path, task: Path) -> None:
     shutil.copytree(EXAMPLES / "calculator", tmp_path, dirs_exist_ok=True)
     settings = ("buffer.sample_batch_size=32", "trainer.max_steps=2", f"model.actor={task / 'model'}")
 

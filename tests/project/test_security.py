@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import SMALL, Daemon, rlhfd, task
-
-__all__ = ["task"]
+from tests.support.daemon import SMALL, Daemon, rlhfd
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "pipeline").rglob("*.py"))

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import END_TIMEOUT_S, SMALL, clean_environment, task
+from tests.support.daemon import END_TIMEOUT_S, SMALL, clean_environment
 from tests.support.systemd_box import booted_box
 
-__all__ = ["task"]
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 PACKAGES = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]

@@ -1,6 +1,5 @@
 """The end of a response: the ids of all files of the model's folder, and stop sequences and strings, to the counts."""
 
-# ruff: noqa: F811 - a fixture
 from __future__ import annotations
 
 import json
@@ -27,7 +26,6 @@ from pipeline.rollout.sampling import end_tokens
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import Ticket
 from pipeline.telemetry.samples import SampleReader, folder_of
-from tests.support.daemon import task  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
 EOS, FOUR = 1, 7

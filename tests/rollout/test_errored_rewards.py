@@ -19,7 +19,7 @@ from pipeline.models.critic import Critic
 from pipeline.rollout.maker import NaiveExperienceMaker
 from tests.rollout.test_loader import rollers  # noqa: F401 - a fixture
 from tests.support import tiny
-from tests.support.daemon import SMALL, Daemon, task, total  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, total
 from tests.support.told import events_of
 
 PROMPTS = torch.tensor([[0, 5, 6], [4, 5, 7], [3, 8, 9]])
@@ -215,7 +215,7 @@ def score(input_ids, attention_mask, *, gt_answer, response_start, response_end,
 @pytest.mark.variant
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-def test_a_run_whose_reward_function_fails_now_and_then_goes_on_and_counts(tmp_path: Path, task: Path) -> None:  # noqa: F811
+def test_a_run_whose_reward_function_fails_now_and_then_goes_on_and_counts(tmp_path: Path, task: Path) -> None:
     (tmp_path / "moody.py").write_text(REWARD)
     settings = (
         *SMALL,

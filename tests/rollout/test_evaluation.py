@@ -35,7 +35,7 @@ from pipeline.storage import sealed_json
 from pipeline.supervisor import placement
 from pipeline.trainer import setup
 from tests.support import tiny_vision
-from tests.support.daemon import EXACT, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import EXACT, telling_reward
 
 CPU = torch.device("cpu")
 PROMPTS = ("7302>", "918>", "44012>", "5566>", "31>", "87>", "640>")
@@ -57,7 +57,7 @@ def held_out(tmp_path: Path) -> Path:
     return path
 
 
-def values(task: Path, held_out: Path, **evaluation: Any) -> dict[str, Any]:  # noqa: F811
+def values(task: Path, held_out: Path, **evaluation: Any) -> dict[str, Any]:
     return {
         "model": {"actor": str(task / "model")},
         "prompts": {"path": str(task / "prompts.jsonl")},
@@ -72,7 +72,7 @@ def values(task: Path, held_out: Path, **evaluation: Any) -> dict[str, Any]:  # 
 
 
 @pytest.fixture
-def load(task: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:  # noqa: F811
+def load(task: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     telling_reward(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     made: list[LocalRoller] = []
@@ -182,11 +182,7 @@ def length(ids, mask, *, response_start, response_end, **_):
 
 
 def test_the_function_that_counts_is_compared_alone_and_a_bound_that_nothing_reaches_is_said(
-    task: Path,  # noqa: F811
-    tmp_path: Path,
-    held_out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    task: Path, tmp_path: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "penalized.py").write_text(PENALIZED)
     monkeypatch.syspath_prepend(tmp_path)
@@ -241,10 +237,7 @@ def test_an_environment_for_a_model_that_takes_images_is_refused(load: Load, tmp
 
 
 def test_the_command_shows_a_table_or_json(
-    task: Path,  # noqa: F811
-    held_out: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    task: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLHFD_CONFIG", raising=False)
@@ -275,10 +268,7 @@ COIN = """def score(input_ids, attention_mask, *, response_start, **_):
 
 
 def test_the_command_writes_the_pass_rate_of_each_prompt_for_a_curriculum(
-    task: Path,  # noqa: F811
-    held_out: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    task: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLHFD_CONFIG", raising=False)
@@ -307,10 +297,7 @@ def test_the_command_writes_the_pass_rate_of_each_prompt_for_a_curriculum(
 
 
 def test_reward_functions_beside_the_configuration_are_found_from_another_folder(
-    task: Path,  # noqa: F811
-    held_out: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    task: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = f"held_{tmp_path.name.replace('-', '_')}"  # modules stay loaded in this process
     (tmp_path / f"{module}.py").write_text("def score(*row, **others):\n    return 1.0\n")
@@ -331,7 +318,7 @@ def test_reward_functions_beside_the_configuration_are_found_from_another_folder
 
 
 @pytest.fixture
-def checkpoint(task: Path, tmp_path: Path) -> Path:  # noqa: F811
+def checkpoint(task: Path, tmp_path: Path) -> Path:
     """A checkpoint of an embedded run; it is a model of 128 positions."""
     model = shutil.copytree(task / "model", tmp_path / "step-000004")
     described = json.loads((model / "config.json").read_text())

@@ -19,10 +19,8 @@ from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.rollout.insert_gate import find_fault
 from pipeline.runtime.messages import FaultReason
-from tests.support.daemon import SMALL, Daemon, task, telling_reward, total
+from tests.support.daemon import SMALL, Daemon, telling_reward, total
 from tests.support.experiences import made_up, made_up_vl
-
-__all__ = ["task"]
 
 NAN, INF = float("nan"), float("inf")
 VOCABULARY = 99

@@ -20,7 +20,6 @@ from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
 from tests.support import tiny_vision
-from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.proving import prove
 from tests.support.told import events_of
 
@@ -42,7 +41,7 @@ def score(*row, **others):
 
 
 @pytest.fixture
-def rollers(task, monkeypatch):  # noqa: F811
+def rollers(task, monkeypatch):
     """Load a roller; the paths of the models that it loaded, and its telemetry, come with it."""
     made = []
 
@@ -170,7 +169,7 @@ def test_vllms_process_begins_before_the_models_and_ends_with_their_error(roller
     assert events == ["begun", begun, "begun", "models", "closed"]
 
 
-def test_the_outline_of_an_actor_has_its_tensors_without_their_memory(task, tmp_path):  # noqa: F811
+def test_the_outline_of_an_actor_has_its_tensors_without_their_memory(task, tmp_path):
     outline, actor = (
         make(task / "model", dtype="bfloat16") for make in (outline_of_actor, functools.partial(load_actor, device=CPU))
     )
@@ -230,7 +229,7 @@ def test_logits_of_actor_and_reference_are_float32_if_the_key_says_so(rollers, a
     assert [model(input_ids=ids).logits.dtype for model in models] == [torch.float32 if asked else torch.bfloat16] * 2
 
 
-def test_a_reference_of_its_own_is_loaded_with_lora_too(rollers, task, tmp_path):  # noqa: F811
+def test_a_reference_of_its_own_is_loaded_with_lora_too(rollers, task, tmp_path):
     (tmp_path / "other").symlink_to(task / "model")
 
     _, paths, _ = rollers(model={"lora_rank": 4, "reference": str(tmp_path / "other")})

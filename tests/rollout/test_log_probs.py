@@ -15,7 +15,6 @@ from pipeline.rollout.shaping import shaping_of
 from pipeline.trainer.prefetch import Gathering
 from tests.rollout.test_loader import rollers, stages  # noqa: F401 - a fixture
 from tests.support import row_stream, whole_rows
-from tests.support.daemon import task  # noqa: F401 - a fixture
 
 STREAM = f"{row_stream.__name__}:new_engine"
 SILENT = f"{whole_rows.__name__}:new_engine"

@@ -21,7 +21,7 @@ from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry, RolloutNode, WorkerSpec
 from pipeline.telemetry.metric import OTHER
-from tests.support.daemon import task, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import wait_until
 from tests.support.told import events_of
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def node_of(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-def config_of(task, rewards=("pipeline.sort_digits:exact_answer",), **rollout):  # noqa: F811
+def config_of(task, rewards=("pipeline.sort_digits:exact_answer",), **rollout):
     return Config.model_validate(
         {
             "model": {"actor": str(task / "model")},
@@ -110,7 +110,7 @@ def equal(one, other):
             assert torch.equal(value, other[name]), name
 
 
-def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(task, node_of):  # noqa: F811
+def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(task, node_of):
     config = config_of(task)
     node, here = node_of(config), NodeTelemetry()
     local = load_roller(config, load_tokenizer(config.model.actor), here, texts=True, device=CPU)
@@ -135,7 +135,7 @@ def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(ta
     local.close()
 
 
-def test_a_node_keeps_several_tickets_in_its_engine_and_drops_cancelled_ones(tmp_path, task, node_of):  # noqa: F811
+def test_a_node_keeps_several_tickets_in_its_engine_and_drops_cancelled_ones(tmp_path, task, node_of):
     tmp_path.joinpath("streams.py").write_text(
         "from tests.support.row_stream import RowStream\n"
         "def new_engine(actor, *, directory, device, on_progress):\n"
@@ -158,7 +158,7 @@ def test_a_node_keeps_several_tickets_in_its_engine_and_drops_cancelled_ones(tmp
     assert node.cancel([]).has_room
 
 
-def test_a_step_without_progress_is_no_heartbeat(tmp_path, task, node_of):  # noqa: F811
+def test_a_step_without_progress_is_no_heartbeat(tmp_path, task, node_of):
     tmp_path.joinpath("stuck.py").write_text(
         "from tests.support.row_stream import RowStream\n"
         "class Stuck(RowStream):\n"
@@ -181,7 +181,7 @@ def test_a_step_without_progress_is_no_heartbeat(tmp_path, task, node_of):  # no
     assert node.step(0.1).status.beats > stuck
 
 
-def test_rows_of_several_turns_are_those_of_a_worker_and_the_environments_work_is_told(tmp_path, task, node_of):  # noqa: F811
+def test_rows_of_several_turns_are_those_of_a_worker_and_the_environments_work_is_told(tmp_path, task, node_of):
     """The environments are processes of the node, found in the folder of the configuration."""
     tmp_path.joinpath("answering.py").write_text(
         "from pipeline import Turn\n"
@@ -210,7 +210,7 @@ def test_rows_of_several_turns_are_those_of_a_worker_and_the_environments_work_i
     local.close()
 
 
-def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of):  # noqa: F811
+def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of):
     config = config_of(task)
     node = node_of(config)
     assert node.load().error is None
@@ -242,7 +242,7 @@ def test_a_node_computes_with_the_weights_that_were_sent(tmp_path, task, node_of
     publisher.close()
 
 
-def test_an_engine_that_keeps_its_weights_is_found_when_these_are_sent(tmp_path, task, node_of):  # noqa: F811
+def test_an_engine_that_keeps_its_weights_is_found_when_these_are_sent(tmp_path, task, node_of):
     tmp_path.joinpath("deaf.py").write_text(
         "from tests.support.row_stream import RowStream\n"
         "class Deaf(RowStream):\n"
@@ -301,7 +301,7 @@ def test_a_copy_is_of_the_newest_version_and_may_be_read_only(tmp_path):
     publisher.close()
 
 
-def test_an_error_travels_whole_and_without_its_frames(tmp_path, task, node_of):  # noqa: F811
+def test_an_error_travels_whole_and_without_its_frames(tmp_path, task, node_of):
     config = config_of(task, **reward(tmp_path, "fails_later", "raise ValueError('no such answer: 0237')"))
     node = node_of(config)
 
@@ -318,13 +318,13 @@ def test_an_error_travels_whole_and_without_its_frames(tmp_path, task, node_of):
     assert failed.error.bare == failed.error.told(texts=False)
 
 
-def test_a_node_of_another_release_is_refused_before_it_reads_what_it_may_not_know(task, node_of):  # noqa: F811
+def test_a_node_of_another_release_is_refused_before_it_reads_what_it_may_not_know(task, node_of):
     error = node_of(config_of(task), release="0.0.7", config='{"a_key": "of tomorrow"}').load().error
 
     assert isinstance(error, ConfigError) and "on the daemon's machine 0.0.7" in str(error)
 
 
-def test_a_node_with_another_vllm_than_the_daemons_machine_is_refused(task, node_of, monkeypatch):  # noqa: F811
+def test_a_node_with_another_vllm_than_the_daemons_machine_is_refused(task, node_of, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "far-away")
     monkeypatch.setattr("pipeline.rollout.remote.installed_version", lambda: "0.32.0")
 
@@ -335,7 +335,7 @@ def test_a_node_with_another_vllm_than_the_daemons_machine_is_refused(task, node
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_a_node_without_vllm_is_refused_with_its_machine(task, node_of, monkeypatch):  # noqa: F811
+def test_a_node_without_vllm_is_refused_with_its_machine(task, node_of, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "far-away")
 
     error = node_of(config_of(task, engine="vllm")).load().error
@@ -344,7 +344,7 @@ def test_a_node_without_vllm_is_refused_with_its_machine(task, node_of, monkeypa
     assert str(error).startswith("on far-away: rollout.engine: vllm is not installed here: RLHFD_EXTRAS=vllm ")
 
 
-def test_what_is_missing_there_is_told_with_the_machine(tmp_path, task, node_of, monkeypatch):  # noqa: F811
+def test_what_is_missing_there_is_told_with_the_machine(tmp_path, task, node_of, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "far-away")
     config = config_of(task)
     elsewhere = config.model_copy(
@@ -356,7 +356,7 @@ def test_what_is_missing_there_is_told_with_the_machine(tmp_path, task, node_of,
     assert isinstance(error, ConfigError) and str(error).startswith("on far-away: ") and "nowhere" in str(error)
 
 
-def test_records_can_be_logged_by_another_process_with_their_fields(task, node_of, monkeypatch):  # noqa: F811
+def test_records_can_be_logged_by_another_process_with_their_fields(task, node_of, monkeypatch):
     node = node_of(config_of(task))
     log = logging.getLogger("pipeline.rollout.roller")
     log.warning("prompt set aside: position=%d reason=%s", 7, "too long")
@@ -387,7 +387,7 @@ def test_records_can_be_logged_by_another_process_with_their_fields(task, node_o
     assert node.status(logging.INFO, 1.0).records == []
 
 
-def test_a_node_tells_of_tokens_while_it_samples_and_of_all_with_the_result(task, node_of):  # noqa: F811
+def test_a_node_tells_of_tokens_while_it_samples_and_of_all_with_the_result(task, node_of):
     node = node_of(config_of(task))
     trial = node.load().status.sampled
     seen, report = [], node._telemetry.progress
@@ -409,7 +409,7 @@ def test_a_node_tells_of_tokens_while_it_samples_and_of_all_with_the_result(task
     assert node.status(logging.INFO, 0.0).in_hand == 0
 
 
-def test_a_node_that_hangs_says_where(tmp_path, task, node_of):  # noqa: F811
+def test_a_node_that_hangs_says_where(tmp_path, task, node_of):
     config = config_of(task, **reward(tmp_path, "sleepy", "return 1.0"))
     node = node_of(config)
     assert node.load().error is None

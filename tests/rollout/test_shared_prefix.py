@@ -22,7 +22,6 @@ from pipeline.trainer.learner import Learner
 from tests.models.test_shared_prefix import ACTIONS, PROMPT, rows_of, sliding
 from tests.rollout.test_loader import rollers  # noqa: F401 - a fixture
 from tests.support import tiny
-from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.told import Told
 from tests.trainer.test_learner import TRAINER
 from tests.trainer.test_out_of_memory import Device

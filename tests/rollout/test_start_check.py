@@ -1,6 +1,5 @@
 """`rlhfd config check` finds what a start finds: tokenizer, chat template, adapters, engine, rewards, prompts."""
 
-# ruff: noqa: F811 - a fixture
 from __future__ import annotations
 
 import json
@@ -14,7 +13,6 @@ from pipeline.cli.main import main
 from pipeline.config import vllm_release
 from pipeline.config.schema import Config
 from pipeline.rollout.start_check import findings
-from tests.support.daemon import task  # noqa: F401 - a fixture
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0
 
-Import the fixture `task` beside it: the embedded task, made once for all workers of a session, so that no start has to
-make it. No test writes to it.
+The fixture `task` beside it is the embedded task, made once for all workers of a session, so that no start has to make
+it. No test writes to it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def _program() -> Path:
 
 
 PROGRAM = _program()
-SMALL = ("buffer.sample_batch_size=32", "rollout.num_generations=4")
-"""Settings of steps that take some 0.1 s."""
+SMALL = ("buffer.sample_batch_size=32", "rollout.num_generations=4", "rollout.max_length=16")
+"""Settings of small steps. The task's answers fit; without the bound each ticket takes as long as its longest response,
+of a model that does not know yet how to end one.
+"""
 
 # Limits for an event that never comes; a slow machine needs no limit. A start on two cores takes 10 s alone, and took
 # 75 s beside nine busy programs.
@@ -71,6 +73,7 @@ _LASTING = re.compile(
 )
 """Files that an orderly end may leave in the state directory."""
 
+_ENDED = re.compile(r"training ended: steps=(\d+) weights=(\w+) experiences=(\w+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 
@@ -80,10 +83,7 @@ _T = TypeVar("_T")
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded task's directory, its model warmed up by a few steps only.
-
-    To pytest it is another fixture in each module that imports it: only the first of them finds the directory missing.
-    """
+    """The embedded task's directory, its model warmed up by a few steps only."""
     from pipeline.trainer import setup
 
     folder = tmp_path_factory.getbasetemp()
@@ -118,9 +118,44 @@ def telling_reward(folder: Path, *, pause_s: float = 0.0) -> tuple[str, str]:
     return 'rewards=["telling:score"]', "rollout.reward_timeout_s=0"
 
 
-# Loaded by Python in every process before all else.
+_CHANGING = """
+import importlib.util, os, signal, sys, time
+
+def change_of(name):
+    return globals().get("change_" + name.replace(".", "_"))
+
+class Changing:
+    def find_spec(self, name, path, target=None):
+        if change_of(name) is None:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
+        load = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (load(module), change_of(name)(module))
+        return spec
+
+sys.meta_path.insert(0, Changing())
+{code}
+for name, module in [*sys.modules.items()]:
+    if change_of(name) is not None:
+        change_of(name)(module)
+"""
+
+
+def loaded_first(folder: Path, code: str) -> dict[str, str]:
+    """Return the environment in which every process runs this code before all else.
+
+    A function ``change_package_module(module)`` of it changes that module: as soon as it is imported, or at once in a
+    fork of a process that has imported it. Names that others have taken from a module are changed in theirs.
+    """
+    first = folder / "first"
+    first.mkdir()
+    first.joinpath("sitecustomize.py").write_text(_CHANGING.replace("{code}", code))
+    return {"PYTHONPATH": os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 _STOPPING = """
-import os, signal
 rename = os.rename
 def stopping(source, target, **options):
     if {part!r} in str(target):
@@ -153,11 +188,8 @@ def stopping_at_a_rename(folder: Path, part: str, *, for_ever: bool = False) -> 
         part: A part of the file's path.
         for_ever: Whether the process stops again whenever it is continued.
     """
-    code = folder / "stopping"
-    code.mkdir()
-    once = str(code / "has-stopped")
-    code.joinpath("sitecustomize.py").write_text(_STOPPING.format(part=part, once=once, for_ever=for_ever))
-    return {"PYTHONPATH": os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    once = str(folder / "has-stopped")
+    return loaded_first(folder, _STOPPING.format(part=part, once=once, for_ever=for_ever))
 
 
 class Daemon:
@@ -170,10 +202,11 @@ class Daemon:
         arguments: Further arguments, such as ``--serial``.
         environment: Variables in addition to the test's own, of which RLHFD_* are left out.
         program: The program to execute. None: that of this environment, forked from a process that has loaded its
-            libraries (`tests.support.warm`), or executed where a fork would not have the variables in time.
+            libraries (`tests.support.warm`).
         name: Distinguishes the output of several daemons in one folder; they share runtime and state directory.
         runtime_dir: Runtime directory in place of the one in `folder`.
         printed_to: A descriptor for all output, in place of files; `output` and `errors` are empty then.
+        mounts: The mount namespace in which it runs, as a path in /proc. None: that of the test.
     """
 
     def __init__(
@@ -187,6 +220,7 @@ class Daemon:
         name: str = "daemon",
         runtime_dir: Path | None = None,
         printed_to: int | None = None,
+        mounts: Path | None = None,
     ) -> None:
         self.folder = folder
         self.runtime_dir = runtime_dir or folder / "run"
@@ -199,7 +233,8 @@ class Daemon:
         self._environment = {**clean_environment(), **(environment or {})}
         self._output, self._errors = folder / f"{name}.out", folder / f"{name}.err"
         self._printed_to = printed_to
-        self._may_fork = program is None and not any(name.startswith(("PYTHON", "CUDA")) for name in environment or {})
+        self._mounts = mounts
+        self._may_fork = program is None
         self._process: subprocess.Popen[bytes] | warm.WarmProcess | None = None
 
     def __enter__(self) -> Daemon:
@@ -210,10 +245,10 @@ class Daemon:
             )
             server = warm.server() if self._may_fork else None
             self._process = (
-                server.start(self.command, self.folder, self._environment, stdout, stderr)
+                server.start(self.command, self.folder, self._environment, stdout, stderr, self._mounts)
                 if server is not None
                 else subprocess.Popen(
-                    self.command,
+                    [*([] if self._mounts is None else _inside(self._mounts, self.folder)), *self.command],
                     cwd=self.folder,
                     env=self._environment,
                     stdin=subprocess.DEVNULL,
@@ -303,6 +338,13 @@ class Daemon:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the daemon has not ended within {timeout_s:g} s\n{self._tail()}") from None
+
+    def ended(self) -> tuple[str, str, str]:
+        """Wait for its end in order; return steps, fingerprint of the weights and digest of all that was trained on."""
+        assert self.wait() == 0, self.errors
+        found: list[tuple[str, str, str]] = _ENDED.findall(self.errors)
+        assert found, self.errors
+        return found[-1]
 
     def wait_until(self, condition: Callable[[], _T], what: str, timeout_s: float = START_TIMEOUT_S) -> _T:
         """Wait until the condition returns a true value, and return it; fail if the daemon ends before."""
@@ -414,6 +456,11 @@ class Daemon:
         return "\n".join(f"--- {name}\n{text[-_TAIL_CHARACTERS:]}" for name, text in parts.items())
 
 
+def _inside(mounts: Path, folder: Path) -> list[str]:
+    """Return the words before a command that runs in a mount namespace and a folder."""
+    return ["nsenter", f"--mount={mounts}", f"--wd={folder}"]
+
+
 def only_run(state_dir: Path) -> Path:
     """Return the folder of the one run of a state directory."""
     (folder,) = (state_dir / "runs").iterdir()
@@ -489,18 +536,21 @@ def total(metrics: Metrics, name: str, **labels: str) -> float:
 def wait_until(condition: Callable[[], _T], timeout_s: float, what: str, *, poll_s: float | None = None) -> _T:
     """Wait until the condition returns a true value, and return it.
 
-    Without `poll_s` the pauses between two looks grow with the time waited, from 0.02 s to 0.1 s: a look costs the
-    daemon and the test some milliseconds of a core. A larger one is for a condition that starts processes.
+    Without `poll_s` the pauses between looks grow with the time waited, from 0.02 s to 0.1 s, and with the time of a
+    look: it costs the daemon and the test 3 ms of a core, 20 ms where it reads all metrics. A larger one is for a
+    condition that starts processes.
 
     Raises:
         TimeoutError: At the deadline; `what` names the condition.
     """
-    began = time.monotonic()
+    began = looked = time.monotonic()
     while not (value := condition()):
-        waited_s = time.monotonic() - began
-        if waited_s > timeout_s:
+        now = time.monotonic()
+        if now - began > timeout_s:
             raise TimeoutError(f"waited {timeout_s:g} s in vain until {what}")
-        time.sleep(min(_MOST_POLL_S, max(_POLL_S, waited_s / 50)) if poll_s is None else poll_s)
+        pause_s = min(_MOST_POLL_S, max(_POLL_S, (now - began) / 50, 4 * (now - looked)))
+        time.sleep(pause_s if poll_s is None else poll_s)
+        looked = time.monotonic()
     return value
 
 

@@ -91,7 +91,13 @@ class WarmServer:
         self._process.wait(_FORK_S)
 
     def start(
-        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], output: int, errors: int
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        output: int,
+        errors: int,
+        mounts: Path | None = None,
     ) -> WarmProcess:
         """Start an instance.
 
@@ -101,12 +107,18 @@ class WarmServer:
             environment: All its variables.
             output: Descriptor of its standard output.
             errors: Descriptor of its standard error.
+            mounts: The mount namespace in which it runs, if it is not this one.
         """
         if not self._is_ready:
             self._link.settimeout(_READY_S)
             assert self._link.recv(64) == b"ready", "the server has ended, see above"
             self._is_ready = True
-        request = {"command": list(command), "folder": os.fspath(folder), "environment": dict(environment)}
+        request = {
+            "command": list(command),
+            "folder": os.fspath(folder),
+            "environment": dict(environment),
+            "mounts": None if mounts is None else os.fspath(mounts),
+        }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(self._link, [json.dumps(request).encode()], [theirs.fileno(), output, errors])

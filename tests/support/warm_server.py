@@ -2,7 +2,8 @@
 
     server -- monitor -- rlhfd (supervisor) -- buffer, forkserver -- roles
 
-A fork goes on as the program does: its command line, variables, folder and output are those of the request. In it
+A fork goes on as the program does: its command line, variables, folder and output are those of the request, and it runs
+the ``sitecustomize`` of its PYTHONPATH, with all libraries loaded already. In it
 `executed`, which starts a new Python for the buffer and for the forkserver, forks that Python from the supervisor; the
 module is run as ``python -m`` runs it. Nothing else is replaced.
 """
@@ -10,6 +11,7 @@ module is run as ``python -m`` runs it. Nothing else is replaced.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -20,6 +22,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import numpy
@@ -34,6 +37,7 @@ from pipeline.supervisor import fleet
 # `load` first: it hides packages of no use.
 _OTHERS = ("pipeline.supervisor.supervisor", "pipeline.buffer.process", "pipeline.serial")
 _REQUEST_BYTES = 1 << 20
+_CLONE_NEWNS = 0x20000
 
 
 def serve(link: socket.socket) -> None:
@@ -88,7 +92,10 @@ def _rlhfd(request: dict[str, object], output: int, errors: int) -> NoReturn:
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    if isinstance(mounts := request["mounts"], str):
+        _enter(mounts)
     os.chdir(folder)
+    _find_first(environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = command
     setproctitle.setproctitle(" ".join(command[:2]))
     numpy.random.seed()
@@ -96,6 +103,21 @@ def _rlhfd(request: dict[str, object], output: int, errors: int) -> NoReturn:
     assert child_process.executed is fleet.executed is forkserver.executed
     fleet.executed = forkserver.executed = _forked  # type: ignore[attr-defined]
     _to_the_end(lambda: main(command[1:], prog_name="rlhfd"))
+
+
+def _enter(mounts: str) -> None:
+    """Go into another mount namespace."""
+    with open(mounts) as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), "setns", mounts)
+
+
+def _find_first(folders: Sequence[str]) -> None:
+    """Find modules in these folders first, and run the code by which they customize each Python, as its start does."""
+    more = [folder for folder in folders if folder and folder not in sys.path]
+    sys.path[:0] = more
+    if found := next((file for folder in more if (file := Path(folder, "sitecustomize.py")).exists()), None):
+        exec(compile(found.read_text(), found, "exec"), {"__name__": "sitecustomize"})
 
 
 def _forked(

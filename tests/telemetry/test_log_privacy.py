@@ -7,9 +7,7 @@ import pytest
 from pipeline.errors import ConfigError, PromptError, RewardError
 from pipeline.prompts.rendering import render
 from pipeline.prompts.types import Prompt
-from tests.support.daemon import SMALL, Daemon, task, total
-
-__all__ = ["task"]
+from tests.support.daemon import SMALL, Daemon, total
 
 _MARKER = "31415926"
 _REWARD = """

@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.telemetry import log_file
 from pipeline.telemetry.stdio import NonBlockingStream, never_blocking
-from tests.support.daemon import SMALL, START_TIMEOUT_S, Daemon, status_of, task, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, START_TIMEOUT_S, Daemon, status_of, wait_until
 
 ROOT = Path(__file__).parents[2]
 LONG = "x" * 1000
@@ -180,9 +180,7 @@ def score(ids, mask, **_):
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_a_daemon_whose_output_nobody_reads_trains_answers_and_ends_in_order(
-    place: Place,
-    tmp_path: Path,
-    task: Path,  # noqa: F811
+    place: Place, tmp_path: Path, task: Path
 ) -> None:
     (tmp_path / "talkative.py").write_text(TALKATIVE)
     own = ('rewards=["talkative:score"]', "rollout.reward_timeout_s=0")

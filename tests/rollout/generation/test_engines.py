@@ -34,7 +34,7 @@ from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from tests.rollout.test_worker import Sent
 from tests.support import tiny, whole_rows
-from tests.support.daemon import SMALL, Daemon, task, telling_reward  # noqa: F401 - a fixture
+from tests.support.daemon import SMALL, Daemon, telling_reward
 from tests.support.whole_rows import WholeRows
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
@@ -208,7 +208,7 @@ def test_the_engines_here_compute_with_the_actors_own_tensors():
 
 @pytest.mark.integration
 @pytest.mark.timeout(200)
-def test_a_daemon_runs_with_an_engine_of_ones_own(tmp_path, task):  # noqa: F811
+def test_a_daemon_runs_with_an_engine_of_ones_own(tmp_path, task):
     shutil.copy(whole_rows.__file__, tmp_path / "my_engine.py")
     settings = (*SMALL, "trainer.max_steps=3", "rollout.engine=my_engine:new_engine", *telling_reward(tmp_path))
 

@@ -13,7 +13,6 @@ from pipeline.errors import RewardError
 from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
-from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.folders import importable
 
 # Written as their documentations write them.
@@ -140,7 +139,7 @@ def test_a_row_that_it_cannot_score_has_no_reward(folder: Path, name: str, given
         scored(name, **given)
 
 
-def test_a_pool_calls_them_alike(folder: Path, task: Path) -> None:  # noqa: F811
+def test_a_pool_calls_them_alike(folder: Path, task: Path) -> None:
     names = ["trl_lengths", "verl_short", "named"]
     functions = [f"foreign_rewards:{name}" for name in names]
     with RewardPool(functions, str(task / "model"), timeout_s=30.0) as pool:

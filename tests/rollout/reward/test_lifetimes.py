@@ -15,7 +15,7 @@ import torch
 
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
-from tests.support.daemon import is_alive, task, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import is_alive, wait_until
 
 FUNCTIONS = """
 import asyncio
@@ -71,7 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(task: Path) -> str:  # noqa: F811
+def tokenizer(task: Path) -> str:
     return str(task / "model")
 
 

@@ -32,7 +32,6 @@ from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.row_means import RowMeans
 from tests.rollout.reward.test_foreign import Digits
-from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.folders import importable
 
 FUNCTIONS = """
@@ -185,7 +184,7 @@ def test_a_dict_without_a_reward_a_row_is_no_reward(folder: Path, name: str, pro
         reward_of(name)(**given())
 
 
-def test_a_pool_returns_the_numbers_of_each_function(folder: Path, task: Path) -> None:  # noqa: F811
+def test_a_pool_returns_the_numbers_of_each_function(folder: Path, task: Path) -> None:
     names = ["own", "rows", "sometimes", "odd"]
     telemetry = Counted()
     tokenizer = load_tokenizer(str(task / "model"))

@@ -1,6 +1,5 @@
 """A reward model with another vocabulary: its scores are those of plain transformers on the texts, row by row."""
 
-# ruff: noqa: F811 - a fixture
 from __future__ import annotations
 
 import json
@@ -29,7 +28,6 @@ from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.reward.trial import RewardTrial
 from pipeline.supervisor.preflight import problems_of_files
-from tests.support.daemon import task  # noqa: F401 - a fixture
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
 PAD = 0

@@ -1,6 +1,5 @@
 """The parts of rewards on their way from the functions to `info` and the metrics, and columns on their way to them."""
 
-# ruff: noqa: F811 - a fixture
 from __future__ import annotations
 
 import contextlib
@@ -40,7 +39,6 @@ from pipeline.telemetry.metric import REWARD_LABELS, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.rollout.test_maker import MASK, PROMPTS, RESPONSES, FakeReward, maker
-from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.told import events_of
 from tests.support.whole_rows import WholeRows
 

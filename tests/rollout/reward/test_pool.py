@@ -18,7 +18,7 @@ import torch
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
-from tests.support.daemon import is_alive, task, wait_until  # noqa: F401 - a fixture
+from tests.support.daemon import is_alive, wait_until
 from tests.support.told import Told
 
 FUNCTIONS = """
@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(task: Path) -> str:  # noqa: F811
+def tokenizer(task: Path) -> str:
     return str(task / "model")
 
 

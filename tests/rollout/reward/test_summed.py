@@ -22,7 +22,6 @@ from pipeline.rollout.reward.summed import SummedReward, load_reward
 from pipeline.rollout.reward.trial import RewardTrial
 from pipeline.rollout.roller import LocalRoller
 from tests.rollout.reward.test_own_tokenizer import PAD, config, plain_score, refusing_chats, reward_folder  # noqa: F401 - fixtures
-from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.told import events_of
 
 CPU = torch.device("cpu")

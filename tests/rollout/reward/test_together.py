@@ -16,7 +16,6 @@ from pipeline.config.rewards import LengthReward, RewardConfig
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
-from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.folders import importable
 from tests.support.told import Told
 
@@ -149,7 +148,7 @@ def test_async_calls_run_at_the_same_time_and_end_at_the_limit(folder: Path) -> 
         loaded("slowly", timeout_s=0.5)(**rows(["now", "late"]))
 
 
-def test_a_pool_scores_rows_one_by_one_and_together_alike(folder: Path, task: Path) -> None:  # noqa: F811
+def test_a_pool_scores_rows_one_by_one_and_together_alike(folder: Path, task: Path) -> None:
     """It was not waited for."""
     names = ("both", "one", "slowly", "length", "all_slowly", "columns")
     told = Told()
@@ -166,7 +165,7 @@ def test_a_pool_scores_rows_one_by_one_and_together_alike(folder: Path, task: Pa
     assert pool.parts.shape == (0, 6)
 
 
-def test_rows_of_a_pool_fail_alone_where_they_can(folder: Path, task: Path) -> None:  # noqa: F811
+def test_rows_of_a_pool_fail_alone_where_they_can(folder: Path, task: Path) -> None:
     told = Told()
     with pooled(folder, task, "slowly", "one", timeout_s=1.0, weights=[1, 2], telemetry=told) as pool:
         # None does not apply; 6e38 is beyond float32.
@@ -182,10 +181,7 @@ def test_rows_of_a_pool_fail_alone_where_they_can(folder: Path, task: Path) -> N
     assert texts is not None and "needs the column 'level', the prompt's row has no further columns" in texts.text
 
 
-def test_a_batched_call_that_dies_or_hangs_costs_its_rows_and_the_next_call_is_scored(
-    folder: Path,
-    task: Path,  # noqa: F811
-) -> None:
+def test_a_batched_call_that_dies_or_hangs_costs_its_rows_and_the_next_call_is_scored(folder: Path, task: Path) -> None:
     """The successor of a dead scorer, which is still starting as the next call begins, gets all rows in one call."""
     told = Told()
     with pooled(folder, task, "both", "plain", timeout_s=1.0, telemetry=told) as pool:

@@ -18,7 +18,6 @@ from pipeline.rollout.loader import load_roller
 from pipeline.rollout.prompt_batch import sample_all
 from pipeline.rollout.remote import NodeTelemetry
 from tests.rollout.generation.vllm.models import log_probs_of
-from tests.support.daemon import task  # noqa: F401 - a fixture
 from tests.support.proving import prove
 from tests.support.told import events_of
 
@@ -33,7 +32,7 @@ def stepped_from(state, by):
 
 
 @pytest.fixture(scope="module")
-def held(task, tmp_path_factory):  # noqa: F811
+def held(task, tmp_path_factory):
     """The roller of a worker that computes no log-probs: PPO, with a critic from the actor."""
     config = Config.model_validate(
         {
