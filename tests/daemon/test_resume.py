@@ -44,8 +44,9 @@ PPO = (
 )
 # Only a trainer dies of it, counted over all its lives.
 DIES_WHILE_PUBLISHING = """
-def change_pipeline_models_weights_store(module):
-    told = module.combined
+def change_pipeline_models_weights_slot_copy(module):
+    # Changed already where it has been taken from a module that was.
+    told = getattr(module.combined, "told", module.combined)
     def fingerprint(digests):
         if "trainer" not in open("/proc/self/cmdline").read():
             return told(digests)
@@ -54,9 +55,11 @@ def change_pipeline_models_weights_store(module):
         if os.path.getsize({ledger!r}) in {deaths}:
             os.kill(os.getpid(), signal.SIGKILL)
         return told(digests)
+    fingerprint.told = told
     module.combined = fingerprint
 
-change_pipeline_models_weights_versions = change_pipeline_models_weights_store
+change_pipeline_models_weights_store = change_pipeline_models_weights_slot_copy
+change_pipeline_models_weights_versions = change_pipeline_models_weights_slot_copy
 """
 # A worker that copies weights to where its model does not look.
 COPIES_ELSEWHERE = """
