@@ -57,6 +57,18 @@ def test_a_missing_program_fails_in_ci(tmp_path: Path) -> None:
     assert "not on this machine: no-such-program" in printed
 
 
+def test_a_test_may_be_a_coroutine(tmp_path: Path) -> None:
+    body = """
+import asyncio
+@pytest.mark.parametrize("value", [0, 1])
+async def test_one(value):
+    await asyncio.sleep(0)
+    assert value == 0
+"""
+
+    assert "1 failed, 1 passed" in outcome(tmp_path, body)
+
+
 NO_GRACE = "from tests.support.leaks import Holdings\nHoldings.leaks.__kwdefaults__['grace_s'] = 0.0"
 """Deadline of a test that leaks for certain, and need not be given time to end."""
 
