@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import get_args
+from typing import Final, get_args
 
 import numpy as np
 
@@ -22,8 +22,28 @@ from pipeline.trainer.dealing.ranks import Dealt
 from pipeline.trainer.row_means import REWARD
 from pipeline.trainer.step_stats import StepStats
 
-_LOSSES = ("policy", "value", "kl", "entropy", "total")
-_BEHAVIOUR = ("mean", "min", "max")
+_GAUGES: Final[Mapping[str, tuple[str, str, str]]] = {
+    "policy_loss": ("rlhfd_loss", "kind", "policy"),
+    "value_loss": ("rlhfd_loss", "kind", "value"),
+    "kl_loss": ("rlhfd_loss", "kind", "kl"),
+    "entropy_loss": ("rlhfd_loss", "kind", "entropy"),
+    "loss": ("rlhfd_loss", "kind", "total"),
+    "behaviour_ratio_mean": ("rlhfd_behaviour_ratio", "stat", "mean"),
+    "behaviour_ratio_min": ("rlhfd_behaviour_ratio", "stat", "min"),
+    "behaviour_ratio_max": ("rlhfd_behaviour_ratio", "stat", "max"),
+}
+"""Statistics of a step that are exported with a label: metric, label and its value."""
+
+_NAMES: Final = {"kl_nats": "kl_mean_nats", "updates": "step_updates"} | {
+    name: name
+    for name in (
+        "behaviour_cut_ratio", "clipped_ratio", "entropy_nats", "gradient_norm", "kl_coef", "learning_rate",
+        "padding_ratio", "policy_kl_nats", "response_length_mean_tokens", "return_mean", "return_stddev",
+        "reward_running_mean", "reward_running_stddev",
+    )
+}  # fmt: skip
+"""Statistics of a step that are exported without a label: the metric's name behind ``rlhfd_``."""
+
 _ROW_MEANS = ("cut_ratio", "groups_without_signal_ratio")
 
 
@@ -61,26 +81,16 @@ class TrainerMetrics(Telemetry):
         }
         if not self._leads:
             return
-        self._reward_mean = writer.gauge("rlhfd_reward_mean", source=reward_source)
-        self._reward_stddev = writer.gauge("rlhfd_reward_stddev", source=reward_source)
-        self._losses = {kind: writer.gauge("rlhfd_loss", kind=kind) for kind in _LOSSES}
-        self._gradient_norm = writer.gauge("rlhfd_gradient_norm")
-        self._learning_rate = writer.gauge("rlhfd_learning_rate")
-        self._clipped = writer.gauge("rlhfd_clipped_ratio")
+        self._gauges = {name: writer.gauge(f"rlhfd_{metric}") for name, metric in _NAMES.items()}
+        for name, (metric, label, value) in _GAUGES.items():
+            self._gauges[name] = writer.gauge(metric, **{label: value})
+        for name in ("reward_mean", "reward_stddev"):
+            self._gauges[name] = writer.gauge(f"rlhfd_{name}", source=reward_source)
         self._row_means = {name: writer.gauge(f"rlhfd_{name}") for name in _ROW_MEANS} | {
             f"{REWARD}{label}": writer.gauge("rlhfd_reward_function_mean", function=function)
             for label, function in zip(reward_labels, REWARD_LABELS, strict=False)
         }
         self._number_means = [writer.gauge("rlhfd_reward_function_mean", function=label) for label in NUMBER_LABELS]
-        self._updates = writer.gauge("rlhfd_step_updates")
-        self._policy_kl = writer.gauge("rlhfd_policy_kl_nats")
-        self._kl_coef = writer.gauge("rlhfd_kl_coef")
-        self._padding = writer.gauge("rlhfd_padding_ratio")
-        self._behaviour = {stat: writer.gauge("rlhfd_behaviour_ratio", stat=stat) for stat in _BEHAVIOUR}
-        self._behaviour_cut = writer.gauge("rlhfd_behaviour_cut_ratio")
-        self._kl_mean = writer.gauge("rlhfd_kl_mean_nats")
-        self._response_length = writer.gauge("rlhfd_response_length_mean_tokens")
-        self._entropy = writer.gauge("rlhfd_entropy_nats")
         self._nonfinite = {
             where: writer.counter("rlhfd_nonfinite_total", where=where) for where in ("loss", "gradient")
         }
@@ -213,47 +223,17 @@ class TrainerMetrics(Telemetry):
             self._lead(step, stats, row_means)
 
     def _lead(self, step: int, stats: StepStats, row_means: Mapping[str, float]) -> None:
-        self._reward_mean.set(stats.reward_mean)
-        self._reward_stddev.set(stats.reward_stddev)
-        self._entropy.set(stats.entropy_nats)
-        self._response_length.set(stats.response_length_mean_tokens)
-        if stats.kl_nats is not None:
-            self._kl_mean.set(stats.kl_nats)
         for where in stats.nonfinite:
             self._nonfinite[where].inc()
-        for kind, value in (
-            ("policy", stats.policy_loss), ("value", stats.value_loss), ("kl", stats.kl_loss),
-            ("entropy", stats.entropy_loss), ("total", stats.loss),
-        ):  # fmt: skip
-            if value is not None and math.isfinite(value):
-                self._losses[kind].set(value)
-        if stats.reward_running_mean is not None and stats.reward_running_stddev is not None:
-            self._writer.gauge("rlhfd_reward_running_mean").set(stats.reward_running_mean)
-            self._writer.gauge("rlhfd_reward_running_stddev").set(stats.reward_running_stddev)
-        if stats.return_mean is not None and stats.return_stddev is not None:
-            self._writer.gauge("rlhfd_return_mean").set(stats.return_mean)
-            self._writer.gauge("rlhfd_return_stddev").set(stats.return_stddev)
-        for stat, gauge in self._behaviour.items():
-            ratio = getattr(stats, f"behaviour_ratio_{stat}")
-            if ratio is not None and math.isfinite(ratio):
-                gauge.set(ratio)
-        if stats.behaviour_cut_ratio is not None:
-            self._behaviour_cut.set(stats.behaviour_cut_ratio)
-        if math.isfinite(stats.gradient_norm):
-            self._gradient_norm.set(stats.gradient_norm)
-        self._learning_rate.set(stats.learning_rate)
-        self._clipped.set(stats.clipped_ratio)
+        for name, gauge in self._gauges.items():
+            if (value := getattr(stats, name)) is not None and math.isfinite(value):
+                gauge.set(value)
         for name, gauge in self._row_means.items():
             if math.isfinite(row_means[name]):
                 gauge.set(row_means[name])
         for name, gauge in zip([] if self._numbers is None else self._numbers.names, self._number_means, strict=False):
             if (mean := row_means.get(f"{REWARD}{name}")) is not None:
                 gauge.set(mean)
-        self._updates.set(stats.updates)
-        if math.isfinite(stats.policy_kl_nats):
-            self._policy_kl.set(stats.policy_kl_nats)
-        self._kl_coef.set(stats.kl_coef)
-        self._padding.set(stats.padding_ratio)
         self._idle_in_a_row = 0 if stats.tokens_trained else self._idle_in_a_row + 1
         self._since_signal.set(self._idle_in_a_row)
         if self._idle_in_a_row:
