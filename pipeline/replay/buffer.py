@@ -24,7 +24,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -34,15 +33,13 @@ from pipeline.experience import codec
 from pipeline.experience.batching import make_experience_batch, split_experience_batch
 from pipeline.experience.checks import check_kinds, check_travels
 from pipeline.experience.types import BufferItem, Experience
-from pipeline.replay.client import CALL_S, Link, LinkPool, Settings, make_folder, sweep
+from pipeline.replay.client import CALL_S, ROWS_PER_EXTENT, Link, LinkPool, Settings, make_folder, sweep
 from pipeline.replay.rows import rows_on_cpu
 from pipeline.replay.server import ReplayServer
 from pipeline.replay.writer import RowWriter
-from pipeline.runtime.messages import Ack, Ask, Books, Damaged, Delivered, Lease, WantBatch
+from pipeline.runtime.messages import Ack, Ask, Books, Damaged, Lease, WantBatch
 from pipeline.storage.arena import Arena
 
-ROWS_PER_EXTENT = 1024
-_LEAST_EXTENTS = 2048
 # The redo log has room for one transaction that ends a batch of this many appends of one row.
 _MOST_BATCH_ROWS = 8192
 
@@ -127,8 +124,7 @@ class DetachedReplayBuffer:
         _check_int("arena_bytes", arena_bytes, 1, sys.maxsize)
         _check_wait(timeout_s)
         sweep()
-        extents = max(_LEAST_EXTENTS, 2 * sample_batch_size)
-        settings = Settings(sample_batch_size, limit, os.getpid(), extents, ROWS_PER_EXTENT)
+        settings = Settings(sample_batch_size, limit, os.getpid())
         folder, lock = make_folder(settings, arena_bytes)
         server = ReplayServer(folder, lock)
         self._server: ReplayServer | None = server
@@ -264,17 +260,12 @@ class DetachedReplayBuffer:
         device = torch.device(to_device)
         with self._links.take() as link:
             try:
-                lease = link.ask(
-                    lambda: WantBatch(link.name, link.peer.incarnation, link.request, deadline_s),
-                    lambda message: isinstance(message, Lease),
-                    deadline_s,
-                )
+                lease = link.ask(lambda own: WantBatch(*own, deadline_s), Lease, deadline_s)
             except DeadlineError as error:
                 raise DeadlineError(f"no batch for worker {worker_rank} in time: {error}") from None
-            assert isinstance(lease, Lease)
             link.lease = lease.lease
             experience = self._gather(link, lease, device)
-            _end(link, Ack(link.name, lease.lease))
+            link.end(Ack(link.name, lease.lease))
             return experience
 
     def __iter__(self) -> Iterator[Experience]:
@@ -306,7 +297,7 @@ class DetachedReplayBuffer:
             )
         except (DecodeError, FieldError) as error:
             tickets = damaged or [part.ticket for part in lease.parts]
-            _end(link, Damaged(link.name, lease.lease, tickets, str(error)))
+            link.end(Damaged(link.name, lease.lease, tickets, str(error)))
             raise DecodeError(f"{len(tickets)} of {len(lease.parts)} appends are unusable: {error}") from error
         if device.type != "cpu":
             experience.to_device(device)
@@ -337,12 +328,7 @@ class DetachedReplayBuffer:
     def _ask(self, call: Literal["stats", "flush", "clear", "drain"], *, deadline_s: float | None = None) -> Books:
         until_s = time.monotonic() + CALL_S if deadline_s is None else deadline_s
         with self._links.take() as link:
-            answer = link.ask(
-                lambda: Ask(link.name, link.peer.incarnation, link.request, call, until_s),
-                lambda message: isinstance(message, Books),
-                until_s,
-            )
-            assert isinstance(answer, Books)
+            answer = link.ask(lambda own: Ask(*own, call, until_s), Books, until_s)
             link.done()
             return answer
 
@@ -376,9 +362,7 @@ class DetachedReplayBuffer:
     def __enter__(self) -> DetachedReplayBuffer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _deadline(self, timeout_s: float | None) -> float:
@@ -405,12 +389,3 @@ def _disconnect(links: LinkPool, server: ReplayServer | None) -> None:
 
 def _attach(path: str, timeout_s: float | None) -> DetachedReplayBuffer:
     return DetachedReplayBuffer.attach(path, timeout_s=timeout_s)
-
-
-def _end(link: Link, message: Ack | Damaged) -> None:
-    link.ask(
-        lambda: message,
-        lambda answer: isinstance(answer, Delivered) and answer.lease == message.lease,
-        time.monotonic() + CALL_S,
-    )
-    link.done()

@@ -22,13 +22,27 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import msgspec
 
 from pipeline.errors import ArenaFullError, BufferClosedError, ConfigError, DeadlineError, UnreachableError
 from pipeline.replay.queue import client_name
-from pipeline.runtime.messages import Join, Message, Refused, Welcome
+from pipeline.runtime.messages import (
+    Ack,
+    Books,
+    Damaged,
+    Delivered,
+    Failed,
+    Join,
+    Lease,
+    Message,
+    Refused,
+    Sealed,
+    Settled,
+    Ticket,
+    Welcome,
+)
 from pipeline.runtime.peer import Peer
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox
 from pipeline.storage.arena import Arena
@@ -38,29 +52,31 @@ SHARED_MEMORY = Path("/dev/shm")
 CALL_S = 30.0
 """Longest wait for the answer to a message that the server can answer at once."""
 
+ROWS_PER_EXTENT = 1024
+_LEAST_EXTENTS = 2048
 _MOST_CLIENTS = 1 << 15
 _CHECK_S = 0.25
 _REPEAT_S = 0.5
 _UNANSWERED_S = 30.0
 _ABANDONED_S = 60.0
+Request = Callable[[tuple[str, int, int]], Message]
+Answer = TypeVar("Answer", Ticket, Lease, Books, Settled, Delivered)
 _LEASE = struct.Struct("<q")
 
 _locks: set[int] = set()
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The arguments that a buffer was made with, and the sizes that follow from them."""
+    """The arguments that a buffer was made with, and the layout that follows from them."""
 
     sample_batch_size: int
     limit: int
     owner_pid: int
-    extents: int
-    rows_per_extent: int
 
     @property
     def layout(self) -> LedgerLayout:
         """Layout of the ledger."""
-        return LedgerLayout(self.extents, self.rows_per_extent)
+        return LedgerLayout(max(_LEAST_EXTENTS, 2 * self.sample_batch_size), ROWS_PER_EXTENT)
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
@@ -223,13 +239,21 @@ class Link:
         self.busy = False
         self.cancelled = False
 
-    def ask(self, make: Callable[[], Message], is_answer: Callable[[Message], bool], deadline_s: float) -> Message:
+    def ask(
+        self,
+        make: Request,
+        kind: type[Answer],
+        deadline_s: float,
+        is_own: Callable[[Answer], bool] = lambda answer: True,
+    ) -> Answer:
         """Send a request, repeat it to a server that may not have it, and return the answer.
 
         Args:
-            make: Returns the message; called again after the link's incarnation has changed.
-            is_answer: Returns whether a message is the answer.
+            make: Returns the message from the client's name, its incarnation and the request's number; called
+                again after the incarnation has changed.
+            kind: The type of the answer.
             deadline_s: Monotonic time at which the server refuses the request at the latest.
+            is_own: Returns whether an answer is one to this request.
 
         Raises:
             ArenaFullError: If the rows do not fit, and never will.
@@ -252,7 +276,7 @@ class Link:
                 elif isinstance(message, Refused):
                     if (message.to, message.request) == (self.peer.incarnation, self.request):
                         self._raise(message)
-                elif getattr(message, "to", None) == self.peer.incarnation and is_answer(message):
+                elif isinstance(message, kind) and message.to == self.peer.incarnation and is_own(message):
                     return message
             self._mail.extend(self._mailbox.receive(_CHECK_S))
             if not self._mail:
@@ -261,6 +285,15 @@ class Link:
                     # The server may have died with the request; a server that has it already ignores the repeat.
                     self._join()
                     sent_s = self._send(make)
+
+    def end(self, message: Sealed | Failed | Ack | Damaged) -> None:
+        """Send what ends the ticket or the lease in hand, and wait until the server has recorded it; errors: `ask`."""
+        deadline_s = time.monotonic() + CALL_S
+        if isinstance(message, Sealed | Failed):
+            self.ask(lambda _: message, Settled, deadline_s, lambda answer: answer.ticket == message.ticket)
+        else:
+            self.ask(lambda _: message, Delivered, deadline_s, lambda answer: answer.lease == message.lease)
+        self.done()
 
     def done(self) -> None:
         """End the request: nothing is in flight or in hand any more."""
@@ -273,8 +306,8 @@ class Link:
         self._mailbox.close()
         unlock(self._descriptor)
 
-    def _send(self, make: Callable[[], Message]) -> float:
-        self._outbox.send(make())
+    def _send(self, make: Request) -> float:
+        self._outbox.send(make((self.name, self.peer.incarnation, self.request)))
         return time.monotonic()
 
     def _join(self) -> None:

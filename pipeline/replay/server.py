@@ -106,10 +106,12 @@ class ReplayServer:
 
 def main(folder: str, owner_pid: str) -> None:
     """Serve until the owner closes the buffer or dies."""
+    import setproctitle
+
     from pipeline.telemetry.log import configure
 
     configure("replay-server")
-    _set_title(f"rlhfd: replay buffer of pid {owner_pid}")
+    setproctitle.setproctitle(f"rlhfd: replay buffer of pid {owner_pid}")
     serve(Path(folder), int(owner_pid))
 
 
@@ -189,9 +191,3 @@ class _Outboxes:
         """Close every outbox; each has 0.5 s to send its last messages."""
         for _, outbox in self._open.values():
             outbox.close(linger_s=0.5)
-
-
-def _set_title(title: str) -> None:
-    import setproctitle
-
-    setproctitle.setproctitle(title)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import msgspec
@@ -12,9 +11,9 @@ from pipeline.experience import codec
 from pipeline.experience.checks import check_finite
 from pipeline.experience.extent_format import ExtentHeader, read_header
 from pipeline.experience.types import Experience
-from pipeline.replay.client import CALL_S, Link, LinkPool, write_private
+from pipeline.replay.client import LinkPool, write_private
 from pipeline.replay.rows import RowKind, bytes_bound, kinds_of
-from pipeline.runtime.messages import Failed, Sealed, Settled, Ticket, WantRoom
+from pipeline.runtime.messages import Failed, Sealed, Ticket, WantRoom
 from pipeline.storage.arena import Arena
 
 
@@ -70,12 +69,7 @@ class RowWriter:
     def _write(self, experience: Experience, nbytes: int, deadline_s: float) -> None:
         rows = len(experience.sequences)
         with self._links.take() as link:
-            ticket = link.ask(
-                lambda: WantRoom(link.name, link.peer.incarnation, link.request, rows, nbytes, deadline_s),
-                lambda message: isinstance(message, Ticket),
-                deadline_s,
-            )
-            assert isinstance(ticket, Ticket)
+            ticket = link.ask(lambda own: WantRoom(*own, rows, nbytes, deadline_s), Ticket, deadline_s)
             link.ticket = ticket.ticket
             memory = self._arena.extent(ticket.offset, ticket.nbytes)
             try:
@@ -83,15 +77,11 @@ class RowWriter:
                 check_finite(vars(experience))
                 self._check_kind(read_header(memory[: encoded.nbytes])[0])
             except Exception as error:
-                _settle(link, Failed(link.name, ticket.ticket, str(error), retry=False), ticket.ticket)
+                link.end(Failed(link.name, ticket.ticket, str(error), retry=False))
                 if isinstance(error, ArenaFullError):
                     raise _TooSmallError from error
                 raise
-            _settle(
-                link,
-                Sealed(link.name, ticket.ticket, rows, encoded.nbytes, encoded.checksum, 0, 0),
-                ticket.ticket,
-            )
+            link.end(Sealed(link.name, ticket.ticket, rows, encoded.nbytes, encoded.checksum, 0, 0))
 
     def _check_kind(self, header: ExtentHeader) -> None:
         for part, kind in kinds_of(header).items():
@@ -111,12 +101,3 @@ class RowWriter:
 
 class _TooSmallError(Exception):
     """The reserved room does not hold the append: the size of raw images is known only once they are encoded."""
-
-
-def _settle(link: Link, message: Sealed | Failed, ticket: int) -> None:
-    link.ask(
-        lambda: message,
-        lambda answer: isinstance(answer, Settled) and answer.ticket == ticket,
-        time.monotonic() + CALL_S,
-    )
-    link.done()

@@ -26,8 +26,7 @@ from pipeline.errors import (
 )
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import BufferItem, Experience, ExperienceVL
-from pipeline.replay.buffer import ROWS_PER_EXTENT
-from pipeline.replay.client import sweep
+from pipeline.replay.client import ROWS_PER_EXTENT, sweep
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
 from tests.support.daemon import is_alive
