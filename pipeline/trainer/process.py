@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ from pipeline.trainer.card_memory import CardMemory, planned_bytes
 from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
-from pipeline.trainer.dealing.ranks import RankBalance, Ranks, exchange_over
+from pipeline.trainer.dealing.ranks import RankBalance, Ranks, rows_of_all_ranks
 from pipeline.trainer.hooks import TrainerHook
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
@@ -56,9 +57,9 @@ from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.background import CheckpointWriter
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.saving.rank_models import RankModels
-from pipeline.trainer.sharding.models import inside, whole_answer
+from pipeline.trainer.sharding.models import inside, load_actor_shards, replica_of, whole_answer
 from pipeline.trainer.sharding.replicas import TIMEOUT
-from pipeline.trainer.sharding.sharding import sharded_models, sharded_reference
+from pipeline.trainer.sharding.sharding import sharded_models
 from pipeline.trainer.sleep import CardTurns, turn_of_start
 from pipeline.trainer.spreading import of_first, spread
 from pipeline.trainer.state import Progress, RankProgress, tensors_of
@@ -216,56 +217,40 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         numbers=NumberNames(run_dir(config)) if may_have_numbers(config) else None,
     )
 
-    def agree(ready: bool) -> bool:
-        if config.trainer.world_size == 1:
-            return ready
-        with metrics.in_collective():
-            return all_ranks_agree(ready)
-
-    def leave() -> None:
-        # The first rank may still publish, or write a checkpoint that was due.
-        with metrics.in_collective():
-            leave_ranks(context)
-
-    def gather(own: RankProgress) -> list[RankProgress]:
-        if config.trainer.world_size == 1:
-            return [own]
-        with metrics.in_collective():
-            return progress_of_all_ranks(own)
-
+    # Encloses a collective, in which this rank makes no progress of its own.
+    waiting = metrics.in_collective()
+    ranks = Ranks()
+    if config.trainer.world_size > 1:
+        # While the ranks leave, the first one may still publish, or write a checkpoint that was due.
+        ranks = Ranks(
+            agree=waiting(all_ranks_agree),
+            leave=waiting(functools.partial(leave_ranks, context)),
+            gather=waiting(progress_of_all_ranks),
+            balance=RankBalance(connection, device, waiting(rows_of_all_ranks)) if deals_rows(config) else None,
+        )
     ends_at = last_step(config)
     metrics.ends_at(ends_at)
     turn = functools.partial(turn_of_start, context, metrics) if config.rollout.sleep else contextlib.nullcontext
     learner = new_learner(config, models, tokens, device, metrics, turn)
     rank_models = RankModels(config, models, connection, device, metrics.in_collective, beside=learner.published())
-    balance = None
-    if deals_rows(config):
-        balance = RankBalance(connection, device, exchange_over(device, metrics.in_collective))
     # Sharded ranks of several machines read their own shards: each has another part of what is there.
     is_spread = config.trainer.nodes > 1 and not rank_models.is_sharded
-
-    def first_reads(call: Callable[[], Any]) -> Any:
-        if config.trainer.nodes == 1 or is_spread:
-            return call()
-        with metrics.in_collective():
-            return of_first(call)
-
+    first_reads = waiting(of_first) if config.trainer.nodes > 1 and rank_models.is_sharded else operator.call
     resumption = Resumption(
         config, connection, learner, rank_models, device,
-        agree=bool if is_spread else agree,
+        agree=bool if is_spread else ranks.agree,
         of_first=first_reads,
     )  # fmt: skip
     start = resumption.find() if context.index == 0 or not is_spread else Start()
     if is_spread:
-        with metrics.in_collective():
-            start = spread(start, learner, rank_models, connection, device)
+        start = waiting(spread)(start, learner, rank_models, connection, device)
     # A barrier: the first rank replaces nothing that another rank still reads.
-    agree(True)
+    ranks.agree(True)
     if context.index == 0:
         resumption.settle(start)
     # The ranks that save together follow the evaluations together. Those of one machine all have the files.
     saves_with = rank_models.agree if rank_models.is_sharded and rank_models.publishes else None
-    reads = first_reads if config.shards > config.ranks_here else lambda call: call()
+    reads = first_reads if config.shards > config.ranks_here else operator.call
     trainer = Trainer(
         config,
         learner,
@@ -273,7 +258,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         rank_models,
         metrics,
         device=device,
-        ranks=Ranks(agree, leave, gather, balance),
+        ranks=ranks,
         save=checkpoint_writer(config, rank_models, learner, device) if rank_models.publishes else None,
         start=start,
         probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
@@ -284,7 +269,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         # The memory of the start.
         free_cached()
     if start.rollback:
-        agree(True)
+        ranks.agree(True)
         published = of_first(connection.newest) if is_spread else connection.newest()
         if context.index and published is not None:
             connection.start_over(published)
@@ -329,7 +314,18 @@ def new_hooks(
     if leads:
         hooks.append(open_step_log(config, start))
     if config.evaluation.files and (leads or agree is not None):
-        hooks.append(evaluation_follower(config, agree, of_first, rank=context.index))
+        hooks.append(
+            EvaluationFollower(
+                run_dir(config) / EVALUATIONS,
+                checkpoints_dir(config),
+                every=config.evaluation.every,
+                keep_best=config.evaluation.keep_best,
+                agree=agree or bool,
+                of_first=of_first,
+                leads=leads,
+                reads=context.index < config.ranks_here,
+            )
+        )
     if process_device().type == "cuda":
         # Without a plan, which the start has told, nothing is compared.
         with contextlib.suppress(ConfigError):
@@ -443,9 +439,10 @@ def load_reference(config: Config, actor: torch.nn.Module, device: torch.device)
         return None
     if (path := config.reference_folder) is None:
         return actor
+    settings: Any = {"dtype": config.model.dtype, "device": device, "field": "model.reference"}
     if config.shards_trainer:
-        return sharded_reference(config, path, actor, device)
-    return load_actor(path, dtype=config.model.dtype, device=device, field="model.reference")
+        return load_actor_shards(path, replica=replica_of(actor), lora=None, **settings)
+    return load_actor(path, **settings)
 
 
 def whole_models(config: Config, device: torch.device) -> dict[str, torch.nn.Module]:
@@ -510,27 +507,6 @@ def forget_undone_steps(config: Config, start: Start) -> None:
         cut(folder, start.progress.step)
     except OSError as error:
         log.error("recorded steps that are taken again are not removed: path=%s error=%s", folder, error.strerror)
-
-
-def evaluation_follower(
-    config: Config,
-    agree: Callable[[bool], bool] | None,
-    of_first: Callable[[Callable[[], Any]], Any],
-    *,
-    rank: int,
-) -> EvaluationFollower:
-    """Return the follower of a configuration's evaluations."""
-    evaluation = config.evaluation
-    return EvaluationFollower(
-        run_dir(config) / EVALUATIONS,
-        checkpoints_dir(config),
-        every=evaluation.every,
-        keep_best=evaluation.keep_best,
-        agree=agree or bool,
-        of_first=of_first,
-        leads=rank == 0,
-        reads=rank < config.ranks_here,
-    )
 
 
 def checkpoint_writer(

@@ -6,10 +6,10 @@ published that includes it: after the step, in whose collectives every rank take
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -20,9 +20,6 @@ from pipeline.runtime.messages import ExtentRows
 from pipeline.trainer.connection import Batch, Connection
 from pipeline.trainer.dealing.rows import deal, imbalance
 from pipeline.trainer.state import RankProgress
-
-Exchange = Callable[[bytes], list[bytes]]
-"""A collective: sends the same bytes to every rank; returns those of all ranks, in their order."""
 
 
 class RankRows(msgspec.Struct, frozen=True):
@@ -39,6 +36,10 @@ class RankRows(msgspec.Struct, frozen=True):
     parts: list[list[ExtentRows]]
     fields: list[list[str]]
     deaths: int
+
+
+Exchange = Callable[[RankRows], list[RankRows]]
+"""A collective: sends the rows of this rank to every rank; returns those of all ranks, in their order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class RankBalance:
         Args:
             connection: This rank's connection.
             device: Device of the batches.
-            exchange: The exchange with all ranks.
+            exchange: The exchange with all ranks, `rows_of_all_ranks`.
         """
         self._connection = connection
         self._device = device
@@ -84,9 +85,17 @@ class RankBalance:
         Raises:
             DecodeError: If rows of another rank are damaged, which that rank did not find.
         """
-        every = [msgspec.msgpack.decode(sent, type=RankRows) for sent in self._exchange(_encoded(batches))]
+        own = [batch.rows for batch in batches]
+        every = self._exchange(
+            RankRows(
+                [rows.lengths for rows in own],
+                [list(batch.parts) for batch in batches],
+                [_fields(rows) for rows in own],
+                max(batch.deaths for batch in batches),
+            )
+        )
         lengths = [list(itertools.chain.from_iterable(rows.lengths)) for rows in every]
-        own, leased = [batch.rows for batch in batches], imbalance(lengths)
+        leased = imbalance(lengths)
         fields = [names for rows in every for names in rows.fields]
         if any(rows.deaths for rows in every) or any(names != fields[0] for names in fields):
             return Dealt(own, leased, leased)
@@ -108,40 +117,11 @@ class RankBalance:
         return Dealt(found, leased, trained)
 
 
-def exchange_over(device: torch.device, waiting: Callable[[], contextlib.AbstractContextManager[None]]) -> Exchange:
-    """Return the exchange of the process group.
-
-    Args:
-        device: Device of the group's tensors.
-        waiting: Encloses each collective, in which a rank makes no progress of its own.
-    """
-
-    def exchange(own: bytes) -> list[bytes]:
-        ranks = distributed.get_world_size()
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-        with waiting():
-            distributed.all_gather(sizes, torch.tensor([len(own)], device=device))
-            counts = [int(size) for size in sizes]
-        # Collectives take tensors of one shape.
-        sent = torch.zeros(max(counts), dtype=torch.uint8)
-        sent[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        received = [torch.zeros(len(sent), dtype=torch.uint8, device=device) for _ in range(ranks)]
-        with waiting():
-            distributed.all_gather(received, sent.to(device))
-            return [each[:count].cpu().numpy().tobytes() for each, count in zip(received, counts, strict=True)]
-
-    return exchange
-
-
-def _encoded(batches: Sequence[Batch]) -> bytes:
-    return msgspec.msgpack.encode(
-        RankRows(
-            [batch.rows.lengths for batch in batches],
-            [list(batch.parts) for batch in batches],
-            [_fields(batch.rows) for batch in batches],
-            max(batch.deaths for batch in batches),
-        )
-    )
+def rows_of_all_ranks(own: RankRows) -> list[RankRows]:
+    """Return every rank's rows, in order of ranks; a collective."""
+    received: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(received, own)
+    return received
 
 
 def _fields(rows: RaggedRows) -> list[str]:

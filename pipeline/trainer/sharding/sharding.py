@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipeline.config.schema import Config
-from pipeline.trainer.sharding.models import load_actor_shards, load_critic_shards, replica_of
+from pipeline.trainer.sharding.models import load_actor_shards, load_critic_shards
 from pipeline.trainer.sharding.replicas import Replica
 
 _M_MMAP_THRESHOLD = -3
@@ -33,25 +33,6 @@ def sharded_models(config: Config, device: torch.device) -> dict[str, nn.Module]
         path, field = (model.actor, "model.actor") if model.critic is None else (model.critic, "model.critic")
         models["critic"] = load_critic_shards(path, dtype=model.dtype, device=device, replica=replica, field=field)
     return models
-
-
-def sharded_reference(config: Config, path: str, actor: nn.Module, device: torch.device) -> nn.Module:
-    """Return a rank's shards of the reference in a folder; a collective. Errors: `sharded_models`.
-
-    Args:
-        config: The run's configuration.
-        path: The folder.
-        actor: The rank's shards of the actor: the reference is sharded over the same ranks.
-        device: Device of the shards.
-    """
-    return load_actor_shards(
-        path,
-        dtype=config.model.dtype,
-        device=device,
-        replica=replica_of(actor),
-        lora=None,
-        field="model.reference",
-    )
 
 
 def _return_freed_memory() -> None:

@@ -23,7 +23,7 @@ from pipeline.serial import InProcessTransport
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.trainer.connection import Batch, Connection
-from pipeline.trainer.dealing.ranks import Dealt, RankBalance
+from pipeline.trainer.dealing.ranks import Dealt, RankBalance, RankRows
 from pipeline.trainer.process import deals_rows
 from tests.support.experiences import made_up_vl
 from tests.trainer.test_learner import (
@@ -56,7 +56,7 @@ class Ranks:
             for rank in range(world_size)
         ]  # fmt: skip
         self._barrier = threading.Barrier(world_size)
-        self._sent: dict[int, bytes] = {}
+        self._sent: dict[int, RankRows] = {}
         self._extents = 0
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Ranks:
     def deal(self, batches: list[list[Batch]]) -> list[Dealt]:
         """Deal in all ranks at the same time, ``batches[rank]``."""
 
-        def exchange(rank: int, own: bytes) -> list[bytes]:
+        def exchange(rank: int, own: RankRows) -> list[RankRows]:
             self._sent[rank] = own
             self._barrier.wait(60)
             return [self._sent[each] for each in sorted(self._sent)]
