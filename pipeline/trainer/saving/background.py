@@ -9,9 +9,11 @@ so that a checkpoint may take any time as long as bytes move, and a write that h
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -78,22 +80,20 @@ class BackgroundCheckpoint(Telemetry):
 
     Args:
         write: Writes a checkpoint.
+
+    Attributes:
+        held: The version from which a checkpoint is being written; None without one.
     """
 
     def __init__(self, write: CheckpointWriter) -> None:
         super().__init__()
         self._write = write
         self._thread: threading.Thread | None = None
-        self._held: HeldVersion | None = None
+        self.held: HeldVersion | None = None
         self._moves = 0
         self._is_abandoned = False
         self._outcome: Outcome | None = None
         self._fault: BaseException | None = None
-
-    @property
-    def held(self) -> HeldVersion | None:
-        """The version from which a checkpoint is being written; None without one."""
-        return self._held
 
     def begin(self, progress: Progress, version: WeightsVersion, *, complete: bool, held: HeldVersion) -> None:
         """Begin to write a checkpoint; the one before must have been collected.
@@ -105,11 +105,12 @@ class BackgroundCheckpoint(Telemetry):
             held: The version in shared memory; its slots must not be written to until `wait` returns.
         """
         assert self._thread is None
-        self._held = held
+        self.held = held
+        whole = functools.partial(self._write, progress, version, complete=complete, held=held, telemetry=self)
 
         def write() -> None:
             try:
-                self._outcome = self._written(progress, version, complete, held, self)
+                self._outcome = _outcome_of(progress.step, whole)
             except _AbandonedError:
                 log.warning("a checkpoint is given up, its trainer has failed: step=%d", progress.step)
             except BaseException as fault:  # noqa: BLE001
@@ -132,7 +133,8 @@ class BackgroundCheckpoint(Telemetry):
             telemetry: Told of progress while bytes move.
         """
         assert self._thread is None
-        return self._written(progress, version, complete, None, telemetry)
+        whole = functools.partial(self._write, progress, version, complete=complete, held=None, telemetry=telemetry)
+        return _outcome_of(progress.step, whole)
 
     def collect(self) -> Outcome | None:
         """Return the end of the write, once; None if no write has ended since.
@@ -144,7 +146,7 @@ class BackgroundCheckpoint(Telemetry):
             return None
         self._thread.join()
         outcome, fault = self._outcome, self._fault
-        self._thread = self._held = self._outcome = self._fault = None
+        self._thread = self.held = self._outcome = self._fault = None
         if fault is not None:
             raise fault
         return outcome
@@ -166,23 +168,17 @@ class BackgroundCheckpoint(Telemetry):
         """End the write at its next progress; nothing of the checkpoint is left then."""
         self._is_abandoned = True
 
-    def _written(
-        self,
-        progress: Progress,
-        version: WeightsVersion,
-        complete: bool,
-        held: HeldVersion | None,
-        telemetry: Telemetry,
-    ) -> Outcome:
-        started_s = time.monotonic()
-        try:
-            path = self._write(progress, version, complete=complete, held=held, telemetry=telemetry)
-        except CheckpointError as error:
-            return Outcome(progress.step, time.monotonic() - started_s, None, str(error))
-        return Outcome(progress.step, time.monotonic() - started_s, path)
-
     def progress(self, **numbers: Any) -> None:
         """Count progress of the thread, whose write ends here once it is abandoned."""
         self._moves += 1
         if self._is_abandoned and threading.current_thread() is self._thread:
             raise _AbandonedError
+
+
+def _outcome_of(step: int, write: Callable[[], Path | None]) -> Outcome:
+    started_s = time.monotonic()
+    try:
+        path, error = write(), ""
+    except CheckpointError as failed:
+        path, error = None, str(failed)
+    return Outcome(step, time.monotonic() - started_s, path, error)

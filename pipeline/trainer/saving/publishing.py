@@ -130,12 +130,12 @@ class Publishing:
             if self._config.keep_state != "disk" and (is_first or keeps_state or number % every == 0):
                 training = tensors_of(self._learner, progress, self._device)
             wanted = wanted._replace(trained_through=self._connection.begin_version(), probe=probe)
-            write = _timed(self._models.writing(wanted, training))
+            write = self._models.writing(wanted, training)
             if self._is_worth_a_thread and not is_first:
                 written = self._thread.submit(self._write_and_tell, write, self._stream())
             else:
                 written = Future()
-                written.set_result(write(contextlib.nullcontext()))
+                written.set_result(_timed(write, contextlib.nullcontext()))
         self._waited_s = time.monotonic() - started_s
         self._pending = _Pending(written, training is not None, then)
         self.poll()
@@ -190,11 +190,9 @@ class Publishing:
         return self.is_beside and self._models.versions.weights_bytes >= BESIDE_FROM_BYTES
 
     def _write_and_tell(
-        self,
-        write: Callable[[contextlib.AbstractContextManager[None]], tuple[WeightsVersion, float]],
-        stream: contextlib.AbstractContextManager[None],
+        self, write: Callable[[], WeightsVersion], stream: contextlib.AbstractContextManager[None]
     ) -> tuple[WeightsVersion, float]:
-        written = write(stream)
+        written = _timed(write, stream)
         self._connection.tell(written[0])
         return written
 
@@ -216,17 +214,13 @@ class Publishing:
 
 
 def _timed(
-    write: Callable[[], WeightsVersion],
-) -> Callable[[contextlib.AbstractContextManager[None]], tuple[WeightsVersion, float]]:
-    """Return the writes of a version, called with the stream of their copies; they tell their seconds."""
-
-    def timed(stream: contextlib.AbstractContextManager[None]) -> tuple[WeightsVersion, float]:
-        started_s = time.monotonic()
-        with stream:
-            found = write()
-        return found, time.monotonic() - started_s
-
-    return timed
+    write: Callable[[], WeightsVersion], stream: contextlib.AbstractContextManager[None]
+) -> tuple[WeightsVersion, float]:
+    """Return the version that is written, with the stream of its copies, and the seconds of the writes."""
+    started_s = time.monotonic()
+    with stream:
+        found = write()
+    return found, time.monotonic() - started_s
 
 
 @contextlib.contextmanager

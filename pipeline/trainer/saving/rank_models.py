@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.checkpoints import STATE_FILE, load_whole
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.saving.lower_halves import JoinedState, LowerHalves
-from pipeline.trainer.sharding.checkpoints import HeldCheckpoint, Write, load_shards, save_together, state_shards
+from pipeline.trainer.sharding.checkpoints import Write, held_checkpoint, load_shards, save_together, state_shards
 from pipeline.trainer.sharding.models import is_sharded, replica_of, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.sharding.tensor_files import HERE
@@ -70,7 +69,7 @@ class RankModels:
         self._config = config
         self._models = models
         self._beside = as_shards(beside)
-        self._held: HeldCheckpoint | None = None
+        self._held: Callable[[Write], Path] | None = None
         self._files = connection.remote or HERE
         self.is_sharded = is_sharded(models["actor"])
         self._group: Alone | RankGroup = Alone()
@@ -170,7 +169,7 @@ class RankModels:
             if found is not None and halves:
                 found = found._replace(training=halves.whole(found.training, found.weights, shards))
             if found is not None and self.is_sharded:
-                self._held = HeldCheckpoint(self._models, state, found)
+                self._held = held_checkpoint(self._models, state, found)
         return self.due(found is not None), found
 
     def save(self, write: Write, state: Mapping[str, Tensor] | None, held: HeldVersion | None) -> Path | None:
@@ -191,14 +190,15 @@ class RankModels:
             return save_together(self._group, self._models, state, self._config.model, write)
         if self._held is not None:
             from_shards, self._held = self._held, None
-            return from_shards.write(write)
+            return from_shards(write)
         live = {name: published(model) for name, model in self._models.items()}
         states = live if held is None else state_dicts(held.weights, **live)
         tensors = state if held is None else held.training
         assert tensors is not None
+        saved = {name: Saved(self._models[name], self._config.model, of_model) for name, of_model in states.items()}
         return write(
-            actor=Saved(self._models["actor"], self._config.model, states["actor"]),
-            critic=_WithState(self._models["critic"], states["critic"]) if "critic" in states else None,
+            actor=saved["actor"],
+            critic=saved.get("critic"),
             state=tensors.write if isinstance(tensors, JoinedState) else tensors,
         )
 
@@ -222,17 +222,6 @@ class RankModels:
         else:
             of_models = as_shards(flatten(**{model: published(module) for model, module in self._models.items()}))
         return of_models | self._beside
-
-
-class _WithState:
-    """A model that is saved with the tensors of a state dict in place of its own."""
-
-    def __init__(self, model: Any, state: Mapping[str, Tensor]) -> None:
-        self._model = model
-        self._state = state
-
-    def save_pretrained(self, path: Path) -> None:
-        self._model.save_pretrained(path, state_dict=self._state)
 
 
 def _in_training(waiting: Waiting) -> Waiting:

@@ -61,11 +61,11 @@ class _File(NamedTuple):
     tensors: list[_Tensor]
 
 
-class _Source(Protocol):
-    """Returns the tensors of files, in their order."""
+_Files = tuple[list[_File], list[_File], _File]
+"""The files of the actor, those of the critic, if there is one, and that of the training state."""
 
-    def next(self, expected: _Tensor) -> Tensor:
-        """Return the next tensor."""
+_Source = Callable[[_Tensor], Tensor]
+"""Returns the tensors of files, in their order."""
 
 
 class _Gathering:
@@ -89,17 +89,6 @@ class _Gathering:
         for tensor in self._left:
             for shard in tensor.shards:
                 self._group.whole(shard)
-
-
-class _Held:
-    """The tensors of a version in shared memory."""
-
-    def __init__(self, held: HeldVersion) -> None:
-        self._weights, self._state = held.weights, held.training
-
-    def next(self, expected: _Tensor) -> Tensor:
-        """Return the tensor, by its name."""
-        return self._weights[expected.name] if expected.name in self._weights else self._state[expected.name]
 
 
 class _Saved:
@@ -164,16 +153,12 @@ def save_together(
     Raises:
         CheckpointError: On every rank, if the checkpoint cannot be written.
     """
-    actor, critic, kept = _files_of(models, state)
+    files = actor, critic, kept = _files_of(models, state)
     gathering = _Gathering(group, [*actor, *critic, kept])
     path, error = None, None
     try:
         if group.rank == 0:
-            path = write(
-                actor=_Saved(models["actor"], actor, gathering, lora if len(actor) > 1 else None),
-                critic=_Saved(models["critic"], critic, gathering, None) if critic else None,
-                state=lambda file: _write(file, kept, gathering),
-            )
+            path = _written(write, models, files, gathering.next, lora if len(actor) > 1 else None)
     except CheckpointError as failed:
         error = failed
     finally:
@@ -183,32 +168,37 @@ def save_together(
     return path
 
 
-class HeldCheckpoint:
-    """A checkpoint that rank 0 writes from shared memory, in a thread: construct it while nobody computes.
+def held_checkpoint(
+    models: Mapping[str, nn.Module], state: Mapping[str, Tensor], held: HeldVersion
+) -> Callable[[Write], Path]:
+    """Return the write of a checkpoint by rank 0 from shared memory, in any thread; called while nobody computes.
 
     Args:
         models: As for `save_together`, without adapters.
         state: As for `save_together`.
         held: The version, with the training states of all ranks.
     """
+    # Only names and shapes of the shards are used: a pass of the models may gather them meanwhile.
+    files = _files_of(models, state)
 
-    def __init__(self, models: Mapping[str, nn.Module], state: Mapping[str, Tensor], held: HeldVersion) -> None:
-        self._models = dict(models)
-        # Only names and shapes of the shards are used: a pass of the models may gather them meanwhile.
-        self._files = _files_of(models, state)
-        self._source = _Held(held)
+    def tensor_of(expected: _Tensor) -> Tensor:
+        return (held.weights if expected.name in held.weights else held.training)[expected.name]
 
-    def write(self, write: Write) -> Path:
-        """Write the checkpoint; argument, result and errors: those of `write`."""
-        actor, critic, kept = self._files
-        return write(
-            actor=_Saved(self._models["actor"], actor, self._source, None),
-            critic=_Saved(self._models["critic"], critic, self._source, None) if critic else None,
-            state=lambda file: _write(file, kept, self._source),
-        )
+    return lambda write: _written(write, models, files, tensor_of)
 
 
-def _files_of(models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> tuple[list[_File], list[_File], _File]:
+def _written(
+    write: Write, models: Mapping[str, nn.Module], files: _Files, source: _Source, lora: LoraSettings | None = None
+) -> Path:
+    actor, critic, kept = files
+    return write(
+        actor=_Saved(models["actor"], actor, source, lora),
+        critic=_Saved(models["critic"], critic, source, None) if critic else None,
+        state=lambda file: _write(file, kept, source),
+    )
+
+
+def _files_of(models: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> _Files:
     critic = _critic_files(models["critic"]) if "critic" in models else []
     kept = [_plain(name, shard, name) for name, shard in state_shards(state, models).items()]
     return _actor_files(models["actor"]), critic, _File(Path(), kept)
@@ -262,7 +252,7 @@ def _load_models(folder: Path, models: Mapping[str, nn.Module], files: Files) ->
 def _write(path: Path, file: _File, source: _Source) -> None:
     with closing(TensorWriter(path, [tensor.entry for tensor in file.tensors])) as writer:
         for tensor in file.tensors:
-            writer.write(source.next(tensor))
+            writer.write(source(tensor))
 
 
 def _plain(name: str, shard: Shard, held_name: str = "") -> _Tensor:
