@@ -52,7 +52,6 @@ from pipeline.trainer.step_stats import (
     CardClock,
     Clock,
     Counts,
-    HostClock,
     Observed,
     StepStats,
     Stopwatch,
@@ -138,24 +137,23 @@ class Learner:
         self._mini_batches = MiniBatches(trainer.epochs, trainer.mini_batches, process_group, self._sum_over_ranks)
         self._telemetry = telemetry
         self._device = next(actor.parameters()).device
-        self._clock: Clock = CardClock(self._device) if self._device.type == "cuda" else HostClock()
+        self._clock = CardClock(self._device) if self._device.type == "cuda" else Clock()
         self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
         checkpointed = checkpoint_activations(self._models, self._device, trainer.activation_checkpointing)
         packed = dict.fromkeys(model for model in (*self._models, reference) if model is not None)
-        self._packing = prepare_packing([*packed], self._device, trainer.packing, inside=call_inside)
+        self.packs_rows = prepare_packing([*packed], self._device, trainer.packing, inside=call_inside)
         for models in (self._models, [] if reference in (None, actor) else [reference]):
             wanted, key = trainer.shared_prefix, "trainer.shared_prefix"
             prepare_shared_prefix(models, self._device, wanted, key=key, inside=call_inside)
         self._micro_batch = training_size(
             actor,
             self._device,
-            packed=self._packing,
+            packed=self.packs_rows,
             checkpointed=checkpointed,
             rows=trainer.micro_batch_size,
             tokens=trainer.micro_batch_tokens,
             telemetry=telemetry,
         )
-        self.packs_rows = self._packing
         self._width_multiple = width_multiple(self._device, width)
         self._part_shape = torch.Size((0, 0))
         self._scores = Moments.new_state() if observes_scores else None
@@ -435,14 +433,14 @@ class Learner:
         passed = rows * (width + -width % self._width_multiple)
         if part.tokens_once is not None:
             tokens = passed = part.tokens_once
-        elif self._packing:
+        elif self.packs_rows:
             passed = tokens
         self._part_shape = torch.Size((rows, -(-passed // rows)))
         return tokens, passed
 
     def _log_probs(self, model: nn.Module, part: TrainingBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Return a policy's log-probs of a micro-batch and, if wanted, the entropies, each ``(N,)``."""
-        settings: Any = {"packing": self._packing, "temperature": self._temperature, "with_entropy": with_entropy}
+        settings: Any = {"packing": self.packs_rows, "temperature": self._temperature, "with_entropy": with_entropy}
         return policy_log_probs(model, part, width_multiple=self._width_multiple, **settings)
 
     def _actor_pass(
@@ -478,7 +476,7 @@ class Learner:
     def _critic_pass(self, part: TrainingBatch, actions: float, watch: Stopwatch) -> Tensor:
         assert self._critic is not None and part.values is not None and part.returns is not None
         with watch.during("forward"), torch.enable_grad():
-            values = critic_values(self._critic, part, packing=self._packing, width_multiple=self._width_multiple)
+            values = critic_values(self._critic, part, packing=self.packs_rows, width_multiple=self._width_multiple)
             # The loss has only differences: their mean need not be subtracted.
             unit = self._optimizers[1].unit
             clip_range = self._trainer.value_clip_range

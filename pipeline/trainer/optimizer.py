@@ -70,6 +70,7 @@ class ModelOptimizer:
         self._masters = [
             weight if weight.dtype == torch.float32 else weight.detach().float() for weight in self._weights
         ]
+        self._is_copied = [weight.dtype != torch.float32 for weight in self._weights]
         self._learning_rate = learning_rate
         self._clip_norm = clip_norm
         self._norm = torch.zeros(())
@@ -152,9 +153,9 @@ class ModelOptimizer:
         Training resumes exactly if saved values are copied into them and the model has the weights of the same step.
         """
         found: dict[str, Tensor] = {}
-        for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
+        for name, master, is_copied in zip(self._names, self._masters, self._is_copied, strict=True):
             found |= {f"{kind}.{name}": tensor for kind, tensor in self._rule_of[id(master)].state(master).items()}
-            if weight is not master:
+            if is_copied:
                 found[f"float32.{name}"] = master
         return found
 

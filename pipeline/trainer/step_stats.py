@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -270,35 +270,22 @@ class Observed:
         return cls(counts, scores.tolist(), row_kls)
 
 
-class Clock(Protocol):
-    """Marks points of the work of a device."""
+class Clock:
+    """Marks points of the work of a device: of a CPU, which has computed an operation when its call returns."""
 
     def mark(self) -> Any:
         """Return the point after all that was issued to the device before; nothing waits."""
+        return time.perf_counter()
 
     def between(self, first: Any, last: Any) -> float:
         """Return the seconds between two points; waits for the last one."""
+        return float(last - first)
 
     def wait(self) -> None:
         """Wait until all that was issued to the device before is computed."""
 
 
-class HostClock:
-    """A CPU has computed an operation when its call returns."""
-
-    def mark(self) -> float:
-        """Return the time now."""
-        return time.perf_counter()
-
-    def between(self, first: float, last: float) -> float:
-        """Return the seconds between two times."""
-        return last - first
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class CardClock:
+class CardClock(Clock):
     """A GPU computes an operation after the call that issues it: points are events on its current stream."""
 
     def __init__(self, device: torch.device) -> None:

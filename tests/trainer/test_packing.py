@@ -127,7 +127,7 @@ def test_by_default_rows_are_packed_where_a_kernel_keeps_them_apart(
 
     learner = Learner(TRAINER.model_copy(update={"packing": None}), "grpo", build())
 
-    assert learner._packing == (reason is None)
+    assert learner.packs_rows == (reason is None)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rows are")]
     assert ("rows are packed: model=" in line) if reason is None else (reason in line)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.trainer.step_stats import HostClock, Stopwatch
+from pipeline.trainer.step_stats import Clock, Stopwatch
 from tests.support.told import Told
 from tests.trainer.test_learner import TRAINER, disturbed, experience_for, new_learner
 
@@ -52,7 +52,7 @@ def test_a_phase_lasts_until_the_device_has_computed_it_and_the_host_runs_ahead(
 def test_a_step_of_any_number_of_micro_batches_waits_once_for_its_device(algorithm, monkeypatch):
     calls, told = [], Told()
 
-    class Watched(HostClock):
+    class Watched(Clock):
         def between(self, first, last):
             calls.append("read")
             return super().between(first, last)

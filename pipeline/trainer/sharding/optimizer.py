@@ -75,18 +75,6 @@ class ShardOptimizer(ModelOptimizer):
         for parameter in self._parameters:
             parameter.grad = None
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's ranges of moments and float32 copies, and step counts, by the names of `ModelOptimizer`.
-
-        The shards themselves are the float32 copies of weights that are published in a lower precision.
-        """
-        found: dict[str, Tensor] = {}
-        for name, master, is_copied in zip(self._names, self._masters, self._is_copied, strict=True):
-            found |= {f"{kind}.{name}": tensor for kind, tensor in self._rule_of[id(master)].state(master).items()}
-            if is_copied:
-                found[f"float32.{name}"] = master
-        return found
-
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, ``()`` float64, by a few operations for all tensors.
