@@ -64,7 +64,9 @@ def as_in_file(tokenizer: PreTrainedTokenizerBase | None, path: Path, field: str
     # The library's errors have no class of their own.
     except Exception as error:
         raise ConfigError(f"{field}: {path / _FILE} cannot be read as a tokenizer: {error}") from error
-    with_ends = not _names_ends(path)
+    described = json_object(path / "tokenizer_config.json")
+    # Where tokenizer_config.json has a say in the tokens at the ends of a text, the file alone does not decide on them.
+    with_ends = "add_bos_token" not in described and "add_eos_token" not in described
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if tokenizer is not None and backend is None:
         return tokenizer
@@ -80,7 +82,7 @@ def as_in_file(tokenizer: PreTrainedTokenizerBase | None, path: Path, field: str
             "otherwise, also without the class that tokenizer_config.json names; compare both with the model's own"
         )
     _take_names(built, tokenizer)
-    name = type(tokenizer).__name__ if tokenizer is not None else _class_of(path)
+    name = described.get("tokenizer_class") if tokenizer is None else type(tokenizer).__name__
     log.warning("the tokenizer is that of tokenizer.json, the class named in tokenizer_config.json reads it otherwise: "
                 "class=%s differs_in=%s path=%s", name, different, path)  # fmt: skip
     result: PreTrainedTokenizerBase = built
@@ -116,20 +118,6 @@ def _texts(file: Any) -> Iterator[tuple[str, str]]:
     yield from _TEXTS.items()
     for added in list(file.get_added_tokens_decoder().values())[:_MOST_ADDED]:
         yield f"the token {added.content}", f"a {added.content} b{added.content}c\n{added.content}\n"
-
-
-def _names_ends(path: Path) -> bool:
-    """Return whether tokenizer_config.json has a say in the tokens at the ends of a text."""
-    described = _described(path)
-    return "add_bos_token" in described or "add_eos_token" in described
-
-
-def _class_of(path: Path) -> str:
-    return str(_described(path).get("tokenizer_class"))
-
-
-def _described(path: Path) -> dict[str, Any]:
-    return json_object(path / "tokenizer_config.json")
 
 
 def json_object(path: Path) -> dict[str, Any]:

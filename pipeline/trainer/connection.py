@@ -15,7 +15,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
@@ -72,7 +71,11 @@ class Batch(NamedTuple):
 
 
 class Connection:
-    """One trainer rank's connection to the daemon. Not thread-safe; close it, or use it as a context manager."""
+    """One trainer rank's connection to the daemon. Not thread-safe; close it, or use it as a context manager.
+
+    Attributes:
+        versions: The published versions in shared memory.
+    """
 
     def __init__(
         self,
@@ -112,9 +115,7 @@ class Connection:
         self.world_size = world_size
         self.weights_path = weights_path
         self.remote = remote
-        self._versions = (
-            PolicyVersions(weights_path, weight_slots=weight_slots) if remote is None else remote.versions()
-        )
+        self.versions = PolicyVersions(weights_path, weight_slots=weight_slots) if remote is None else remote.versions()
         self._prefetcher = Prefetcher(rows, gathering)
         self._on_close = on_close
         self._check = check
@@ -308,18 +309,13 @@ class Connection:
     # Weights.
 
     @property
-    def versions(self) -> PolicyVersions:
-        """The published versions in shared memory."""
-        return self._versions
-
-    @property
     def weights_bytes(self) -> int:
         """Bytes that the last publish of this trainer wrote, 0 before the first."""
-        return self._versions.nbytes
+        return self.versions.nbytes
 
     def newest(self) -> WeightsVersion | None:
         """Return the newest published version, of this trainer or its predecessor; None before the first publish."""
-        return self._versions.newest()
+        return self.versions.newest()
 
     def restore(self, **models: Mapping[str, torch.Tensor]) -> WeightsVersion:
         """Copy the newest published weights into state dicts, as the successor of a dead trainer does.
@@ -333,7 +329,7 @@ class Connection:
         Raises:
             WeightsError: If no weights are published, or they are of another model.
         """
-        return self._versions.restore(joined(models))
+        return self.versions.restore(joined(models))
 
     def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
         """Copy the `training` tensors that were published with a version.
@@ -348,7 +344,7 @@ class Connection:
         Raises:
             WeightsError: If the tensors are damaged; the contents of `into` are then undefined.
         """
-        return self._versions.restore_training(version, into)
+        return self.versions.restore_training(version, into)
 
     def publish(
         self,
@@ -396,7 +392,7 @@ class Connection:
         with contextlib.nullcontext() if self._metrics is None else self._metrics.publishing():
             first = -1 if position is None else position
             wanted = WeightsVersion(version, 0, self._session.trained_through(), rollback, 0, probe, first)
-            published = self._versions.publish(wanted, flatten(actor=actor, critic=critic), training)
+            published = self.versions.publish(wanted, flatten(actor=actor, critic=critic), training)
         if self._metrics is not None:
             self._metrics.published(published, self.weights_bytes, time.monotonic() - started_s)
         self._session.settle()
@@ -446,7 +442,7 @@ class Connection:
         self._closed = True
         self._prefetcher.close()
         self._session.close()
-        self._versions.close()
+        self.versions.close()
         if self._metrics is not None:
             self._metrics.close()
         self._on_close()
@@ -454,9 +450,7 @@ class Connection:
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # If a step fails, its batch in hand is not trained: `close` hands it back.
         self.close()
 

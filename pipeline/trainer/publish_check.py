@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,6 @@ class PublishCheck:
         self._workspace = Workspace.open(folder)
         self._config = Config.model_validate_json(self._workspace.config_path.read_bytes())
         self._arena = _inode(self._workspace.arena_path)
-        self._expected: dict[str, dict[str, Tensor]] | None = None
         self._has_critic: bool | None = None
 
     def __call__(self, actor: Mapping[str, Tensor], critic: Mapping[str, Tensor] | None) -> None:
@@ -42,7 +42,7 @@ class PublishCheck:
         """
         self._refuse_other_daemon()
         given = {"actor": actor} | ({} if critic is None else {"critic": critic})
-        expected = self._models()
+        expected = self._models
         found = [] if critic is None or "critic" in expected else ["critic: rollout.algorithm is grpo, there is none"]
         for model, state in given.items():
             found += (faults(model, state, expected[model]) or nonfinite(model, state)) if model in expected else []
@@ -64,17 +64,16 @@ class PublishCheck:
                 f"(run {self._workspace.run.run_id}); connect again"
             )
 
+    @functools.cached_property
     def _models(self) -> dict[str, dict[str, Tensor]]:
-        if self._expected is None:
-            model = self._config.model
-            self._expected = expected_tensors(
-                model.actor,
-                dtype=model.dtype,
-                lora=model,
-                with_critic=self._config.rollout.algorithm == "ppo",
-                critic_path=model.critic,
-            )
-        return self._expected
+        model = self._config.model
+        return expected_tensors(
+            model.actor,
+            dtype=model.dtype,
+            lora=model,
+            with_critic=self._config.rollout.algorithm == "ppo",
+            critic_path=model.critic,
+        )
 
 
 def _inode(path: Path) -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -96,9 +95,7 @@ class CardCopies:
     def __enter__(self) -> CardCopies:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for device in self._devices:
             self._driver.record(device).synchronize()
 

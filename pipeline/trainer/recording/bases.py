@@ -6,6 +6,7 @@ rows of each step from there on, which must have been taken with equal settings.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,6 @@ class Bases:
             else:
                 self.strange.append(Base(head.step, folder))
         self._found.sort(key=lambda found: found[0].step, reverse=True)
-        self._unbroken: dict[int, int] | None = None
 
     def before(self, step: int) -> Iterator[Base]:
         """Yield the checkpoints before a step, the newest first, then the start of the run."""
@@ -75,10 +75,8 @@ class Bases:
 
     def of(self, step: int) -> Base | None:
         """Return the base of a step; None if rows after it are missing, or were not taken with equal settings."""
-        if self._unbroken is None:
-            self._unbroken = self._first_steps()
         base = next(self.before(step))
-        return base if self._unbroken.get(step, step + 1) <= base.step + 1 else None
+        return base if self._first_steps.get(step, step + 1) <= base.step + 1 else None
 
     def settings_of(self, step: int) -> dict[str, Any] | None:
         """Return the settings with which a step was taken, besides its rows; None if its start is missing.
@@ -94,8 +92,9 @@ class Bases:
             self._settings[id(start)] = effective(config_of(self._recording, start))
         return self._settings[id(start)]
 
+    @functools.cached_property
     def _first_steps(self) -> dict[int, int]:
-        """Return for each step with rows the first of the steps before it that lack nothing."""
+        """For each step with rows the first of the steps before it that lack nothing."""
         first: dict[int, int] = {}
         for step in sorted(self._recording.steps):
             if self._recording.has_rows(step):

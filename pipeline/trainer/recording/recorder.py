@@ -9,6 +9,7 @@ wait.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
 import os
@@ -151,7 +152,9 @@ class StepRecorder(TrainerHook):
         count, self._unflushed = min(self._unflushed, len(self._files)), 0
         try:
             for path, _ in itertools.islice(reversed(self._files), count):
-                _flush(path)
+                # A file may have been removed for newer rows.
+                with contextlib.suppress(FileNotFoundError):
+                    flush_folder(path)
             if count:
                 flush_folder(self._folder / ROWS)
         except OSError as error:
@@ -298,17 +301,6 @@ def cut(folder: Path, after_step: int) -> None:
     if (folder / LINES).exists():
         StepLines(folder / LINES, after_step=after_step).close()
         remove_rows(folder, after_step)
-
-
-def _flush(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return  # removed for newer rows
-    try:
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _origin(part: ExtentRows) -> Origin:
