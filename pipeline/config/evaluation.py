@@ -22,51 +22,37 @@ MOST_FILES: Final = 8
 class EvaluationConfig(Section):
     """Evaluation on held-out prompts, during a run and by `rlhfd eval`; docs/evaluation.md describes it."""
 
-    files: list[AnyPath] = Field(
-        default=[],
-        description="Files of held-out prompts, of the form of prompts.path; left out: no evaluation.",
-    )
-    every: int = Field(
-        default=10,
-        ge=1,
-        le=2**31,
-        description="Versions per evaluation, version 0 included; a version that is due gets no successor before its "
-        "evaluation is complete.",
-    )
-    num_generations: int = Field(default=1, ge=1, le=4096, description="Responses per held-out prompt.")
-    pass_k: int | None = Field(
-        default=None, ge=1, le=4096, description="The k of pass@k, at most num_generations; left out: num_generations."
-    )
-    pass_reward: float = Field(
-        default=1.0,
-        ge=-1e9,
-        le=1e9,
-        description="Reward, or score of pass_function, from which a response counts as right.",
-    )
-    pass_function: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Name of one of rewards, as it stands there, or label of a reward model: a response is right by "
-        "its score alone, before the weight; left out: by the whole reward.",
-    )
-    temperature: float | None = Field(
-        default=None, ge=0, description="Sampling temperature, 0: the most likely token; left out: rollout.temperature."
-    )
-    top_p: float | None = Field(default=None, gt=0, le=1, description="As rollout.top_p, which it is if left out.")
-    top_k: int | None = Field(default=None, ge=0, description="As rollout.top_k, which it is if left out.")
-    min_p: float | None = Field(default=None, ge=0, lt=1, description="As rollout.min_p, which it is if left out.")
-    max_new_tokens: int | None = Field(
-        default=None, ge=1, lt=2**20, description="Maximum tokens of a response; left out: as in the rollouts."
-    )
-    stop: StopStrings | None = Field(default=None, description="As rollout.stop, which it is if left out.")
-    batch_size: int | None = Field(
-        default=None, ge=1, description="Held-out prompts per ticket; left out: as many rows as a ticket of rollouts."
-    )
-    keep_best: bool = Field(
-        default=True,
-        description="Whether the checkpoint of the best evaluation is kept, as checkpoints/best: highest pass@1, then "
-        "highest mean reward.",
-    )
+    files: list[AnyPath] = Field(default=[])
+    """Files of held-out prompts, of the form of prompts.path; left out: no evaluation."""
+    every: int = Field(default=10, ge=1, le=2**31)
+    """Versions per evaluation, version 0 included; a version that is due gets no successor before its evaluation is
+    complete."""
+    num_generations: int = Field(default=1, ge=1, le=4096)
+    """Responses per held-out prompt."""
+    pass_k: int | None = Field(default=None, ge=1, le=4096)
+    """The k of pass@k, at most num_generations; left out: num_generations."""
+    pass_reward: float = Field(default=1.0, ge=-1e9, le=1e9)
+    """Reward, or score of pass_function, from which a response counts as right."""
+    pass_function: str | None = Field(default=None, min_length=1)
+    """Name of one of rewards, as it stands there, or label of a reward model: a response is right by its score alone,
+    before the weight; left out: by the whole reward."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature, 0: the most likely token; left out: rollout.temperature."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """As rollout.top_p, which it is if left out."""
+    top_k: int | None = Field(default=None, ge=0)
+    """As rollout.top_k, which it is if left out."""
+    min_p: float | None = Field(default=None, ge=0, lt=1)
+    """As rollout.min_p, which it is if left out."""
+    max_new_tokens: int | None = Field(default=None, ge=1, lt=2**20)
+    """Maximum tokens of a response; left out: as in the rollouts."""
+    stop: StopStrings | None = None
+    """As rollout.stop, which it is if left out."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Held-out prompts per ticket; left out: as many rows as a ticket of rollouts."""
+    keep_best: bool = True
+    """Whether the checkpoint of the best evaluation is kept, as checkpoints/best: highest pass@1, then highest mean
+    reward."""
 
 
 def names_of(files: list[Path]) -> list[str]:

@@ -77,138 +77,89 @@ ImportanceCorrection = Literal["token", "sequence", "token_mask", "sequence_mask
 class UpdateSection(Section):
     """The updates of a step and the weight of its KL: part of ``[trainer]``."""
 
-    epochs: int = Field(
-        default=1, ge=1, le=1024, description="Passes over the rows of a step, each with updates of its own."
-    )
-    mini_batches: int = Field(
-        default=1,
-        ge=1,
-        le=2**16,
-        description="Optimizer updates per epoch, each on an equal share of the rows of the step.",
-    )
-    target_kl: float | None = Field(
-        default=None,
-        gt=0,
-        description="KL of the policy that sampled to the trained one, in nats a token, above which a step takes no "
-        "further update; left out: no bound.",
-    )
-    kl_coef_target: float | None = Field(
-        default=None,
-        gt=0,
-        description="KL to the reference, in nats a token (rlhfd_kl_mean_nats), to which kl_coef is adapted after each "
-        "step, over 10,000 rows; left out: kl_coef is constant.",
-    )
+    epochs: int = Field(default=1, ge=1, le=1024)
+    """Passes over the rows of a step, each with updates of its own."""
+    mini_batches: int = Field(default=1, ge=1, le=2**16)
+    """Optimizer updates per epoch, each on an equal share of the rows of the step."""
+    target_kl: float | None = Field(default=None, gt=0)
+    """KL of the policy that sampled to the trained one, in nats a token, above which a step takes no further update;
+    left out: no bound."""
+    kl_coef_target: float | None = Field(default=None, gt=0)
+    """KL to the reference, in nats a token (rlhfd_kl_mean_nats), to which kl_coef is adapted after each step, over
+    10,000 rows; left out: kl_coef is constant."""
 
 
 class LossSection(UpdateSection):
     """The policy loss of a step: part of ``[trainer]``."""
 
-    policy_loss: PolicyLossName = Field(
-        default="ppo",
-        description='Policy loss: ppo, gspo, cispo, reinforce, or your own as "module:function" (docs/losses.md).',
-    )
-    clip_low: float | None = Field(
-        default=None, gt=0, description="Clip range of the policy ratio below 1; left out: clip_range."
-    )
-    clip_high: float | None = Field(
-        default=None, gt=0, description="Clip range of the policy ratio above 1; left out: clip_range."
-    )
-    dual_clip: float | None = Field(
-        default=None,
-        gt=1,
-        description="Maximum ratio of an action of negative advantage (ppo, gspo); left out: no maximum.",
-    )
-    loss_aggregation: LossAggregation = Field(
-        default="token_mean",
-        description="Mean over all actions of the step, over its responses, or sum over a constant length (dr_grpo).",
-    )
-    dr_grpo_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Constant length of dr_grpo, in tokens; left out: those of the longest response.",
-    )
-    kl_estimator: KlEstimator = Field(
-        default="k3", description="Estimator of the KL in the loss; the gradient of k1 is 0 on average."
-    )
-    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus in the loss.")
-    advantage_scale: AdvantageScale = Field(
-        default="none",
-        description="Divisor of advantages that are rewards less the mean of their group (dr_grpo, rloo): none, or the "
-        "standard deviation of the rewards of all rows of the step (batch), as with TRL's scale_rewards.",
-    )
-    loss_rows: LossRows = Field(
-        default="trained",
-        description="Rows that count in the loss of grpo: those of groups with different scores alone, or all, as in "
-        "TRL, verl and OpenRLHF: those of equal groups then enlarge the divisors and have a KL and an entropy.",
-    )
-    mask_cut_responses: bool = Field(
-        default=False, description="Whether responses that were cut at their maximum length are not trained (DAPO)."
-    )
-    importance_correction: ImportanceCorrection = Field(
-        default="token",
-        description="Correction for an engine that is not the trainer's own function, where rows carry the engine's "
-        "log-probs: weights truncated at the cap, or masked beyond it, by token or by sequence.",
-    )
-    importance_cap: float = Field(default=2.0, ge=1, description="Maximum weight of importance_correction.")
+    policy_loss: PolicyLossName = "ppo"
+    """Policy loss: ppo, gspo, cispo, reinforce, or your own as "module:function" (docs/losses.md)."""
+    clip_low: float | None = Field(default=None, gt=0)
+    """Clip range of the policy ratio below 1; left out: clip_range."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """Clip range of the policy ratio above 1; left out: clip_range."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Maximum ratio of an action of negative advantage (ppo, gspo); left out: no maximum."""
+    loss_aggregation: LossAggregation = "token_mean"
+    """Mean over all actions of the step, over its responses, or sum over a constant length (dr_grpo)."""
+    dr_grpo_tokens: int | None = Field(default=None, ge=1)
+    """Constant length of dr_grpo, in tokens; left out: those of the longest response."""
+    kl_estimator: KlEstimator = "k3"
+    """Estimator of the KL in the loss; the gradient of k1 is 0 on average."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus in the loss."""
+    advantage_scale: AdvantageScale = "none"
+    """Divisor of advantages that are rewards less the mean of their group (dr_grpo, rloo): none, or the standard
+    deviation of the rewards of all rows of the step (batch), as with TRL's scale_rewards."""
+    loss_rows: LossRows = "trained"
+    """Rows that count in the loss of grpo: those of groups with different scores alone, or all, as in TRL, verl and
+    OpenRLHF: those of equal groups then enlarge the divisors and have a KL and an entropy."""
+    mask_cut_responses: bool = False
+    """Whether responses that were cut at their maximum length are not trained (DAPO)."""
+    importance_correction: ImportanceCorrection = "token"
+    """Correction for an engine that is not the trainer's own function, where rows carry the engine's log-probs: weights
+    truncated at the cap, or masked beyond it, by token or by sequence."""
+    importance_cap: float = Field(default=2.0, ge=1)
+    """Maximum weight of importance_correction."""
 
 
 class LogProbsSection(Section):
     """Log-probs of a rollout, repeatability, the proof that engine and trainer agree: part of ``[rollout]``."""
 
-    deterministic: bool = Field(
-        default=False,
-        description="Whether a prompt gets the same tokens with the same seed and version, alone and beside others: "
-        "vllm computes so on GPUs of compute capability 8.0 or above; a worker whose engine cannot says so in the log.",
-    )
-    log_probs: LogProbsBy | None = Field(
-        default=None,
-        description="Source of the sampling policy's log-probs: the engine, a pass of the worker, or a pass of the "
-        "trainer before its step on the batch; left out: the engine for transformers in float32, else the worker; with "
-        "policy_loss = reinforce and stale rows the trainer.",
-    )
-    engine_gap_nats: float | None = Field(
-        default=None,
-        gt=0,
-        description="Maximum mean difference of engine's and trainer's log-probs in the probe of a version, in nats a "
-        "token; left out: 0.001 in float32, 0.05 in float16, 0.25 in bfloat16, 0.5 with quantization = fp8.",
-    )
-    engine_gap_action: GapAction = Field(
-        default="resync",
-        description="Action on an engine whose probe differs by more, or that computes with old weights: a warning, "
-        "the weights once more and then the end of the worker, or its end.",
-    )
+    deterministic: bool = False
+    """Whether a prompt gets the same tokens with the same seed and version, alone and beside others: vllm computes so
+    on GPUs of compute capability 8.0 or above; a worker whose engine cannot says so in the log."""
+    log_probs: LogProbsBy | None = None
+    """Source of the sampling policy's log-probs: the engine, a pass of the worker, or a pass of the trainer before its
+    step on the batch; left out: the engine for transformers in float32, else the worker; with policy_loss = reinforce
+    and stale rows the trainer."""
+    engine_gap_nats: float | None = Field(default=None, gt=0)
+    """Maximum mean difference of engine's and trainer's log-probs in the probe of a version, in nats a token; left out:
+    0.001 in float32, 0.05 in float16, 0.25 in bfloat16, 0.5 with quantization = fp8."""
+    engine_gap_action: GapAction = "resync"
+    """Action on an engine whose probe differs by more, or that computes with old weights: a warning, the weights once
+    more and then the end of the worker, or its end."""
 
 
 class AdvantageSection(LogProbsSection):
     """Rewards and advantages of a rollout: part of ``[rollout]``."""
 
-    advantages: AdvantageName | None = Field(
-        default=None,
-        description='Advantages: grpo, dr_grpo, rloo, reinforce_baseline, gae, or your own as "module:function" '
-        "(docs/losses.md); left out: grpo (GRPO), gae (PPO).",
-    )
-    kl_estimator: KlEstimator = Field(default="k1", description="Estimator of the KL in the reward.")
-    overlong_buffer_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="Tokens before the maximum length of a response over which its reward falls linearly (DAPO); "
-        "0: no penalty of length.",
-    )
-    max_refill: int = Field(
-        default=0,
-        ge=0,
-        le=1000,
-        description="Dynamic sampling (DAPO): groups whose rewards are all equal are dropped and prompts issued in "
-        "their place, up to this many times the prompts of a version; 0: such groups stay in the batch.",
-    )
-    reward_scale: RewardScale = Field(
-        default="none",
-        description="Divisor of scores that are trained (gae, dr_grpo, rloo): none, or the running deviation of the "
-        "scores of the steps before the version that samples; reward_clip then bounds the quotient.",
-    )
-    overlong_penalty: float = Field(
-        default=1.0, gt=0, description="Reward that a response of the maximum length loses by overlong_buffer_tokens."
-    )
+    advantages: AdvantageName | None = None
+    """Advantages: grpo, dr_grpo, rloo, reinforce_baseline, gae, or your own as "module:function" (docs/losses.md); left
+    out: grpo (GRPO), gae (PPO)."""
+    kl_estimator: KlEstimator = "k1"
+    """Estimator of the KL in the reward."""
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    """Tokens before the maximum length of a response over which its reward falls linearly (DAPO); 0: no penalty of
+    length."""
+    max_refill: int = Field(default=0, ge=0, le=1000)
+    """Dynamic sampling (DAPO): groups whose rewards are all equal are dropped and prompts issued in their place, up to
+    this many times the prompts of a version; 0: such groups stay in the batch."""
+    reward_scale: RewardScale = "none"
+    """Divisor of scores that are trained (gae, dr_grpo, rloo): none, or the running deviation of the scores of the
+    steps before the version that samples; reward_clip then bounds the quotient."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """Reward that a response of the maximum length loses by overlong_buffer_tokens."""
 
 
 def log_probs_by(config: Config) -> LogProbsBy:

@@ -48,85 +48,60 @@ Flag = Annotated[bool, BeforeValidator(_parse_flag, json_schema_input_type=bool 
 class PromptSourceConfig(Section):
     """One of several sources of prompts, which are mixed by weight."""
 
-    path: Source = Field(description="File, folder or name of a data set, as prompts.path.")
-    weight: float = Field(
-        default=1.0, gt=0, le=1e9, description="Share of the prompts, relative to the weights of the other sources."
-    )
-    split: str | None = Field(default=None, min_length=1, description="As prompts.split; left out: that key.")
-    prompt_column: str | None = Field(
-        default=None, min_length=1, description="As prompts.prompt_column; left out: that key."
-    )
-    answer_column: str | None = Field(
-        default=None, min_length=1, description="As prompts.answer_column; left out: that key."
-    )
+    path: Source
+    """File, folder or name of a data set, as prompts.path."""
+    weight: float = Field(default=1.0, gt=0, le=1e9)
+    """Share of the prompts, relative to the weights of the other sources."""
+    split: str | None = Field(default=None, min_length=1)
+    """As prompts.split; left out: that key."""
+    prompt_column: str | None = Field(default=None, min_length=1)
+    """As prompts.prompt_column; left out: that key."""
+    answer_column: str | None = Field(default=None, min_length=1)
+    """As prompts.answer_column; left out: that key."""
 
 
 class PromptsConfig(Section):
     """The prompts: their files, columns, filters and template."""
 
-    path: Source = Field(
-        default="builtin:sort-digits",
-        description='JSON lines of {"prompt": ..., "answer": ..., "images": [...]}, Parquet, Arrow, a folder of such '
-        'files, or "datasets:NAME" or "datasets:NAME:SUBSET" for a data set in the local cache (docs/data.md).',
-    )
-    template: Literal["auto", "none", "chat"] = Field(
-        default="auto",
-        description="Prompts that get the tokenizer's chat template: lists of messages (auto), none, or all (chat).",
-    )
-    sources: list[PromptSourceConfig] = Field(
-        default=[], description="Several sources in place of path, each with its weight."
-    )
-    split: str = Field(default="train", min_length=1, description="Split of a folder or of a data set by name.")
-    prompt_column: str = Field(
-        default="prompt", min_length=1, description="Column of the prompt; a dot enters a column of objects."
-    )
-    answer_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column of the answer, which every row must have; a dot enters a column of objects; left out: "
-        "answer, in the rows that have one.",
-    )
-    min_characters: int = Field(
-        default=0, ge=0, le=2**31, description="Minimum characters of a prompt; rows with fewer are left out."
-    )
-    max_characters: int | None = Field(
-        default=None, ge=1, le=2**31, description="Maximum characters of a prompt; rows with more are left out."
-    )
-    pass_rate_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column of the share of a prompt's responses that passed, 0 to 1, which every row must have; "
-        "`rlhfd eval --pass-rates` writes it.",
-    )
-    min_pass_rate: float = Field(default=0.0, ge=0, le=1, description="Minimum pass rate; rows below are left out.")
-    max_pass_rate: float = Field(default=1.0, ge=0, le=1, description="Maximum pass rate; rows above are left out.")
-    shuffle: Flag = Field(
-        default=True,
-        description="Whether the rows of each epoch are mixed, in an order that follows from the seed; false, or 0: in "
-        "each epoch the order of the files.",
-    )
-    curriculum: Literal["none", "easy_first"] = Field(
-        default="none",
-        description='Order of the first epoch: all rows mixed, or "easy_first", in tenths of the rows from the highest '
-        "pass rate to the lowest; later epochs are mixed.",
-    )
-    system_prompt: str | None = Field(
-        default=None,
-        min_length=1,
-        description="System message before each prompt that has none; all prompts then get the chat template.",
-    )
-    template_arguments: TemplateArguments = Field(
-        default={},
-        description="Further keywords of the chat template, such as {enable_thinking = false}; all prompts then get "
-        "it.",
-    )
-    tools_file: AnyPath | None = Field(
-        default=None,
-        description="JSON list of the functions that the chat template offers as tools; all prompts then get it.",
-    )
-    tools_column: str | None = Field(
-        default=None, min_length=1, description="Column with such a list, in the rows that have one."
-    )
+    path: Source = "builtin:sort-digits"
+    """JSON lines of {"prompt": ..., "answer": ..., "images": [...]}, Parquet, Arrow, a folder of such files, or
+    "datasets:NAME" or "datasets:NAME:SUBSET" for a data set in the local cache (docs/data.md)."""
+    template: Literal["auto", "none", "chat"] = "auto"
+    """Prompts that get the tokenizer's chat template: lists of messages (auto), none, or all (chat)."""
+    sources: list[PromptSourceConfig] = Field(default=[])
+    """Several sources in place of path, each with its weight."""
+    split: str = Field(default="train", min_length=1)
+    """Split of a folder or of a data set by name."""
+    prompt_column: str = Field(default="prompt", min_length=1)
+    """Column of the prompt; a dot enters a column of objects."""
+    answer_column: str | None = Field(default=None, min_length=1)
+    """Column of the answer, which every row must have; a dot enters a column of objects; left out: answer, in the rows
+    that have one."""
+    min_characters: int = Field(default=0, ge=0, le=2**31)
+    """Minimum characters of a prompt; rows with fewer are left out."""
+    max_characters: int | None = Field(default=None, ge=1, le=2**31)
+    """Maximum characters of a prompt; rows with more are left out."""
+    pass_rate_column: str | None = Field(default=None, min_length=1)
+    """Column of the share of a prompt's responses that passed, 0 to 1, which every row must have; `rlhfd eval
+    --pass-rates` writes it."""
+    min_pass_rate: float = Field(default=0.0, ge=0, le=1)
+    """Minimum pass rate; rows below are left out."""
+    max_pass_rate: float = Field(default=1.0, ge=0, le=1)
+    """Maximum pass rate; rows above are left out."""
+    shuffle: Flag = True
+    """Whether the rows of each epoch are mixed, in an order that follows from the seed; false, or 0: in each epoch the
+    order of the files."""
+    curriculum: Literal["none", "easy_first"] = "none"
+    """Order of the first epoch: all rows mixed, or "easy_first", in tenths of the rows from the highest pass rate to
+    the lowest; later epochs are mixed."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """System message before each prompt that has none; all prompts then get the chat template."""
+    template_arguments: TemplateArguments = Field(default={})
+    """Further keywords of the chat template, such as {enable_thinking = false}; all prompts then get it."""
+    tools_file: AnyPath | None = None
+    """JSON list of the functions that the chat template offers as tools; all prompts then get it."""
+    tools_column: str | None = Field(default=None, min_length=1)
+    """Column with such a list, in the rows that have one."""
 
     @property
     def files(self) -> list[PromptSourceConfig]:

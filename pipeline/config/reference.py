@@ -107,7 +107,7 @@ def _rewards_schema() -> dict[str, Any]:
     name = {"type": "string", "pattern": f"^({'|'.join(bare)}|{FUNCTION.pattern})$"}
     return {
         "type": "array",
-        "description": Config.model_fields["rewards"].description,
+        "description": Config.meanings()["rewards"],
         "items": {"anyOf": [name, *(_reward_schema(one) for one in (*REWARD_NAMES, ""))]},
         "default": [DEFAULT_REWARD.name],
         "x-reload": "restart",
@@ -118,7 +118,7 @@ def _reward_schema(name: str) -> dict[str, Any]:
     """Return the schema of the table of a name; of one of your own if it is empty."""
     model = table_of(name)
     properties = _plain_properties(model.model_json_schema())
-    meaning = {"description": RewardConfig.model_fields["name"].description}
+    meaning = {"description": RewardConfig.meanings()["name"]}
     kind = {"const": name} if name else {"type": "string", "pattern": f"^{FUNCTION.pattern}$"}
     properties["name"] = {**kind, **meaning}
     return {
@@ -136,7 +136,7 @@ def _required(model: type[RewardConfig]) -> list[str]:
 
 def _rewards_lines() -> Iterator[str]:
     yield "## [[rewards]]\n"
-    yield f"{Config.model_fields['rewards'].description} [rewards.md](rewards.md) has examples.\n"
+    yield f"{Config.meanings()['rewards']} [rewards.md](rewards.md) has examples.\n"
     yield f"Left out: `{DEFAULT_REWARD.name}`; with a model of its own {SHOWN['rewards']}.\n"
     own = _reward_schema("")["properties"]
     yield from _rows({**own, "name": {"type": "string", "description": own["name"]["description"]}})

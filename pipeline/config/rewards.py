@@ -42,31 +42,17 @@ EnvironmentName = Annotated[
 class EnvironmentSection(Section):
     """The environment of responses of several turns: part of ``[rollout]``; see docs/environments.md."""
 
-    environment: EnvironmentName | None = Field(
-        default=None,
-        description='Class or function "module:Factory" that makes the environment of a row: it answers each response '
-        "until the row is done; left out: a row is one response.",
-    )
-    max_turns: int = Field(
-        default=8,
-        ge=1,
-        le=1024,
-        description="Maximum responses of a row in the environment; a row that has more is cut.",
-    )
-    max_turn_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        lt=2**20,
-        description="Maximum tokens of one response in the environment; left out: the room that the row has left.",
-    )
-    environment_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="Seconds that the environment gets for a step of a row; a row that takes longer is left out.",
-    )
-    environment_processes: int = Field(
-        default=1, ge=1, le=256, description="Processes per worker that hold the environments of its rows."
-    )
+    environment: EnvironmentName | None = None
+    """Class or function "module:Factory" that makes the environment of a row: it answers each response until the row is
+    done; left out: a row is one response."""
+    max_turns: int = Field(default=8, ge=1, le=1024)
+    """Maximum responses of a row in the environment; a row that has more is cut."""
+    max_turn_tokens: int | None = Field(default=None, ge=1, lt=2**20)
+    """Maximum tokens of one response in the environment; left out: the room that the row has left."""
+    environment_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that the environment gets for a step of a row; a row that takes longer is left out."""
+    environment_processes: int = Field(default=1, ge=1, le=256)
+    """Processes per worker that hold the environments of its rows."""
 
 
 Tags = Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]], Field(min_length=1)]
@@ -75,24 +61,19 @@ Tags = Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 class RewardConfig(Section):
     """A reward function: its name and its weight, which the functions of this package have as well."""
 
-    name: str = Field(description='Name of a function of this package, or "module:function" of your own.')
-    weight: float = Field(
-        default=1.0,
-        ge=-1e9,
-        le=1e9,
-        description="Factor of the score; the weighted scores of all functions and reward models are added up; "
-        "negative for a penalty.",
-    )
+    name: str
+    """Name of a function of this package, or "module:function" of your own."""
+    weight: float = Field(default=1.0, ge=-1e9, le=1e9)
+    """Factor of the score; the weighted scores of all functions and reward models are added up; negative for a
+    penalty."""
 
 
 class OwnReward(RewardConfig):
     """A function of your own, "module:function"."""
 
-    style: RewardStyle = Field(
-        default="auto",
-        description="Signature by which a function of your own is called: that of rlhfd, trl or verl "
-        "(docs/rewards.md), or with auto the one that it has.",
-    )
+    style: RewardStyle = "auto"
+    """Signature by which a function of your own is called: that of rlhfd, trl or verl (docs/rewards.md), or with auto
+    the one that it has."""
 
 
 class ExactReward(RewardConfig):
@@ -102,64 +83,45 @@ class ExactReward(RewardConfig):
 
 
 class _TaggedReward(RewardConfig):
-    tags: Tags = Field(
-        default=["think", "answer"],
-        description="Tags of a response; the text of the last one is read, if the response has it.",
-    )
+    tags: Tags = Field(default=["think", "answer"])
+    """Tags of a response; the text of the last one is read, if the response has it."""
 
 
 class CodeReward(_TaggedReward):
     """1 if the tests of the row pass after the response's code."""
 
     name: Literal["code"]
-    timeout_s: float = Field(
-        default=5.0,
-        gt=0,
-        le=3600,
-        description="Seconds that the tests of a row get, of CPU and of wall time; below rollout.reward_timeout_s.",
-    )
-    unisolated: bool = Field(
-        default=False,
-        description="Run code where this kernel has neither namespaces nor Landlock for its process: it can then read "
-        "the files and the memory of this user's processes.",
-    )
+    timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Seconds that the tests of a row get, of CPU and of wall time; below rollout.reward_timeout_s."""
+    unisolated: bool = False
+    """Run code where this kernel has neither namespaces nor Landlock for its process: it can then read the files and
+    the memory of this user's processes."""
 
 
 class FormatReward(RewardConfig):
     """1 if the response is its tags, in order."""
 
     name: Literal["format"]
-    tags: Tags = Field(
-        default=["think", "answer"],
-        description="Tags that are expected, each once, in this order, with text in each and none outside.",
-    )
+    tags: Tags = Field(default=["think", "answer"])
+    """Tags that are expected, each once, in this order, with text in each and none outside."""
 
 
 class JsonSchemaReward(_TaggedReward):
     """1 if the JSON of the response is what a schema admits."""
 
     name: Literal["json_schema"]
-    schema_file: AnyPath | None = Field(
-        default=None, description="JSON schema, unless the prompt's row has a column named schema."
-    )
+    schema_file: AnyPath | None = None
+    """JSON schema, unless the prompt's row has a column named schema."""
 
 
 class LengthReward(RewardConfig):
     """0 down to -1 as the response approaches a limit of tokens."""
 
     name: Literal["length"]
-    limit_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=2**20,
-        description="Tokens of a response from which the score is -1; left out: the maximum of a response.",
-    )
-    buffer_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=2**20,
-        description="Tokens below limit_tokens over which the score falls from 0 to -1; left out: a fifth of them.",
-    )
+    limit_tokens: int | None = Field(default=None, ge=1, le=2**20)
+    """Tokens of a response from which the score is -1; left out: the maximum of a response."""
+    buffer_tokens: int | None = Field(default=None, ge=1, le=2**20)
+    """Tokens below limit_tokens over which the score falls from 0 to -1; left out: a fifth of them."""
 
 
 class MathReward(_TaggedReward):
@@ -172,67 +134,54 @@ class ModelReward(RewardConfig):
     """The score of a reward model, which each worker holds."""
 
     name: Literal["model"]
-    path: AnyPath = Field(description="Directory of a sequence classification model that scores responses.")
-    label: str | None = Field(
-        default=None,
-        pattern=r"^[a-z0-9-]+$",
-        max_length=40,
-        description="Name of the model in metrics, samples and messages; left out: model, then model-2, ...",
-    )
-    tokenizer: RewardTokenizer = Field(
-        default="policy",
-        description="Tokenizer of the rows that the model gets: policy, the actor's token ids, or own: each row is "
-        "decoded and encoded again with the tokenizer and the chat template of the model.",
-    )
+    path: AnyPath
+    """Directory of a sequence classification model that scores responses."""
+    label: str | None = Field(default=None, pattern=r"^[a-z0-9-]+$", max_length=40)
+    """Name of the model in metrics, samples and messages; left out: model, then model-2, ..."""
+    tokenizer: RewardTokenizer = "policy"
+    """Tokenizer of the rows that the model gets: policy, the actor's token ids, or own: each row is decoded and encoded
+    again with the tokenizer and the chat template of the model."""
 
 
 class RegexReward(RewardConfig):
     """1 if a pattern is found."""
 
     name: Literal["regex"]
-    pattern: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Regular expression, unless the prompt's row has a column of this name.",
-    )
+    pattern: str | None = Field(default=None, min_length=1)
+    """Regular expression, unless the prompt's row has a column of this name."""
 
 
 class ServiceReward(RewardConfig):
     """The options of a reward that asks a service."""
 
-    url: Url = Field(description="Address of the service.")
-    request_timeout_s: float = Field(default=10.0, gt=0, le=3600, description="Seconds of an attempt of a request.")
-    concurrency: int = Field(default=8, ge=1, le=1024, description="Requests at the same time, of each worker.")
-    deadline_s: float = Field(
-        default=45.0,
-        gt=0,
-        le=86400,
-        description="Seconds of all requests for a call's rows; below rollout.reward_timeout_s.",
-    )
-    api_key_variable: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="Environment variable with the key that is sent as a bearer token.",
-    )
+    url: Url
+    """Address of the service."""
+    request_timeout_s: float = Field(default=10.0, gt=0, le=3600)
+    """Seconds of an attempt of a request."""
+    concurrency: int = Field(default=8, ge=1, le=1024)
+    """Requests at the same time, of each worker."""
+    deadline_s: float = Field(default=45.0, gt=0, le=86400)
+    """Seconds of all requests for a call's rows; below rollout.reward_timeout_s."""
+    api_key_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Environment variable with the key that is sent as a bearer token."""
 
 
 class JudgeReward(ServiceReward):
     """The score of a model behind an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."""
 
     name: Literal["judge"]
-    model: str = Field(min_length=1, description="Model that is asked.")
-    template_file: AnyPath | None = Field(
-        default=None,
-        description="Text of a request with {prompt}, {response}, {answer}, {best} and columns in braces; left out: a "
-        "short one.",
-    )
+    model: str = Field(min_length=1)
+    """Model that is asked."""
+    template_file: AnyPath | None = None
+    """Text of a request with {prompt}, {response}, {answer}, {best} and columns in braces; left out: a short one."""
 
 
 class RemoteReward(ServiceReward):
     """The score of a service that gets rows, such as http://127.0.0.1:8000/score."""
 
     name: Literal["remote"]
-    batch_size: int = Field(default=16, ge=1, le=4096, description="Rows of a request.")
+    batch_size: int = Field(default=16, ge=1, le=4096)
+    """Rows of a request."""
 
 
 REWARDS: Final[dict[str, type[RewardConfig]]] = {
