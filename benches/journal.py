@@ -16,7 +16,7 @@ from benches.measure import Sample, interleaved
 from benches.report import ROOT, Section, Table
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
-from pipeline.buffer.observer import Observer
+from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.snapshot import BufferSnapshot
 from pipeline.config.schema import Config, DaemonConfig
 from pipeline.config.sections import BufferConfig
@@ -76,7 +76,7 @@ def _measure(folder: pathlib.Path, held_bytes: int, extent_bytes: int) -> _Pause
             ledger.seal(record, rows=_ROWS, nbytes=extent_bytes, checksum=0, policy_version=0, fingerprint=1, now_s=0.0)
         limits = Limits(_ROWS, _ROWS, _ROWS, 1, 1, 0, 1, extent_bytes // _ROWS)
         allocator = ExtentAllocator(arena.payload_bytes)
-        buffer = Buffer(ledger, allocator, limits, lambda *_: None, cast(Observer, None), workers=1)
+        buffer = Buffer(ledger, allocator, limits, lambda *_: None, cast(BufferMetrics, None), workers=1)
         config = Config(
             daemon=DaemonConfig(state_dir=pathlib.Path(state)), buffer=BufferConfig(journal_interval_s=0.01)
         )

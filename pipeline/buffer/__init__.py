@@ -5,8 +5,7 @@ buffer       the effect of each message on tickets, leases and ledger
 context      the parts that tickets and leases share
 evaluations  tickets on held-out prompts, which no trainer sees
 leases       batches leased to trainer ranks
-metrics      the buffer's metrics
-observer     interface that counts the events of the ledger
+metrics      the buffer's metrics: counts of the events of tickets, leases and rows
 process      the buffer process: sockets, ledger, loop
 quarantine   copies of extents that are never delivered again
 refill       groups without signal dropped, and prompts issued in their place

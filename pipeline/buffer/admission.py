@@ -20,30 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Literal, Protocol
+from typing import Literal
 
 from pipeline.buffer import refill
 from pipeline.runtime.messages import Faulty, Sealed
+from pipeline.storage.extent_file import SavedExtent
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.records import Chosen, ExtentRecord, held_rows, ready_rows
 from pipeline.storage.tables import PromptRange, between
-
-
-class Prompted(Protocol):
-    """An extent, in the ledger or on disk: its prompts and the number of its rows."""
-
-    @property
-    def position(self) -> int:
-        """First prompt position."""
-
-    @property
-    def prompts(self) -> int:
-        """Prompts of the ticket."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of these prompts."""
-
 
 Refusal = Literal["", "early", "rolled_back", "fingerprint", "invalid"]
 
@@ -215,7 +199,7 @@ def rolled_back_rows(ledger: Ledger) -> Chosen:
     ]
 
 
-def prompts_of(record: Prompted, rows: list[int], group_size: int) -> PromptRange:
+def prompts_of(record: ExtentRecord | SavedExtent, rows: list[int], group_size: int) -> PromptRange:
     """Return the prompts of rows of an extent; all of the ticket's prompts if some of them gave no rows."""
     if record.rows != record.prompts * group_size:
         return PromptRange(record.position, record.prompts)

@@ -11,7 +11,7 @@ from pipeline.buffer.admission import Limits
 from pipeline.buffer.context import BufferContext, KeepCopy, Send
 from pipeline.buffer.evaluations import Evaluations
 from pipeline.buffer.leases import Leases
-from pipeline.buffer.observer import Observer
+from pipeline.buffer.metrics import BufferMetrics
 from pipeline.buffer.tickets import Tickets
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import (
@@ -69,7 +69,7 @@ class Buffer:
         allocator: ExtentAllocator,
         limits: Limits,
         send: Send,
-        observer: Observer,
+        observer: BufferMetrics,
         *,
         workers: int,
         incarnation: int | None = None,

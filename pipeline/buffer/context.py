@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pipeline.buffer.admission import Limits
-from pipeline.buffer.observer import Observer
+from pipeline.buffer.metrics import BufferMetrics
 from pipeline.runtime.messages import Message
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.ledger import Ledger
@@ -36,6 +36,6 @@ class BufferContext:
     allocator: ExtentAllocator
     limits: Limits
     send: Send
-    observer: Observer
+    observer: BufferMetrics
     quarantine: KeepCopy
     peers: dict[str, int] = dataclasses.field(default_factory=dict)

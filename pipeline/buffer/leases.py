@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pipeline.buffer import admission
 from pipeline.buffer.context import BufferContext
-from pipeline.buffer.observer import AsideReason, LeaseEnd
+from pipeline.buffer.metrics import AsideReason, LeaseEnd
 from pipeline.runtime.messages import Ack, Credit, Damaged, Exhausted, ExtentRows, Lease, Published, Release
 from pipeline.runtime.transport import trainer_name
 from pipeline.storage import records
@@ -111,19 +111,13 @@ class Leases:
     def _send_lease(self, trainer: str, lease: int, chosen: Chosen) -> None:
         parts = [
             ExtentRows(
-                record.offset,
-                record.nbytes,
-                record.checksum,
-                record.policy_version,
-                record.ticket,
-                rows,
-                record.position,
-                record.prompts,
+                record.offset, record.nbytes, record.checksum, record.policy_version, record.ticket, rows,
+                record.position, record.prompts,
             )
             for record, rows in chosen
-        ]
-        deliveries = max([record.most_deliveries(rows) for record, rows in chosen])
-        deaths = max([record.most_deaths(rows) for record, rows in chosen])
+        ]  # fmt: skip
+        items = [item for record, rows in chosen for item in record.values(rows)]
+        deliveries, deaths = max([item.deliveries for item in items]), max([item.deaths for item in items])
         version = admission.version_of_lease(self._ledger, self._limits, lease)
         position = admission.uncovered_position(self._ledger, lease)
         self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries, position, deaths))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from pipeline.buffer.buffer import Buffer
-from pipeline.buffer.evaluations import Evaluations
-from pipeline.buffer.observer import AsideReason, Kept, LeaseEnd, TicketEnd
 from pipeline.progress import Telemetry
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import FaultReason
@@ -15,6 +12,15 @@ from pipeline.telemetry.evaluations import TOTAL, Evaluation
 from pipeline.telemetry.metric import EVALUATION_LABELS
 from pipeline.telemetry.metrics import Conservation
 from pipeline.telemetry.slab import SlotWriter
+
+if TYPE_CHECKING:
+    from pipeline.buffer.buffer import Buffer
+    from pipeline.buffer.evaluations import Evaluations
+
+TicketEnd = Literal["sealed", "reissued", "failed"]
+LeaseEnd = Literal["acked", "nacked", "holder_died"]
+Kept = Literal["kept", "full", "error"]
+AsideReason = Literal["checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid", FaultReason]
 
 _EVALUATED = {
     "pass_at_1": "rlhfd_evaluation_pass_at_1_ratio",
@@ -26,7 +32,7 @@ _EVALUATED = {
 
 
 class BufferMetrics(Telemetry):
-    """Writes the buffer's slot; its `Observer`."""
+    """Writes the buffer's slot: counts the events of tickets, leases and rows."""
 
     def __init__(self, writer: SlotWriter) -> None:
         super().__init__()
@@ -69,20 +75,20 @@ class BufferMetrics(Telemetry):
         self._writer.beat()
 
     def sealed(self, rows: int, staleness_versions: int) -> None:
-        """Count rows of a seal."""
+        """Count rows of a seal; their policy version is this many versions behind the newest."""
         self._pushes.inc()
         self._staleness.observe(float(max(0, staleness_versions)), rows)
 
     def ticket_ended(self, result: TicketEnd) -> None:
-        """Count a settled or reissued ticket."""
+        """Count a ticket that was settled or reissued."""
         self._tickets[result].inc()
 
     def leased(self, rows: int, age_s: float) -> None:
-        """Count leased rows."""
+        """Count rows that were leased `age_s` after their seal."""
         self._age.observe(max(0.0, age_s), rows)
 
     def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
-        """Count the end of a lease."""
+        """Count a batch that was trained, handed back, or whose holder died."""
         self._leases[result].inc()
         if result in self._requeued:
             self._requeued[result].inc(rows)
@@ -90,13 +96,13 @@ class BufferMetrics(Telemetry):
             self._lease_s.observe(max(0.0, duration_s))
 
     def set_aside(self, reason: AsideReason, rows: int) -> None:
-        """Count rows that were refused or quarantined."""
+        """Count rows that were refused before their commit, or quarantined after it."""
         self._aside[reason].inc(rows)
         if reason in self._refused:
             self._refused[reason].inc()
 
     def quarantine_file(self, result: Kept) -> None:
-        """Count the result of a copy of quarantined rows."""
+        """Count a copy of quarantined rows that was written, had no room, or failed."""
         self._files[result].inc()
 
     def snapshot_written(self, whole: bool) -> None:
@@ -104,7 +110,7 @@ class BufferMetrics(Telemetry):
         self._snapshots[whole].inc()
 
     def duplicate(self) -> None:
-        """Count a repeated message."""
+        """Count a message that repeats an earlier one or comes from a dead peer."""
         self._repeats.inc()
 
     def publish(self, buffer: Buffer, now_s: float, capacity_bytes: int) -> None:

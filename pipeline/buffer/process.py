@@ -10,7 +10,6 @@ from pathlib import Path
 from pipeline.buffer.buffer import Buffer
 from pipeline.buffer.context import Send
 from pipeline.buffer.metrics import BufferMetrics
-from pipeline.buffer.observer import Observer
 from pipeline.buffer.quarantine import Quarantine
 from pipeline.buffer.sizing import ledger_layout, limits_of
 from pipeline.buffer.snapshot import BufferSnapshot
@@ -195,7 +194,7 @@ def new_buffer(
     ledger: Ledger,
     arena: Arena,
     send: Send,
-    observer: Observer,
+    observer: BufferMetrics,
     *,
     prompts: int = 0,
     evaluations: EvaluationFile | None = None,
@@ -211,11 +210,7 @@ def new_buffer(
         send,
         observer,
         workers=config.rollout.workers,
-        quarantine=Quarantine(
-            run_dir(config) / "quarantine",
-            arena,
-            count=observer.quarantine_file,
-        ).keep,
+        quarantine=Quarantine(run_dir(config) / "quarantine", arena, count=observer.quarantine_file).keep,
         # A buffer without a book makes none: it only moves the rows of a failed run to disk.
         plan=None if evaluations is None else EvaluationPlan.of(config),
         book=evaluations,

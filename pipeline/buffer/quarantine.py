@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from pipeline.buffer.observer import Kept
+from pipeline.buffer.metrics import Kept
 from pipeline.storage import extent_file
 from pipeline.storage.arena import Arena
 from pipeline.storage.files import not_taken

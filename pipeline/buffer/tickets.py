@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pipeline.buffer import admission, refill
 from pipeline.buffer.context import BufferContext
-from pipeline.buffer.observer import AsideReason
+from pipeline.buffer.metrics import AsideReason
 from pipeline.config.lengths import extent_bytes_bound
 from pipeline.errors import ArenaFullError, GaveUpError
 from pipeline.runtime.messages import Failed, Faulty, Sealed, Settled, Ticket, Wait, WantTickets

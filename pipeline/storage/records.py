@@ -167,19 +167,12 @@ class ExtentRecord:
             change(items[row])
         return rows[0], b"".join([item.pack() for item in items[rows[0] : rows[-1] + 1]])
 
-    def most_deliveries(self, rows: list[int]) -> int:
-        """Return the maximum number of deliveries among these rows."""
+    def values(self, rows: list[int]) -> list[Item]:
+        """Return the value of each of these rows; a single one if they are known to be equal."""
         if (item := self._alike(rows)) is not None:
-            return item.deliveries
+            return [item]
         items = self.items
-        return max([items[row].deliveries for row in rows])
-
-    def most_deaths(self, rows: list[int]) -> int:
-        """Return the maximum number of trainers that died at a batch with one of these rows."""
-        if (item := self._alike(rows)) is not None:
-            return item.deaths
-        items = self.items
-        return max([items[row].deaths for row in rows])
+        return [items[row] for row in rows]
 
     def _alike(self, rows: list[int]) -> Item | None:
         """Return the common value of the rows if `rows` are all of them and known to be equal; else None."""
