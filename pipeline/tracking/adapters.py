@@ -6,7 +6,6 @@ WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI.
 
 from __future__ import annotations
 
-import functools
 import netrc
 import os
 import re
@@ -14,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from pipeline.tracking.records import COLUMNS, Record, flat
@@ -48,56 +47,47 @@ class Tracker(Protocol):
         """End this process's part of the run; the run itself can be continued."""
 
 
-def open_tracker(
-    name: str,
-    *,
-    run_id: str,
-    run_name: str,
-    project: str,
-    folder: Path,
-    settings: Mapping[str, Any] = {},
-    last_step: int = -1,
-) -> Tracker:
-    """Return the tracker of a name.
+class TrackedRun(NamedTuple):
+    """A run, as a tracker is told of it.
 
-    Args:
-        name: One of `pipeline.config.sections.TrackerName`.
-        run_id: Id of the run to continue; empty for a new one.
-        run_name: The run's name, for display.
+    Attributes:
+        run_id: Id of the library's run to continue; empty for a new one.
+        name: The run's name, for display.
         project: Project, or experiment.
         folder: Folder of the files that the library writes.
         settings: The configuration in force, by section and key; later ones of a run take the place of earlier ones.
         last_step: Step of the last line that an earlier process sent to the run; -1 if there was none.
     """
-    adapters: dict[str, Callable[[str, str, str, Path, Mapping[str, Any]], Tracker]]
-    board = functools.partial(TensorBoard, last_step=last_step)
-    adapters = {"tensorboard": board, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return adapters[name](run_id, run_name, project, folder, settings)
+
+    run_id: str
+    name: str
+    project: str
+    folder: Path
+    settings: Mapping[str, Any] = {}
+    last_step: int = -1
+
+
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
+    """Return the tracker of a name, one of `pipeline.config.sections.TrackerName`."""
+    adapters: dict[str, Callable[[TrackedRun], Tracker]]
+    adapters = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+    run.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return adapters[name](run)
 
 
 class TensorBoard:
     """Event files, without TensorFlow and torch. Steps that are taken again hide those before."""
 
-    def __init__(
-        self,
-        run_id: str,
-        run_name: str,
-        project: str,
-        folder: Path,
-        settings: Mapping[str, Any] = {},
-        *,
-        last_step: int = -1,
-    ) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.run_id = run_id or run_name
+        self.run_id = run.run_id or run.name
         self._events: Any = event_pb2
-        self._writer: Any = EventFileWriter(str(folder / self.run_id))
-        self._step = last_step
-        if settings:
-            self._text("configuration", max(last_step, 0), ("key", "value"), list(flat(settings).items()))
+        self._writer: Any = EventFileWriter(str(run.folder / self.run_id))
+        self._step = run.last_step
+        if run.settings:
+            self._text("configuration", max(run.last_step, 0), ("key", "value"), list(flat(run.settings).items()))
 
     def log(self, record: Record) -> None:
         """Add an event; see `Tracker`."""
@@ -139,21 +129,19 @@ def _cell(cell: object) -> str:
 class Wandb:
     """Weights & Biases; the axis of all values is ``step``, since its own steps cannot go back."""
 
-    def __init__(
-        self, run_id: str, run_name: str, project: str, folder: Path, settings: Mapping[str, Any] = {}
-    ) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        self.run_id = run_id or secrets.token_hex(4)
+        self.run_id = run.run_id or secrets.token_hex(4)
         self._wandb: Any = wandb
         # Without a key a prompt would wait for one.
         is_known = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") or _netrc_has_wandb()
         mode = {} if is_known else {"mode": "offline"}
         self._run: Any = wandb.init(
-            project=project, id=self.run_id, name=run_name, resume="allow", dir=str(folder), **mode
+            project=run.project, id=self.run_id, name=run.name, resume="allow", dir=str(run.folder), **mode
         )
-        if settings:
-            self._run.config.update(dict(settings), allow_val_change=True)
+        if run.settings:
+            self._run.config.update(dict(run.settings), allow_val_change=True)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -187,16 +175,14 @@ def _netrc_has_wandb() -> bool:
 class Trackio:
     """Trackio, a local-first tracker of Hugging Face."""
 
-    def __init__(
-        self, run_id: str, run_name: str, project: str, folder: Path, settings: Mapping[str, Any] = {}
-    ) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         # Read at the import.
-        os.environ.setdefault("TRACKIO_DIR", str(folder))
+        os.environ.setdefault("TRACKIO_DIR", str(run.folder))
         import trackio
 
-        self.run_id = run_id or f"{run_name}-{secrets.token_hex(2)}"
+        self.run_id = run.run_id or f"{run.name}-{secrets.token_hex(2)}"
         self._trackio: Any = trackio
-        self._run: Any = trackio.init(project=project, name=self.run_id, resume="allow", config=dict(settings))
+        self._run: Any = trackio.init(project=run.project, name=self.run_id, resume="allow", config=dict(run.settings))
 
     def log(self, record: Record) -> None:
         """Log the values; see `Tracker`."""
@@ -220,24 +206,23 @@ class Trackio:
 class Mlflow:
     """MLflow; without MLFLOW_TRACKING_URI in a database file in the folder of the run."""
 
-    def __init__(
-        self, run_id: str, run_name: str, project: str, folder: Path, settings: Mapping[str, Any] = {}
-    ) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import mlflow
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=uri)
-        if not run_id:
-            found = self._client.get_experiment_by_name(project)
-            kept = {} if os.environ.get("MLFLOW_TRACKING_URI") else {"artifact_location": (folder / "files").as_uri()}
-            experiment = found.experiment_id if found else self._client.create_experiment(project, **kept)
-            run_id = self._client.create_run(experiment, run_name=run_name).info.run_id
-        self.run_id = run_id
+        self.run_id = run.run_id or self._new_run(run)
         self._entities: Any = mlflow.entities
         self._client.update_run(self.run_id, status="RUNNING")
-        if settings:
-            self._set({key: str(value)[:_MOST_VALUE] for key, value in flat(settings).items()})
+        if run.settings:
+            self._set({key: str(value)[:_MOST_VALUE] for key, value in flat(run.settings).items()})
+
+    def _new_run(self, run: TrackedRun) -> str:
+        found = self._client.get_experiment_by_name(run.project)
+        kept = {} if os.environ.get("MLFLOW_TRACKING_URI") else {"artifact_location": (run.folder / "files").as_uri()}
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project, **kept)
+        return str(self._client.create_run(experiment, run_name=run.name).info.run_id)
 
     def log(self, record: Record) -> None:
         """Log the values; see `Tracker`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.runtime.lifeline import die_with_parent
-from pipeline.tracking.adapters import Tracker, open_tracker
+from pipeline.tracking.adapters import TrackedRun, Tracker, open_tracker
 from pipeline.tracking.records import (
     LineFollower,
     Progress,
@@ -91,10 +91,8 @@ def main(run_dir: Path, name: str, project: str) -> int:
     os.environ.setdefault("WANDB_SILENT", "true")
 
     def opened(progress: Progress, folder: Path) -> Tracker:
-        return open_tracker(
-            name, run_id=progress.run_id, run_name=run_dir.name, project=project, folder=folder,
-            settings=read_settings(run_dir), last_step=progress.step,
-        )  # fmt: skip
+        settings = read_settings(run_dir)
+        return open_tracker(name, TrackedRun(progress.run_id, run_dir.name, project, folder, settings, progress.step))
 
     follow(run_dir, name, opened, wait=stopping.wait)
     return 0

@@ -17,7 +17,7 @@ import pytest
 from pipeline.config.schema import Config
 from pipeline.config.sections import missing_tracker
 from pipeline.telemetry.samples import SampleWriter, folder_of
-from pipeline.tracking.adapters import mlflow_name, open_tracker
+from pipeline.tracking.adapters import TrackedRun, mlflow_name, open_tracker
 from pipeline.tracking.records import flat, read_progress, read_settings, tracking_dir, write_settings
 from tests.tracking.test_records import add, line, sample
 
@@ -26,9 +26,8 @@ import sys
 from pathlib import Path
 from pipeline.tracking import process
 process.follow(Path(sys.argv[1]), sys.argv[2],
-               lambda place, folder: process.open_tracker(sys.argv[2], run_id=place.run_id, run_name="grpo-1",
-                                                          project="p", folder=folder, last_step=place.step,
-                                                          settings=process.read_settings(Path(sys.argv[1]))),
+               lambda place, folder: process.open_tracker(sys.argv[2], process.TrackedRun(
+                   place.run_id, "grpo-1", "p", folder, process.read_settings(Path(sys.argv[1])), place.step)),
                wait=lambda _: True)
 """
 
@@ -153,7 +152,7 @@ def test_wandb_and_trackio_get_the_configuration(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
 
     for name in ("wandb", "trackio"):
-        open_tracker(name, run_id="", run_name="r", project="p", folder=tmp_path, settings={"trainer": {"seed": 7}})
+        open_tracker(name, TrackedRun("", "r", "p", tmp_path, {"trainer": {"seed": 7}}))
 
     assert given == [({"trainer": {"seed": 7}}, True), {"trainer": {"seed": 7}}]
 
@@ -255,7 +254,7 @@ def test_wandb_is_offline_without_a_key_of_its_server(
     for name, value in variables.items():
         monkeypatch.setenv(name, str(tmp_path / value) if name == "NETRC" else value)
 
-    open_tracker("wandb", run_id="", run_name="r", project="p", folder=tmp_path / "files")
+    open_tracker("wandb", TrackedRun("", "r", "p", tmp_path / "files"))
 
     (given,) = started
     assert {name: value for name, value in given.items() if name == "mode"} == options
@@ -278,7 +277,7 @@ def test_wandb_is_offline_with_a_netrc_that_cannot_be_read(
     if content is not None:
         (tmp_path / "netrc").write_bytes(content)
 
-    open_tracker("wandb", run_id="", run_name="r", project="p", folder=tmp_path / "files")
+    open_tracker("wandb", TrackedRun("", "r", "p", tmp_path / "files"))
 
     assert modes == ["offline"]
 
