@@ -58,15 +58,7 @@ def main(reports: int, spec_json: str) -> int:
     writer = slab.writer("supervisor" if spec.role == "setup" else spec.role, spec.index)
     if spec.role != "setup":
         count_warnings(writer)
-    context = RoleContext(
-        spec.role,
-        spec.index,
-        workspace.folder,
-        writer,
-        report,
-        spec.generation,
-        spec.prompts,
-    )
+    context = RoleContext(spec.role, spec.index, workspace.folder, writer, report, spec.generation, spec.prompts)
     context.stop_on_sigterm()
     try:
         return int(_run(config, context))

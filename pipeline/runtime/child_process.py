@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,9 @@ from pipeline.runtime.lifeline import PARENT_VARIABLE
 from pipeline.runtime.role import Report
 from pipeline.storage.files import UNREADABLE
 from pipeline.telemetry.reader import version_of
+
+if TYPE_CHECKING:
+    from pipeline.runtime.forking import ForkedProcess
 
 _MAX_LINE_BYTES = 64 << 10
 _DESCRIPTORS = 128
@@ -73,16 +76,8 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     cpus: list[int] = []
 
 
-class Process(Protocol):
-    """A child of this process; no other process reaps it."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-
-    def wait(self) -> int:
-        """Reap it after its death; return its exit code, or minus the signal."""
-
+Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
+"""A child of this process; no other process reaps it."""
 
 Starter = Callable[[int, int], Process]
 """Starts a process; the arguments are the child's ends of the pipes for its reports and for its output lines."""

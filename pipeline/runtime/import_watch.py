@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 
@@ -26,9 +26,7 @@ class ImportWatch(MetaPathFinder):
         sys.meta_path.insert(0, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         sys.meta_path.remove(self)
 
     def starter_of(self, thread: int) -> str:

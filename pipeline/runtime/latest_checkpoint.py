@@ -15,9 +15,8 @@ import msgspec
 
 from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError
 from pipeline.storage import sealed_json
-from pipeline.storage.files import UNREADABLE, flush_folder, write_whole
+from pipeline.storage.files import flush_folder, write_whole
 
 _BEST = "best"
 REPLACED = ".replaced."
@@ -59,13 +58,8 @@ def read_latest(root: Path) -> Latest | None:
     Raises:
         ConfigError: If the file cannot be read.
     """
-    path = root / "latest.json"
-    try:
-        return sealed_json.decode(path.read_bytes(), Latest)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{path}: {error}; remove it, or start anew with `rlhfd start --fresh`") from error
+    advice = "remove it, or start anew with `rlhfd start --fresh`"
+    return sealed_json.read(root / "latest.json", Latest, advice)
 
 
 def write_latest(root: Path, latest: Latest) -> None:

@@ -20,7 +20,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
@@ -129,9 +128,7 @@ class FolderLock:
     def _holder(self) -> str:
         return _named(holder(self._folder))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the lock file and release the lock."""
         if self._descriptor is not None:
             # Before the release: a process that opens the path from here on makes and locks a new file.
@@ -236,9 +233,7 @@ class SharedMemoryLock:
         self._release()
         self._descriptor = descriptor
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Release the lock."""
         self._release()
 

@@ -40,7 +40,7 @@ from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, hea
 from pipeline.runtime.checkpoint_note import read_note as read_checkpoint
 from pipeline.runtime.latest_checkpoint import Latest, put_back_replaced, read_latest, why_anew, write_latest
 from pipeline.storage import sealed_json
-from pipeline.storage.files import UNREADABLE, flush_folder, write_whole
+from pipeline.storage.files import flush_folder, write_whole
 
 _NOTE = "run.json"
 _OF_A_START = ("run.json", "inputs.json", "history.msgpack")
@@ -405,13 +405,7 @@ def read_note(folder: Path) -> RunNote | None:
     Raises:
         ConfigError: If it cannot be read.
     """
-    path = folder / _NOTE
-    try:
-        return sealed_json.decode(path.read_bytes(), RunNote)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{path}: {error}; remove this file, the next start writes it again") from error
+    return sealed_json.read(folder / _NOTE, RunNote, "remove this file, the next start writes it again")
 
 
 def runs_of(state_dir: Path) -> list[Listed]:

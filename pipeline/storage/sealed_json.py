@@ -5,10 +5,14 @@ A record's last member is ``seal``, the xxh3-64 of all others.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import xxhash
+
+from pipeline.errors import ConfigError
+from pipeline.storage.files import UNREADABLE
 
 _SEAL = "seal"
 
@@ -33,6 +37,20 @@ def decode(data: bytes, kind: type[_T]) -> _T:
     if members.pop(_SEAL, None) != _seal_of(members):
         raise msgspec.DecodeError("damaged: its seal is not that of its members")
     return msgspec.convert(members, kind)
+
+
+def read(path: Path, kind: type[_T], advice: str) -> _T | None:
+    """Return the record in a file; None if there is none.
+
+    Raises:
+        ConfigError: If it cannot be read, or is no such record; the message ends with the advice.
+    """
+    try:
+        return decode(path.read_bytes(), kind)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"{path}: {error}; {advice}") from error
 
 
 def _seal_of(members: dict[str, object]) -> str:

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 
 from pipeline.config.schema import Config
 from pipeline.telemetry import journald, log_file, log_lines
@@ -64,9 +63,7 @@ class RunLog(logging.Handler):
         logging.getLogger().addHandler(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop keeping records and close the log."""
         logging.getLogger().removeHandler(self)
         for end in (self._file, self._journal):
