@@ -166,22 +166,13 @@ def _points(path: Path, after: Point) -> Iterator[tuple[Fields, Point | None]]:
         start_s = max(end_s, unix_s - (tokens / speed if speed else 0.0))
         end_s = max(start_s, unix_s)
         known = {name: (fields[field], 1.0) for name, field in LEARNING_FIELDS.items() if fields.get(field) is not None}
-        yield (
-            fields,
-            Point(
-                start_s,
-                end_s,
-                end_s - start_s,
-                step,
-                float(fields.get("reward_mean") is not None),
-                mean,
-                deviation * deviation + mean * mean,
-                tokens,
-                staleness_sum=_number(fields, "staleness_mean_versions") * rows,
-                staleness_rows=rows if fields.get("staleness_mean_versions") is not None else 0.0,
-                learning=known | evaluated,
-            ),
-        )
+        has_reward, staleness = fields.get("reward_mean") is not None, fields.get("staleness_mean_versions")
+        point = Point(
+            start_s, end_s, end_s - start_s, step, float(has_reward), mean, deviation * deviation + mean * mean, tokens,
+            staleness_sum=(staleness or 0.0) * rows, staleness_rows=0.0 if staleness is None else rows,
+            learning=known | evaluated,
+        )  # fmt: skip
+        yield fields, point
 
 
 def _number(fields: Fields, name: str) -> float:

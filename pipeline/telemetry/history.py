@@ -25,6 +25,11 @@ SPAN_S: Final = 2.0
 _PER_LEVEL: Final = 120
 _LEVELS: Final = 20
 _MOST_BYTES: Final = 64 << 20
+_SUMS: Final = (
+    "seconds", "rewards", "reward_sum", "reward_squares", "tokens", "ready_item_seconds", "staleness_sum",
+    "staleness_rows",
+)  # fmt: skip
+"""Fields of a point that are plain sums."""
 
 Spent = Mapping[tuple[str, ...], float]
 
@@ -92,21 +97,8 @@ class Point(msgspec.Struct, array_like=True):
         for name, (total, count) in later.learning.items():
             before = learning.get(name, (0.0, 0.0))
             learning[name] = (before[0] + total, before[1] + count)
-        return Point(
-            self.start_s,
-            later.end_s,
-            self.seconds + later.seconds,
-            later.step,
-            self.rewards + later.rewards,
-            self.reward_sum + later.reward_sum,
-            self.reward_squares + later.reward_squares,
-            self.tokens + later.tokens,
-            self.ready_item_seconds + later.ready_item_seconds,
-            self.staleness_sum + later.staleness_sum,
-            self.staleness_rows + later.staleness_rows,
-            spent,
-            learning,
-        )
+        sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMS}
+        return Point(self.start_s, later.end_s, step=later.step, spent_s=spent, learning=learning, **sums)
 
     def shown(self) -> dict[str, Any]:
         """Return the values for a chart: means, rates and shares; unknown values are left out."""
