@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pipeline.config.evaluation import conflict_of_evaluation
-from pipeline.config.lengths import conflict_of_lengths
+from pipeline.config.evaluation import conflicts_of_evaluation
+from pipeline.config.lengths import conflicts_of_lengths
 from pipeline.config.losses import ADVANTAGES, GROUP_ADVANTAGES, ZERO_WITHOUT_SIGNAL
-from pipeline.config.prompts import conflict_of_prompts
-from pipeline.config.rewards import conflict_of_environment, conflict_of_rewards
+from pipeline.config.prompts import conflicts_of_prompts
+from pipeline.config.rewards import conflicts_of_environment, conflicts_of_rewards
+from pipeline.config.types import Conflicts
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -22,9 +22,6 @@ class Conflict(NamedTuple):
     keys: tuple[str, ...]
     message: str
 
-
-Conflicts = Iterator[tuple[tuple[str, ...], str]]
-"""Keys and message of each conflict."""
 
 _VERSION_KEYS: Final = (
     "buffer.sample_batch_size",
@@ -43,11 +40,12 @@ def conflicts(config: Config) -> list[Conflict]:
     """Return the conflicts between keys of a configuration; empty if it can run."""
     parts = (
         _of_scores(config),
-        filter(None, (conflict_of_environment(config), conflict_of_rewards(config))),
+        conflicts_of_environment(config),
+        conflicts_of_rewards(config),
         _of_metrics(config),
-        filter(
-            None, (conflict_of_evaluation(config), conflict_of_prompts(config), conflict_of_lengths(config.rollout))
-        ),
+        conflicts_of_evaluation(config),
+        conflicts_of_prompts(config),
+        conflicts_of_lengths(config.rollout),
         _of_flow(config),
         _of_advantages(config),
         _of_updates(config),
@@ -327,21 +325,12 @@ def _of_external_trainer(config: Config) -> Conflicts:
         message = "must be 0 with an external trainer: the rows that its checkpoints include are unknown"
         yield ("buffer.journal_interval_s", "trainer.kind"), message
     scales_once = config.advantages not in ("grpo", "reinforce_baseline") and trainer.advantage_scale != "batch"
+    scales, sharding = scales_once and rollout.reward_scale == "running", trainer.sharding
     for key, is_set, must, reason in (
         ("metrics.tracker", config.metrics.tracker, "be left out", "whose steps have no line in metrics.jsonl"),
-        (
-            "rollout.reward_scale",
-            scales_once and rollout.reward_scale == "running",
-            'be "none"',
-            "which publishes no moments",
-        ),
+        ("rollout.reward_scale", scales, 'be "none"', "which publishes no moments"),
         ("rollout.sleep", rollout.sleep, "be false", "which does not tell when it steps"),
-        (
-            "trainer.sharding",
-            trainer.sharding in ("full", "hybrid"),
-            f'not be "{trainer.sharding}"',
-            "which shards its own models",
-        ),
+        ("trainer.sharding", sharding in ("full", "hybrid"), f'not be "{sharding}"', "which shards its own models"),
         ("trainer.max_epochs", trainer.max_epochs, "be 0", "which ends by itself"),
         ("trainer.normalize_values", trainer.normalize_values, "be false", "whose loss is its own"),
         ("trainer.optimizer", trainer.optimizer != "adamw", "be left out", "which has its own optimizer"),

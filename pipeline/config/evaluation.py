@@ -9,7 +9,7 @@ from pydantic import Field
 
 from pipeline.config.rewards import reward_functions, reward_models
 from pipeline.config.sections import Section
-from pipeline.config.types import AnyPath, StopStrings
+from pipeline.config.types import AnyPath, Conflicts, StopStrings
 
 if TYPE_CHECKING:
     from pipeline.config.prompts import PromptsConfig
@@ -84,26 +84,22 @@ def pass_functions(config: Config) -> list[str]:
     return [*(reward.name for reward in reward_functions(config)), *(model.label for model in reward_models(config))]
 
 
-def conflict_of_evaluation(config: Config) -> tuple[tuple[str, ...], str] | None:
-    """Return the keys and the message of a conflict between keys of the evaluation; None if there is none."""
+def conflicts_of_evaluation(config: Config) -> Conflicts:
+    """Yield the conflicts between keys of the evaluation."""
     evaluation, longest = config.evaluation, config.lengths.response or config.lengths.row - 1
-    keys: tuple[str, ...]
+    generations, names = evaluation.num_generations, pass_functions(config)
     if len(evaluation.files) > MOST_FILES:
-        return ("evaluation.files",), f"must name at most {MOST_FILES} files, got {len(evaluation.files)}"
-    if (evaluation.pass_k or 1) > evaluation.num_generations:
-        keys = ("evaluation.pass_k", "evaluation.num_generations")
-        message = f"must be at most the {evaluation.num_generations} of evaluation.num_generations"
-        return keys, f"{message}, got {evaluation.pass_k}"
-    names = pass_functions(config)
+        yield ("evaluation.files",), f"must name at most {MOST_FILES} files, got {len(evaluation.files)}"
+    if (evaluation.pass_k or 1) > generations:
+        message = f"must be at most the {generations} of evaluation.num_generations, got {evaluation.pass_k}"
+        yield ("evaluation.pass_k", "evaluation.num_generations"), message
     if evaluation.pass_function is not None and evaluation.pass_function not in names:
-        keys = ("evaluation.pass_function", "rewards")
-        return keys, f"must be one of rewards ({', '.join(names) or 'none'}), got {evaluation.pass_function}"
-    if evaluation.temperature == 0 and evaluation.num_generations > 1:
-        keys = ("evaluation.num_generations", "evaluation.temperature")
+        message = f"must be one of rewards ({', '.join(names) or 'none'}), got {evaluation.pass_function}"
+        yield ("evaluation.pass_function", "rewards"), message
+    if evaluation.temperature == 0 and generations > 1:
         message = "must be 1 with evaluation.temperature = 0, where all responses to a prompt are equal"
-        return keys, f"{message}, got {evaluation.num_generations}"
+        yield ("evaluation.num_generations", "evaluation.temperature"), f"{message}, got {generations}"
     if evaluation.max_new_tokens is not None and evaluation.max_new_tokens > longest:
-        keys = ("evaluation.max_new_tokens", "rollout.max_new_tokens", "rollout.max_length")
         message = f"must be at most the {longest} tokens that a response of a rollout has"
-        return keys, f"{message}, got {evaluation.max_new_tokens}"
-    return None
+        keys = ("evaluation.max_new_tokens", "rollout.max_new_tokens", "rollout.max_length")
+        yield keys, f"{message}, got {evaluation.max_new_tokens}"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from pipeline.config.types import Conflicts
+
 if TYPE_CHECKING:
     from pipeline.config.schema import RolloutConfig
 
@@ -45,12 +47,11 @@ def lengths_of(rollout: RolloutConfig) -> Lengths:
     return Lengths(row, prompt, row - prompt)
 
 
-def conflict_of_lengths(rollout: RolloutConfig) -> tuple[tuple[str, ...], str] | None:
-    """Return the keys, the one to change first, and the conflict between the three keys; None if there is none."""
-    if (found := _conflict(rollout)) is None:
-        return None
-    key, message = found
-    return tuple(dict.fromkeys((key, *LENGTH_KEYS))), message
+def conflicts_of_lengths(rollout: RolloutConfig) -> Conflicts:
+    """Yield the conflict between the three keys, if there is one."""
+    if (found := _conflict(rollout)) is not None:
+        key, message = found
+        yield tuple(dict.fromkeys((key, *LENGTH_KEYS))), message
 
 
 def _conflict(rollout: RolloutConfig) -> tuple[str, str] | None:

@@ -19,9 +19,10 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from pipeline.config import own_model, presets
 from pipeline.config.advice import (
@@ -56,19 +57,22 @@ from pipeline.errors import ConfigError
 CONFIG_VARIABLE = "RLHFD_CONFIG"
 RUNTIME_DIR_VARIABLE = "RLHFD_RUNTIME_DIR"
 _PREFIX = "RLHFD_"
+_REWARDS = "rewards"
 FOLDER_KEYS = ("daemon.runtime_dir", "daemon.state_dir")
 SECRET_KEYS = ("metrics.tls_cert", "metrics.tls_key", "metrics.token_file")
 MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
 FUNCTION_KEYS = ("trainer.policy_loss", "rollout.advantages", "rollout.environment")
 _PATH_KEYS = {
-    *FOLDER_KEYS, *MODEL_KEYS, *SECRET_KEYS, "model.lora_adapter", "prompts.path", "prompts.tools_file",
-    "evaluation.files",
+    *FOLDER_KEYS, *MODEL_KEYS, *SECRET_KEYS, "model.lora_adapter", "prompts.path", "prompts.sources.path",
+    "prompts.tools_file", "evaluation.files", "rewards.path", "rewards.schema_file", "rewards.template_file",
 }  # fmt: skip
+_LISTS_WITH_PATHS = ("prompts.sources", "evaluation.files", _REWARDS)
+_CACHED_KEYS = ("prompts.path", "prompts.sources.path")
+"""Those of them that may be the name of a data set in the local cache."""
 
 
-_REWARDS = "rewards"
+_Table = TypeVar("_Table", bound=BaseModel)
 _ENGINE = "rollout.engine"
-_REWARD_PATHS = ("path", "schema_file", "template_file")
 _REWARD_KEY = r"rewards(?:\.[\w.-]+(?::[\w.-]+)?)?"
 
 
@@ -391,26 +395,23 @@ def _from_file(path: Path, errors: list[str]) -> dict[str, _Value]:
         line, column = line_and_column(text, offset)
         return Origin("file", f"{path}:{line}:{column}")
 
+    def located(value: Any, *place: str) -> _Value:
+        inner = {at[len(place) :]: mark for at, mark in positions.marks.items() if at[: len(place)] == place}
+        origins = {at: origin(mark.value) for at, mark in inner.items()}
+        return _Value(_resolve(".".join(place), value, path.parent), origins[()], element_origins=origins)
+
     for section, table in tables.items():
         if section == _REWARDS:
-            mark = positions.marks[section,]
-            inner = {path[1:]: one for path, one in positions.marks.items() if path[:1] == (section,)}
-            elements = {path: origin(one.value) for path, one in inner.items()}
-            value = _resolved_rewards(table, path.parent)
-            values[section] = _Value(value, origin(mark.value), element_origins=elements)
+            values[section] = located(table, section)
             continue
         if problem := problem_of_section(section, table):
             errors.append(f"{origin(positions.marks[section,].key).location}: {problem}")
             continue
         for name, value in table.items():
-            key, mark = f"{section}.{name}", positions.marks[section, name]
             if problem := problem_of_key(section, name):
-                errors.append(f"{origin(mark.key).location}: {problem}")
+                errors.append(f"{origin(positions.marks[section, name].key).location}: {problem}")
                 continue
-            elements = {
-                inner[2:]: origin(mark.value) for inner, mark in positions.marks.items() if inner[:2] == (section, name)
-            }
-            values[key] = _Value(_resolve(key, value, path.parent), origin(mark.value), element_origins=elements)
+            values[f"{section}.{name}"] = located(value, section, name)
     return values
 
 
@@ -532,41 +533,21 @@ def _reward_value(key: str, text: str, origin: Origin) -> _Value:
     """Return the value of ``rewards``, names divided by commas or TOML, or that of an option of one function."""
     value = _parsed(text)
     if key != _REWARDS:
-        option = key.rpartition(".")[2]
-        return _Value(_resolved_option(option, value, Path()), origin, text=text)
+        return _Value(_resolve(f"{_REWARDS}.{key.rpartition('.')[2]}", value, Path()), origin, text=text)
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",") if name.strip()]
-    return _Value(_resolved_rewards(value, Path()), origin)
+    return _Value(_resolve(_REWARDS, value, Path()), origin)
 
 
 def _resolve(key: str, value: Any, base: Path) -> Any:
-    if key == "prompts.sources" and isinstance(value, list):
-        return [_with_resolved_path(source, base) for source in value]
-    if key == "evaluation.files" and isinstance(value, list):
+    """Return a value with its relative paths, those of lists and tables in it too, from a folder."""
+    if isinstance(value, list) and key in _LISTS_WITH_PATHS:
         return [_resolve(key, one, base) for one in value]
-    if key == "prompts.path" and isinstance(value, str) and value.startswith(CACHED_PREFIX):
-        return value
+    if isinstance(value, dict):
+        return {name: _resolve(f"{key}.{name}", one, base) for name, one in value.items()}
     if key not in _PATH_KEYS or not isinstance(value, str) or not value or value.startswith(BUILTIN_PREFIX):
         return value
-    return os.path.abspath(base / os.path.expanduser(value))
-
-
-def _with_resolved_path(source: Any, base: Path) -> Any:
-    if not isinstance(source, dict) or "path" not in source:
-        return source
-    return {**source, "path": _resolve("prompts.path", source["path"], base)}
-
-
-def _resolved_rewards(value: Any, base: Path) -> Any:
-    if not isinstance(value, list):
-        return value
-    tables = [one if isinstance(one, dict) else {} for one in value]
-    paths = [{option: _resolved_option(option, given, base) for option, given in table.items()} for table in tables]
-    return [resolved or one for one, resolved in zip(value, paths, strict=True)]
-
-
-def _resolved_option(option: str, value: Any, base: Path) -> Any:
-    if option not in _REWARD_PATHS or not isinstance(value, str) or not value:
+    if key in _CACHED_KEYS and value.startswith(CACHED_PREFIX):
         return value
     return os.path.abspath(base / os.path.expanduser(value))
 
@@ -603,32 +584,58 @@ def _not_utf8(values: Mapping[str, _Value], config: Config) -> list[str]:
     ]
 
 
-def _validate_section(
-    section: str, values: Mapping[str, _Value], base: Path, errors: list[str], wrong: set[str]
-) -> BaseModel:
-    """Return the section with every valid value; errors go to `errors`, the keys of invalid values to `wrong`."""
-    model = type(SECTIONS[section])
-    given = {
-        name: _resolve(f"{section}.{name}", str(getattr(SECTIONS[section], name)), base)
-        for name in model.model_fields
-        if f"{section}.{name}" in FOLDER_KEYS
-    }
-    given |= {name: values[f"{section}.{name}"].value for name in model.model_fields if f"{section}.{name}" in values}
+def _validate_table(
+    table: str, model: type[_Table], values: Mapping[str, _Value], given: dict[str, Any],
+    refuse: Callable[[str, ErrorDetails], None],
+) -> _Table | None:  # fmt: skip
+    """Return a table with every valid value; None without a value that it needs.
+
+    Args:
+        table: The name of the table, for its keys of paths.
+        model: Its model.
+        values: The values that are set, by the names of their keys.
+        given: Other values of keys that are not set.
+        refuse: Called with the key's name and the error of each wrong value.
+    """
+    given |= {name: value.value for name, value in values.items()}
     while True:
         try:
             return model.model_validate(given)
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 name = str(details["loc"][0])
-                value = values[key := f"{section}.{name}"]
-                bare = None if value.text is None else _resolve(key, value.text, Path())
+                text = values[name].text if name in values else None
+                bare = None if text is None else _resolve(f"{table}.{name}", text, Path())
                 if details["type"] in ("string_type", "path") and bare is not None and given.get(name) != bare:
                     given[name] = bare
                     continue
+                refuse(name, details)
                 given.pop(name, None)
-                wrong.add(key)
-                origin = value.element_origins.get(details["loc"][1:], value.origin)
-                errors.append(f"{_where(origin, key)}: {describe(section, name, value.value, details)}")
+            if any(field.is_required() and name not in given for name, field in model.model_fields.items()):
+                return None
+
+
+def _validate_section(
+    section: str, values: Mapping[str, _Value], base: Path, errors: list[str], wrong: set[str]
+) -> BaseModel:
+    """Return the section with every valid value; errors go to `errors`, the keys of invalid values to `wrong`."""
+    defaults = SECTIONS[section]
+    keys = {name: f"{section}.{name}" for name in type(defaults).model_fields}
+    ours = {name: values[key] for name, key in keys.items() if key in values}
+    folders = {
+        name: _resolve(key, str(getattr(defaults, name)), base) for name, key in keys.items() if key in FOLDER_KEYS
+    }
+
+    def refuse(name: str, details: ErrorDetails) -> None:
+        value = ours[name]
+        wrong.add(keys[name])
+        origin = value.element_origins.get(details["loc"][1:], value.origin)
+        errors.append(f"{_where(origin, keys[name])}: {describe(section, name, value.value, details)}")
+
+    found = _validate_table(section, type(defaults), ours, folders, refuse)
+    # No key of a section is required.
+    assert found is not None
+    return found
 
 
 def _validate_rewards(values: dict[str, _Value], errors: list[str], wrong: set[str]) -> list[RewardConfig] | None:
@@ -690,25 +697,15 @@ def _validate_reward(
     label: str, table: Mapping[str, _Value], errors: list[str], wrong: set[str]
 ) -> RewardConfig | None:
     model = table_of(table["name"].value)
-    given = {option: value.value for option, value in table.items()}
-    while True:
-        try:
-            return model.model_validate(given)
-        except ValidationError as error:
-            for details in error.errors(include_url=False):
-                option = str(details["loc"][0])
-                value = table.get(option, table["name"])
-                bare = None if value.text is None else _resolved_option(option, value.text, Path())
-                if details["type"] in ("string_type", "path") and bare is not None and given.get(option) != bare:
-                    given[option] = bare
-                    continue
-                wrong.update((_REWARDS, f"{_REWARDS}.{label}.{option}"))
-                is_of_table = details["type"] in ("missing", "extra_forbidden")
-                key = f"{_REWARDS}.{label}" if is_of_table else f"{_REWARDS}.{label}.{option}"
-                errors.append(f"{_where(value.origin, key)}: {describe_option(model, details)}")
-                given.pop(option, None)
-            if any(field.is_required() and option not in given for option, field in model.model_fields.items()):
-                return None
+
+    def refuse(option: str, details: ErrorDetails) -> None:
+        wrong.update((_REWARDS, f"{_REWARDS}.{label}.{option}"))
+        is_of_table = details["type"] in ("missing", "extra_forbidden")
+        key = f"{_REWARDS}.{label}" if is_of_table else f"{_REWARDS}.{label}.{option}"
+        origin = table.get(option, table["name"]).origin
+        errors.append(f"{_where(origin, key)}: {describe_option(model, details)}")
+
+    return _validate_table(_REWARDS, model, table, {}, refuse)
 
 
 def _where(origin: Origin, key: str) -> str:

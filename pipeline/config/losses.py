@@ -30,8 +30,7 @@ def _named(names: tuple[str, ...]) -> AfterValidator:
     def check(value: str) -> str:
         if value not in names and re.fullmatch(_FUNCTION, value) is None:
             message = f'must be {", ".join(names)}, or of the form "module:function"'
-            # "expected" as in an error about a Literal: the message then names the value that was meant.
-            raise PydanticCustomError("named", "{message}", {"message": message, "expected": str(names)})
+            raise PydanticCustomError("named", "{message}", {"message": message})
         return value
 
     return AfterValidator(check)
@@ -52,7 +51,7 @@ def _check_algorithm(value: object) -> object:
     # A preset has become grpo by now (`pipeline.config.load`).
     if value not in _ALGORITHMS[:2]:
         message = f"must be {', '.join(_ALGORITHMS[:-1])} or {_ALGORITHMS[-1]}"
-        raise PydanticCustomError("named", "{message}", {"message": message, "expected": str(_ALGORITHMS)})
+        raise PydanticCustomError("named", "{message}", {"message": message})
     return value
 
 

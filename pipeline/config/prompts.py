@@ -9,13 +9,16 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from pipeline.config.sections import Section
-from pipeline.config.types import AnyPath, Source
+from pipeline.config.types import AnyPath, Conflicts, Source
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 CACHED_PREFIX: Final = "datasets:"
 """Begin of a path that is the name of a data set in the local cache of Hugging Face."""
+
+_OF_THE_TEMPLATE: Final = ("system_prompt", "template_arguments", "tools_file", "tools_column")
+"""Keys that the chat template alone reads."""
 
 # The arguments of `apply_chat_template` that rlhfd gives itself.
 _OWN_ARGUMENTS: Final = (
@@ -121,7 +124,7 @@ class PromptsConfig(Section):
     @property
     def needs_template(self) -> bool:
         """Whether a key is set that only the chat template reads."""
-        return bool(self.system_prompt or self.template_arguments or self.tools_file or self.tools_column)
+        return any(getattr(self, key) for key in _OF_THE_TEMPLATE)
 
     def with_path(self, before: str, after: Path) -> PromptsConfig:
         """Return the section with a path of its own or of its sources replaced."""
@@ -147,30 +150,22 @@ def identifying_keys(prompts: PromptsConfig) -> dict[str, Any]:
     return {"path": prompts.path, "template": prompts.template, **others}
 
 
-def conflict_of_prompts(config: Config) -> tuple[tuple[str, ...], str] | None:
-    """Return the keys and the message of a conflict between keys of the prompts; None if none."""
-    prompts = config.prompts
-    keys: tuple[str, ...]
-    if prompts.sources and prompts.path != type(prompts).model_fields["path"].default:
-        return ("prompts.path", "prompts.sources"), "must be left out with prompts.sources, which take its place"
-    if prompts.max_characters is not None and prompts.max_characters < prompts.min_characters:
-        keys = ("prompts.max_characters", "prompts.min_characters")
-        least = f"the {prompts.min_characters} of prompts.min_characters"
-        return keys, f"must be at least {least}, got {prompts.max_characters}"
-    if prompts.max_pass_rate < prompts.min_pass_rate:
-        keys = ("prompts.max_pass_rate", "prompts.min_pass_rate")
-        return (
-            keys,
-            f"must be at least the {prompts.min_pass_rate} of prompts.min_pass_rate, got {prompts.max_pass_rate}",
-        )
+def conflicts_of_prompts(config: Config) -> Conflicts:
+    """Yield the conflicts between keys of the prompts."""
+    prompts, fields = config.prompts, PromptsConfig.model_fields
+    if prompts.sources and prompts.path != fields["path"].default:
+        yield ("prompts.path", "prompts.sources"), "must be left out with prompts.sources, which take its place"
+    for kind in ("characters", "pass_rate"):
+        most, least = getattr(prompts, f"max_{kind}"), getattr(prompts, f"min_{kind}")
+        if most is not None and most < least:
+            message = f"must be at least the {least} of prompts.min_{kind}, got {most}"
+            yield (f"prompts.max_{kind}", f"prompts.min_{kind}"), message
     by_rate = ("min_pass_rate", "max_pass_rate", "curriculum")
-    used = [name for name in by_rate if getattr(prompts, name) != type(prompts).model_fields[name].default]
+    used = [name for name in by_rate if getattr(prompts, name) != fields[name].default]
     if used and prompts.pass_rate_column is None:
-        return (f"prompts.{used[0]}", "prompts.pass_rate_column"), "needs prompts.pass_rate_column"
+        yield (f"prompts.{used[0]}", "prompts.pass_rate_column"), "needs prompts.pass_rate_column"
     if not prompts.shuffle and prompts.curriculum != "none":
-        return ("prompts.shuffle", "prompts.curriculum"), 'must be true with prompts.curriculum = "easy_first"'
+        yield ("prompts.shuffle", "prompts.curriculum"), 'must be true with prompts.curriculum = "easy_first"'
     if prompts.template == "none" and prompts.needs_template:
-        keys = ("prompts.system_prompt", "prompts.template_arguments", "prompts.tools_file", "prompts.tools_column")
-        set_key = next(key for key in keys if getattr(prompts, key.partition(".")[2]))
-        return (set_key, "prompts.template"), 'must be left out with prompts.template = "none"'
-    return None
+        given = next(key for key in _OF_THE_TEMPLATE if getattr(prompts, key))
+        yield (f"prompts.{given}", "prompts.template"), 'must be left out with prompts.template = "none"'

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from pipeline.config.advice import SECTIONS, toml
@@ -21,6 +20,7 @@ from pipeline.config.rewards import DEFAULT_REWARD, REWARD_NAMES, RewardConfig, 
 from pipeline.config.schema import Config
 from pipeline.config.types import FUNCTION
 
+_BOUNDS: Final = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _INTRODUCTION: Final = """\
 # Configuration
 
@@ -72,17 +72,7 @@ def reference() -> str:
 
 def bounds(field: FieldInfo) -> dict[str, int | float]:
     """Return the bounds of a number, by the keywords of JSON schema."""
-    found: dict[str, Any] = {}
-    for each in field.metadata:
-        for kind, attribute, word in (
-            (annotated_types.Ge, "ge", "minimum"),
-            (annotated_types.Gt, "gt", "exclusiveMinimum"),
-            (annotated_types.Le, "le", "maximum"),
-            (annotated_types.Lt, "lt", "exclusiveMaximum"),
-        ):
-            if isinstance(each, kind):
-                found[word] = getattr(each, attribute)
-    return found
+    return {_BOUNDS[kind]: getattr(each, kind) for each in field.metadata for kind in _BOUNDS if hasattr(each, kind)}
 
 
 def _section_schema(section: str) -> dict[str, Any]:
@@ -185,7 +175,7 @@ def _key_schema(section: str, name: str, found: dict[str, Any]) -> dict[str, Any
     found = _plain(found)
     found.pop("default", None)
     for kind in (found, *found.get("anyOf", ())):
-        for word in ("gt", "lt", "ge", "le", "format"):
+        for word in (*_BOUNDS, "format"):
             kind.pop(word, None)
         if kind.get("type") in ("integer", "number"):
             kind |= bounds(field)

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.config import user_modules
 from pipeline.config.sections import RewardTokenizer, Section
-from pipeline.config.types import FUNCTION, AnyPath, Url
+from pipeline.config.types import FUNCTION, AnyPath, Conflicts, Url
 from pipeline.config.user_modules import RewardStyle, install_command
 
 if TYPE_CHECKING:
@@ -384,69 +384,67 @@ def may_have_numbers(config: Config) -> bool:
     return any(isinstance(reward, OwnReward) and not reward.name.startswith("pipeline.") for reward in config.rewards)
 
 
-def conflict_of_rewards(config: Config) -> tuple[tuple[str, ...], str] | None:
-    """Return the keys and the message of a conflict between reward functions and their options; None if none."""
+def conflicts_of_rewards(config: Config) -> Conflicts:
+    """Yield the conflicts between reward functions and models and their options."""
     rewards, limit_s = config.rewards, config.rollout.reward_timeout_s
     if len(rewards) > MOST_REWARDS:
-        return ("rewards",), f"must have at most {MOST_REWARDS} functions and models, got {len(rewards)}"
-    if conflict := _conflict_of_models(config):
-        return conflict
+        yield ("rewards",), f"must have at most {MOST_REWARDS} functions and models, got {len(rewards)}"
+    yield from _conflicts_of_models(config)
     for label, reward in zip(table_labels(rewards), rewards, strict=True):
         timeouts = {"deadline_s": reward.deadline_s} if isinstance(reward, ServiceReward) else {}
         timeouts |= {"timeout_s": reward.timeout_s} if isinstance(reward, CodeReward) else {}
         for option, seconds in timeouts.items():
             if 0 < limit_s <= seconds:
-                keys: tuple[str, ...] = (f"rewards.{label}.{option}", "rollout.reward_timeout_s", "rewards")
-                return keys, f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {seconds:g}"
+                message = f"must be below the {limit_s:g} of rollout.reward_timeout_s, got {seconds:g}"
+                yield (f"rewards.{label}.{option}", "rollout.reward_timeout_s", "rewards"), message
         if isinstance(reward, MathReward) and 0 < limit_s <= MATH_CPU_S:
-            keys = ("rollout.reward_timeout_s", "rewards")
-            return keys, f"must be above the {MATH_CPU_S:g} s of CPU that math gives a row, got {limit_s:g}"
-        if isinstance(reward, LengthReward) and reward.limit_tokens and reward.buffer_tokens:
-            keys = (f"rewards.{label}.buffer_tokens", f"rewards.{label}.limit_tokens")
-            if reward.buffer_tokens > reward.limit_tokens:
-                return keys, f"must be at most the {reward.limit_tokens} of limit_tokens, got {reward.buffer_tokens}"
-    return None
+            message = f"must be above the {MATH_CPU_S:g} s of CPU that math gives a row, got {limit_s:g}"
+            yield ("rollout.reward_timeout_s", "rewards"), message
+        limit, buffer = (
+            (reward.limit_tokens, reward.buffer_tokens) if isinstance(reward, LengthReward) else (None, None)
+        )
+        if limit and buffer and buffer > limit:
+            message = f"must be at most the {limit} of limit_tokens, got {buffer}"
+            yield (f"rewards.{label}.buffer_tokens", f"rewards.{label}.limit_tokens"), message
 
 
-def _conflict_of_models(config: Config) -> tuple[tuple[str, ...], str] | None:
+def _conflicts_of_models(config: Config) -> Conflicts:
     tables = [reward for reward in config.rewards if isinstance(reward, ModelReward)]
     if tables and config.model.reward is not None:
         message = 'must be left out with a table [[rewards]] of the name "model": each reward model has a table then'
-        return ("model.reward", "rewards"), message
+        yield ("model.reward", "rewards"), message
+        return
     labels = table_labels(config.rewards)
     names = [_named(reward).rpartition(":")[2] for reward in config.rewards]
     # Of two of one label the later one is told.
     for label, reward in reversed(list(zip(labels, config.rewards, strict=True))):
         own = reward.label if isinstance(reward, ModelReward) else None
         if own is not None and (names.count(own) > 1 or labels.count(label) > 1):
-            keys = (f"rewards.{label}.label", "rewards")
-            return keys, f'must be another one than that of any other function or model, got "{own}"'
-    for model in reward_models(config):
-        if model.label == "environment" and config.rollout.environment is not None:
+            message = f'must be another one than that of any other function or model, got "{own}"'
+            yield (f"rewards.{label}.label", "rewards"), message
+            return
+    for model in reward_models(config) if config.rollout.environment is not None else []:
+        if model.label == "environment":
             message = "must be another one than that of the part that the environment's turns give"
-            return (f"rewards.{model.label}.label", "rollout.environment"), message
-        if model.tokenizer == "own" and config.rollout.environment is not None:
+            yield (f"rewards.{model.label}.label", "rollout.environment"), message
+        if model.tokenizer == "own":
             message = 'must be "policy" with rollout.environment: the turns of a row are no one response'
-            return (model.tokenizer_key, "rollout.environment"), message
-    return None
+            yield (model.tokenizer_key, "rollout.environment"), message
 
 
-def conflict_of_environment(config: Config) -> tuple[tuple[str, ...], str] | None:
-    """Return the keys and the message of a conflict between the environment and other keys; None if none."""
-    rollout = config.rollout
-    keys: tuple[str, ...]
+def conflicts_of_environment(config: Config) -> Conflicts:
+    """Yield the conflicts between the environment and other keys."""
+    rollout, longest = config.rollout, config.lengths.response or config.lengths.row - 1
     if rollout.environment is None:
         if rollout.max_turn_tokens is not None:
-            return ("rollout.max_turn_tokens", "rollout.environment"), "needs rollout.environment"
-        return None
+            yield ("rollout.max_turn_tokens", "rollout.environment"), "needs rollout.environment"
+        return
     if "rewards" not in config.model_fields_set:
-        keys = ("rewards", "rollout.environment")
-        return keys, "must be set with rollout.environment; [] for the rewards of its turns alone"
-    longest = config.lengths.response or config.lengths.row - 1
+        message = "must be set with rollout.environment; [] for the rewards of its turns alone"
+        yield ("rewards", "rollout.environment"), message
     if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > longest:
-        keys = ("rollout.max_turn_tokens", "rollout.max_new_tokens", "rollout.max_length")
-        return keys, f"must be at most the {longest} tokens of a row's response, got {rollout.max_turn_tokens}"
-    return None
+        message = f"must be at most the {longest} tokens of a row's response, got {rollout.max_turn_tokens}"
+        yield ("rollout.max_turn_tokens", "rollout.max_new_tokens", "rollout.max_length"), message
 
 
 def rewards_in_force(config: Config) -> list[RewardConfig]:

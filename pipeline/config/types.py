@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-)
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
+
+Conflicts = Iterator[tuple[tuple[str, ...], str]]
+"""Keys, the one to change first, and message of each conflict between keys whose values are each valid alone."""
 
 BUILTIN_PREFIX = "builtin:"
 BUILTINS = ("builtin:sort-digits",)
