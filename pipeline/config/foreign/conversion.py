@@ -225,14 +225,9 @@ def _from(key: str, value: Any, folder: Path) -> Any:
     if key not in _PATHS or any(value is place for place, _ in _PLACES.values()):
         return value
     if isinstance(value, list):
-        return [
-            _from(key, one, folder)
-            if not isinstance(one, dict)
-            else {**one, "path": _from(key, one["path"], folder)}
-            if "path" in one
-            else one
-            for one in value
-        ]
+        return [_from(key, one, folder) for one in value]
+    if isinstance(value, dict):
+        return {name: _from(key, one, folder) if name == "path" else one for name, one in value.items()}
     path = str(value)
     if path.startswith(("datasets:", BUILTIN_PREFIX, "~")) or os.path.isabs(path):
         return path

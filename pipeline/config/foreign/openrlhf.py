@@ -33,10 +33,6 @@ def _rows_of_a_rollout(given: Given) -> int:
     return given.count("rollout.batch_size") * given.count("rollout.n_samples_per_prompt")
 
 
-def _rows(value: Any, given: Given) -> dict[str, Any]:
-    return {"buffer.sample_batch_size": _rows_of_a_rollout(given)}
-
-
 def _mini_batches(value: Any, given: Given) -> dict[str, Any]:
     found, rest = divmod(_rows_of_a_rollout(given), given.count("train.batch_size"))
     if rest or not found:
@@ -51,10 +47,6 @@ def _kl(value: Any, given: Given) -> dict[str, Any]:
     return {"trainer.kl_coef": value if in_loss else 0.0, "rollout.kl_coef": 0.0 if in_loss else value}
 
 
-def _kl_estimator(value: Any, given: Given) -> dict[str, Any]:
-    return {"trainer.kl_estimator" if given["algo.kl.use_loss"] else "rollout.kl_estimator": value}
-
-
 def _prompts(value: Any, given: Given) -> dict[str, Any]:
     names = [name.strip() for name in str(value).split(",")]
     if len(names) == 1:
@@ -67,10 +59,6 @@ def _prompts(value: Any, given: Given) -> dict[str, Any]:
             {"path": data_path(name), "weight": float(one)} for name, one in zip(names, probs, strict=True)
         ]
     }
-
-
-def _lengths(value: Any, given: Given) -> dict[str, Any]:
-    return {} if "prompt_max_len" in given else {"rollout.max_length": value}
 
 
 def _reward_models(value: Any, given: Given) -> dict[str, Any]:
@@ -100,10 +88,6 @@ def _clip(value: Any, given: Given) -> dict[str, Any]:
     if not isinstance(value, list) or len(value) != 2 or value[0] != -value[1]:
         raise NotCarriedError("rollout.reward_clip is a range around 0: -10 10 is 10")
     return {"rollout.reward_clip": value[1]}
-
-
-def _overlong(value: Any, given: Given) -> dict[str, Any]:
-    return {"rollout.overlong_buffer_tokens": int(value)} if value else {}
 
 
 def _bounds(value: Any, given: Given) -> dict[str, Any]:
@@ -175,14 +159,6 @@ def _filtering(value: Any, given: Given) -> dict[str, Any]:
     return {"rollout.max_refill": 1000} if value else {}
 
 
-def _staleness(value: Any, given: Given) -> dict[str, Any]:
-    return {"buffer.max_staleness": given.count("train.async_queue_size")} if value else {}
-
-
-def _template(value: Any, given: Given) -> dict[str, Any]:
-    return {"prompts.template": "chat"} if value else {}
-
-
 def _evaluated(key: str) -> Any:
     return only_if(lambda given: "eval.dataset" in given and given.number("eval.steps") > 0, key)
 
@@ -208,16 +184,16 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("data.prompt_split", "prompts.split", default="train", aliases="prompt_split"),
     carried("data.input_key", "prompts.prompt_column", default="input", written=True, aliases="input_key"),
     carried("data.label_key", "prompts.answer_column", aliases="label_key"),
-    carried("data.apply_chat_template", "prompts.template", "chat: all prompts; left out, lists of messages alone", default=False, to=_template, aliases="apply_chat_template"),
+    carried("data.apply_chat_template", "prompts.template", "chat: all prompts; left out, lists of messages alone", default=False, to=lambda value, given: {"prompts.template": "chat"} if value else {}, aliases="apply_chat_template"),
     missing("data.input_template", "write the prompts of the file so", aliases="input_template"),
     missing("data.max_samples", "a file is read whole", aliases="max_samples"),
-    carried("data.max_len", "rollout.max_length", "tokens of prompt and response; a prompt that leaves no room is set aside", default=2048, written=True, to=_lengths, aliases="max_len"),
+    carried("data.max_len", "rollout.max_length", "tokens of prompt and response; a prompt that leaves no room is set aside", default=2048, written=True, to=lambda value, given: {} if "prompt_max_len" in given else {"rollout.max_length": value}, aliases="max_len"),
     carried("prompt_max_len", "rollout.max_prompt_length", "of OpenRLHF before 0.10; longer prompts are set aside"),
     carried("rollout.max_new_tokens", "rollout.max_new_tokens", aliases="generate_max_len"),
     needless("data.image_key data.max_images_per_prompt", "images are in the column images (docs/images.md)"),
     needless("data.disable_fast_tokenizer data.dataloader_num_workers", "prompts are read by position", aliases="disable_fast_tokenizer"),
     # The rollouts.
-    carried("rollout.batch_size", "buffer.sample_batch_size", "OpenRLHF counts prompts, rlhfd rows: times rollout.n_samples_per_prompt; the key rollout.batch_size here is the prompts of a ticket", default=1024, to=_rows, written=True, aliases="rollout_batch_size"),
+    carried("rollout.batch_size", "buffer.sample_batch_size", "OpenRLHF counts prompts, rlhfd rows: times rollout.n_samples_per_prompt; the key rollout.batch_size here is the prompts of a ticket", default=1024, to=lambda value, given: {"buffer.sample_batch_size": _rows_of_a_rollout(given)}, written=True, aliases="rollout_batch_size"),
     carried("rollout.n_samples_per_prompt", "rollout.num_generations", default=1, to=generations, written=True, aliases="n_samples_per_prompt"),
     carried("rollout.temperature", "rollout.temperature", default=1.0, aliases="temperature"),
     carried("rollout.top_p", "rollout.top_p", default=1.0, aliases="top_p"),
@@ -228,7 +204,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("vllm.gpu_memory_utilization", "rollout.cache_bytes is the size of the cache in bytes, no share of the GPU", key="rollout.cache_bytes", aliases="vllm_gpu_memory_utilization"),
     missing("vllm.enable_sleep ds.enable_sleep", "rollout.sleep needs buffer.max_staleness = 0: set both", key="rollout.sleep", aliases="vllm_enable_sleep deepspeed_enable_sleep"),
     needless("vllm.sync_backend vllm.sync_with_ray vllm.enable_prefix_caching vllm.enforce_eager", "weights go through shared memory; the engine has vLLM's own defaults", aliases="vllm_sync_backend vllm_sync_with_ray enable_prefix_caching enforce_eager"),
-    carried("train.async_enable", "buffer.max_staleness", "train.async_queue_size versions; without it the conversion sets 0", default=False, to=_staleness, aliases="async_train"),
+    carried("train.async_enable", "buffer.max_staleness", "train.async_queue_size versions; without it the conversion sets 0", default=False, to=lambda value, given: {"buffer.max_staleness": given.count("train.async_queue_size")} if value else {}, aliases="async_train"),
     carried("train.async_queue_size", "buffer.max_staleness", "with train.async_enable", default=1, to=lambda value, given: {}, aliases="async_queue_size"),
     carried("train.partial_rollout_enable", "rollout.weight_updates", "in_flight", to=lambda value, given: {"rollout.weight_updates": "in_flight"} if value else {}, aliases="partial_rollout"),
     # The batch and its updates.
@@ -275,14 +251,14 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("vllm_is_truncated_threshold", "trainer.importance_cap", "of OpenRLHF before 0.10", to=only_if(lambda given: bool(given["enable_vllm_is_correction"]), "trainer.importance_cap")),
     carried("algo.kl.init_coef", "rollout.kl_coef trainer.kl_coef", "in the reward, with algo.kl.use_loss in the loss; in the reward of GRPO rlhfd takes the mean of a response, OpenRLHF the sum from each token on", default=0.01, written=True, to=_kl, aliases="init_kl_coef"),
     carried("algo.kl.use_loss", "trainer.kl_coef", "the weight in the loss in place of that in the reward", default=False, to=lambda value, given: {}, aliases="use_kl_loss"),
-    carried("algo.kl.estimator", "rollout.kl_estimator trainer.kl_estimator", "of the weight in force", default="k1", written=True, to=_kl_estimator, aliases="kl_estimator use_kl_estimator_k3"),
+    carried("algo.kl.estimator", "rollout.kl_estimator trainer.kl_estimator", "of the weight in force", default="k1", written=True, to=lambda value, given: {"trainer.kl_estimator" if given["algo.kl.use_loss"] else "rollout.kl_estimator": value}, aliases="kl_estimator use_kl_estimator_k3"),
     missing("algo.kl.target algo.kl.horizon", "the weight in the reward is constant; trainer.kl_coef_target adapts the one in the loss, over 10,000 rows", key="trainer.kl_coef_target", unless=lambda value, given: "algo.kl.target" not in given and "kl_target" not in given, aliases="kl_target kl_horizon"),
     missing("algo.kl.unbiased_gradient", "the KL of the loss is not multiplied by the ratio of the policies"),
     carried("algo.dynamic_filtering_enable", "rollout.max_refill", "prompts in the place of groups with equal rewards; of OpenRLHF's range 0 1, and of estimators that compare a group", default=False, to=_filtering, aliases="dynamic_filtering"),
     missing("algo.dynamic_filtering_range", "groups of equal rewards are left out, whatever the reward", key="rollout.max_refill", unless=lambda value, given: not given["algo.dynamic_filtering_enable"] or value == [0, 1], aliases="dynamic_filtering_reward_range"),
     # The rewards.
     carried("reward.clip_range", "rollout.reward_clip", "OpenRLHF clips to -10 ... 10, rlhfd not", default=[-10, 10], written=True, to=_clip, aliases="reward_clip_range"),
-    carried("reward.overlong_buffer_len", "rollout.overlong_buffer_tokens", to=_overlong, aliases="overlong_buffer_len"),
+    carried("reward.overlong_buffer_len", "rollout.overlong_buffer_tokens", to=lambda value, given: {"rollout.overlong_buffer_tokens": int(value)} if value else {}, aliases="overlong_buffer_len"),
     carried("reward.overlong_penalty_factor", "rollout.overlong_penalty", default=1, to=only_if(lambda given: bool(given["reward.overlong_buffer_len"]), "rollout.overlong_penalty"), aliases="overlong_penalty_factor"),
     missing("reward.stop_properly_penalty_coef", "trainer.mask_cut_responses leaves cut responses out; a reward of your own can punish them", key="trainer.mask_cut_responses", aliases="stop_properly_penalty_coef"),
     missing("reward.normalize_enable", "rollout.reward_scale divides scores by their running deviation, OpenRLHF by mean and deviation that the reward model has stored", key="rollout.reward_scale", aliases="normalize_reward"),

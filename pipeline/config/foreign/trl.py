@@ -223,10 +223,6 @@ def _function(name: str, weight: Any) -> dict[str, Any]:
     return found if weight == 1 else {**found, "weight": weight}
 
 
-def _data(value: Any, given: Given) -> dict[str, Any]:
-    return {"prompts.path": data_path(str(value), str(given["dataset_config"] or ""))}
-
-
 def _mixture(value: Any, given: Given) -> dict[str, Any]:
     sources = [source for one in value for source in _sources(one)]
     if len(sources) > 1:
@@ -295,7 +291,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("router_aux_loss_coef", "no loss of a router's balance; TRL's default is the model's"),
     missing("sync_ref_model ref_model_mixup_alpha ref_model_sync_steps", "the reference keeps its weights", unless=lambda value, given: not given["sync_ref_model"]),
     # The prompts.
-    carried("dataset_name", "prompts.path", 'a file, a folder, or `"datasets:NAME"` for one in the local cache; nothing is downloaded', to=_data),
+    carried("dataset_name", "prompts.path", 'a file, a folder, or `"datasets:NAME"` for one in the local cache; nothing is downloaded', to=lambda value, given: {"prompts.path": data_path(str(value), str(given["dataset_config"] or ""))}),
     carried("dataset_prompt_column", "prompts.prompt_column", "of Open R1's recipes"),
     carried("system_prompt", "prompts.system_prompt", "of Open R1's recipes"),
     carried("dataset_config", "prompts.path", 'the subset: `"datasets:NAME:SUBSET"`', to=lambda value, given: {}),

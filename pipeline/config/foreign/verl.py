@@ -38,14 +38,6 @@ _AGGREGATIONS = {
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
-def _responses(given: Given) -> int:
-    return given.count(f"{_R}n")
-
-
-def _rows(value: Any, given: Given) -> dict[str, Any]:
-    return {"buffer.sample_batch_size": given.count("data.train_batch_size") * _responses(given)}
-
-
 def _mini_batches(value: Any, given: Given) -> dict[str, Any]:
     found, rest = divmod(given.count("data.train_batch_size"), given.count(f"{_A}ppo_mini_batch_size"))
     if rest or not found:
@@ -65,19 +57,6 @@ def _aggregation(value: Any, given: Given) -> dict[str, Any]:
     return found
 
 
-def _loss(value: Any, given: Given) -> dict[str, Any]:
-    found = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}.get(value)
-    if found is None:
-        raise NotCarriedError(
-            "the losses that are here too are vanilla, gspo, cispo; or one of your own, trainer.policy_loss"
-        )
-    return {"trainer.policy_loss": found}
-
-
-def _dual_clip(value: Any, given: Given) -> dict[str, Any]:
-    return {"trainer.dual_clip": value} if given[f"{_A}policy_loss.loss_mode"] == "vanilla" else {}
-
-
 def _clip(value: Any, given: Given) -> dict[str, Any]:
     """Return the common range of the ratio, which verl reads where both of its own bounds are null alone."""
     low, high = f"{_A}clip_ratio_low", f"{_A}clip_ratio_high"
@@ -86,10 +65,6 @@ def _clip(value: Any, given: Given) -> dict[str, Any]:
             "it has no effect in verl, whose clip_ratio_low and clip_ratio_high are 0.2 unless set: set trainer.clip_range to want it"
         )
     return {"trainer.clip_range": value}
-
-
-def _kl_in_loss(value: Any, given: Given) -> dict[str, Any]:
-    return {"trainer.kl_coef": given[f"{_A}kl_loss_coef"] if given[f"{_A}use_kl_loss"] else 0.0}
 
 
 def _kl_in_reward(value: Any, given: Given) -> dict[str, Any]:
@@ -249,14 +224,6 @@ def _responses_of_evaluation(value: Any, given: Given) -> dict[str, Any]:
     return found
 
 
-def _tokens(value: Any, given: Given) -> dict[str, Any]:
-    return {"trainer.micro_batch_tokens": value} if given[f"{_A}use_dynamic_bsz"] else {}
-
-
-def _micro_batch(value: Any, given: Given) -> dict[str, Any]:
-    return {} if given[f"{_A}use_dynamic_bsz"] else {"trainer.micro_batch_size": value}
-
-
 def _truncation(value: Any, given: Given) -> dict[str, Any]:
     if value in ("right", "middle"):
         raise NotCarriedError("a prompt is cut from the left, or set aside and counted")
@@ -285,7 +252,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("data.reward_fn_key", "the column data_source reaches a reward function that names it"),
     carried("data.max_prompt_length", "rollout.max_prompt_length", "a longer prompt is set aside, and counted; verl's `truncation = error` ends the run", default=512, written=True, aliases="actor_rollout_ref.rollout.prompt_length"),
     carried("data.max_response_length", "rollout.max_new_tokens", default=512, written=True, aliases="actor_rollout_ref.rollout.response_length"),
-    carried("data.train_batch_size", "buffer.sample_batch_size", "verl counts prompts, rlhfd rows: times rollout.n; of one rank of the trainer", default=1024, to=_rows, written=True),
+    carried("data.train_batch_size", "buffer.sample_batch_size", "verl counts prompts, rlhfd rows: times rollout.n; of one rank of the trainer", default=1024, to=lambda value, given: {"buffer.sample_batch_size": given.count("data.train_batch_size") * given.count(f"{_R}n")}, written=True),
     missing("data.gen_batch_size", "rollout.max_refill issues prompts one by one in the place of those that are left out", key="rollout.max_refill"),
     missing("data.val_batch_size data.train_max_samples data.val_max_samples data.validation_shuffle", "a file is read whole; head(1) makes a shorter one"),
     carried("data.shuffle", "prompts.shuffle", "each pass is shuffled anew, by daemon.seed", default=True, to=in_file_order),
@@ -314,20 +281,20 @@ _OPTIONS: Final[tuple[Option, ...]] = (
              "a pass that does not fit is halved; kernels are those of torch; code of a folder is never run"),
     # The actor.
     carried(f"{_A}ppo_mini_batch_size", "trainer.mini_batches", "verl counts the prompts of an update, rlhfd the updates: data.train_batch_size / ppo_mini_batch_size", default=256, to=_mini_batches, written=True),
-    carried(f"{_A}ppo_micro_batch_size_per_gpu", "trainer.micro_batch_size", to=_micro_batch, aliases=f"{_A}ppo_micro_batch_size"),
+    carried(f"{_A}ppo_micro_batch_size_per_gpu", "trainer.micro_batch_size", to=lambda value, given: {} if given[f"{_A}use_dynamic_bsz"] else {"trainer.micro_batch_size": value}, aliases=f"{_A}ppo_micro_batch_size"),
     carried(f"{_A}use_dynamic_bsz", "trainer.micro_batch_tokens", "with ppo_max_token_len_per_gpu", default=False, to=lambda value, given: {}),
-    carried(f"{_A}ppo_max_token_len_per_gpu", "trainer.micro_batch_tokens", "with use_dynamic_bsz", default=16384, to=_tokens, written=True),
+    carried(f"{_A}ppo_max_token_len_per_gpu", "trainer.micro_batch_tokens", "with use_dynamic_bsz", default=16384, to=lambda value, given: {"trainer.micro_batch_tokens": value} if given[f"{_A}use_dynamic_bsz"] else {}, written=True),
     carried(f"{_A}ppo_epochs", "trainer.epochs", default=1),
     needless(f"{_A}shuffle {_A}data_loader_seed", "the rows of an epoch are dealt to updates anew, by step and epoch"),
     carried(f"{_A}clip_ratio", "trainer.clip_range", "verl reads it where clip_ratio_low and clip_ratio_high are null alone; they are 0.2", default=0.2, to=_clip),
     carried(f"{_A}clip_ratio_low", "trainer.clip_low", default=0.2),
     carried(f"{_A}clip_ratio_high", "trainer.clip_high", default=0.2),
-    carried(f"{_A}clip_ratio_c", "trainer.dual_clip", "verl has a dual clip at 3, rlhfd none", default=3.0, to=_dual_clip, written=True),
+    carried(f"{_A}clip_ratio_c", "trainer.dual_clip", "verl has a dual clip at 3, rlhfd none", default=3.0, to=lambda value, given: {"trainer.dual_clip": value} if given[f"{_A}policy_loss.loss_mode"] == "vanilla" else {}, written=True),
     carried(f"{_A}loss_agg_mode", "trainer.loss_aggregation", "gspo is always aggregated by sequence_mean in verl; seq-mean-token-sum and token-sum are missing", default="token-mean", to=_aggregation, written=True),
     carried(f"{_A}loss_scale_factor", "trainer.dr_grpo_tokens", "with loss_agg_mode = seq-mean-token-sum-norm", to=lambda value, given: {}),
-    carried(f"{_A}policy_loss.loss_mode", "trainer.policy_loss", "vanilla: ppo, gspo, cispo; the others are missing", default="vanilla", to=_loss),
+    carried(f"{_A}policy_loss.loss_mode", "trainer.policy_loss", "vanilla: ppo, gspo, cispo; the others are missing", default="vanilla", to=by_value("trainer.policy_loss", {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}, otherwise="the losses that are here too are vanilla, gspo, cispo; or one of your own, trainer.policy_loss")),
     missing(" ".join(f"{_A}policy_loss.{name}" for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta", "*")) + f" {_A}tau_pos {_A}tau_neg {_A}calculate_sum_pi_squared", "the losses of these options: write them as a policy loss of your own", key="trainer.policy_loss", unless=lambda value, given: given[f"{_A}policy_loss.loss_mode"] in ("vanilla", "gspo", "cispo")),
-    carried(f"{_A}use_kl_loss", "trainer.kl_coef", "the weight, 0 without it", default=False, to=_kl_in_loss, written=True),
+    carried(f"{_A}use_kl_loss", "trainer.kl_coef", "the weight, 0 without it", default=False, to=lambda value, given: {"trainer.kl_coef": given[f"{_A}kl_loss_coef"] if given[f"{_A}use_kl_loss"] else 0.0}, written=True),
     carried(f"{_A}kl_loss_coef", "trainer.kl_coef", "with use_kl_loss", default=0.001, to=lambda value, given: {}),
     carried(f"{_A}kl_loss_type", "trainer.kl_estimator", "with use_kl_loss; kl: k1, mse: k2, low_var_kl: k3; abs, full and forms with a + are missing", default="low_var_kl", to=_estimates(f"{_A}use_kl_loss", "trainer.kl_estimator")),
     carried(f"{_A}entropy_coeff", "trainer.entropy_coef", default=0),
