@@ -400,16 +400,5 @@ def samples(
     show(reader, Filter(min_reward, max_reward, contains, worker), last=last, follow=follow, as_json=as_json)
 
 
-main.add_command(attach)
-main.add_command(config)
-main.add_command(evaluate)
-main.add_command(init)
-main.add_command(logs)
-main.add_command(page)
-main.add_command(plan)
-main.add_command(ps)
-main.add_command(record)
-main.add_command(replay)
-main.add_command(runs)
-main.add_command(systemd)
-main.add_command(try_reward)
+for command in (attach, config, evaluate, init, logs, page, plan, ps, record, replay, runs, systemd, try_reward):
+    main.add_command(command)

@@ -115,6 +115,8 @@ def replay(
 
 def entries_of(folder: Path, recording: Recording, last: int) -> Iterator[dict[str, Any]]:
     """Yield the last recorded steps as JSON objects, in order; 0: all."""
+    from msgspec.structs import asdict
+
     from pipeline.trainer.recording.bases import Bases
 
     bases = Bases(folder, recording)
@@ -132,22 +134,7 @@ def entries_of(folder: Path, recording: Recording, last: int) -> Iterator[dict[s
             "weights": "" if weights is None else weights.weights,
             "replayed_from": None if base is None else base.name,
             "batches": [
-                {
-                    "lease": batch.lease,
-                    "rows": batch.rows,
-                    "digest": batch.digest,
-                    "origins": [
-                        {
-                            "ticket": origin.ticket,
-                            "position": origin.position,
-                            "prompts": origin.prompts,
-                            "version": origin.version,
-                            "rows": origin.rows,
-                        }
-                        for origin in batch.origins
-                    ],
-                }
-                for batch in taken.batches
+                {**asdict(batch), "origins": [asdict(origin) for origin in batch.origins]} for batch in taken.batches
             ],
         }
 

@@ -22,18 +22,8 @@ from pipeline.supervisor.snapshot import Snapshot
 _COLUMNS = ("process", "pid", "state", "doing", "for", "on", "engine", "last minute", "restarts", "memory", "devices")
 # On a narrow terminal the later columns are left out; no column is cut.
 _BY_PRIORITY = (
-    "process",
-    "pid",
-    "state",
-    "doing",
-    "for",
-    "restarts",
-    "memory",
-    "on",
-    "engine",
-    "devices",
-    "last minute",
-)
+    "process", "pid", "state", "doing", "for", "restarts", "memory", "on", "engine", "devices", "last minute",
+)  # fmt: skip
 _GAP = 2
 _LEAST_ROWS = 3
 """Processes for which the sentences of `why` make room in a short pane."""
@@ -105,9 +95,6 @@ def screen(
     shot = Snapshot.of_status(status)
     found = rows(status, why, columns=_LAST_MINUTE_COLUMNS)
     fitting = _fitting(found, width)
-    grid = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
-    for column in fitting:
-        grid.add_column(column, no_wrap=True, overflow="ellipsis")
     sentences = [Text(sentence) for sentence in why.get("sentences") or []]
     attention = [Text(f"ATTENTION: {warning}", style="bold red") for warning in warnings(status)]
     foot = Text(f"up {duration(status.get('uptime_s'))}; Ctrl-C leaves, the run continues", style="dim")
