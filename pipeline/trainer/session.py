@@ -312,6 +312,4 @@ class BufferSession:
 
 
 def _published(version: WeightsVersion) -> Published:
-    return Published(
-        version.version, version.fingerprint, version.trained_through, version.rollback, version.position
-    )
+    return Published(version.version, version.fingerprint, version.trained_through, version.rollback, version.position)
