@@ -55,7 +55,9 @@ def contracted() -> dict[str, int]:
 def names_of_tests() -> frozenset[str]:
     """Return the names of all tests."""
     trees = (ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
-    functions = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    functions = (
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
     return frozenset(function.name for function in functions if function.name.startswith("test_"))
 
 

@@ -55,7 +55,9 @@ def run(rlhfd: Path, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The folder of a run that `rlhfd init` has written and `rlhfd start` has ended."""
     folder = tmp_path_factory.mktemp("any") / "my-run"
     call(rlhfd, "init", folder, "--model", task / "model", cwd=folder.parent)
-    sets = [word for item in (*SMALL, "trainer.max_steps=1", "metrics.port=0") for word in ("--set", item)]
+    # The file that it writes has these two for longer rows.
+    short = ("rollout.max_prompt_length=8", "rollout.max_new_tokens=8")
+    sets = [word for item in (*SMALL, *short, "trainer.max_steps=1", "metrics.port=0") for word in ("--set", item)]
     call(rlhfd, "start", "--config", "grpo.toml", *sets, cwd=folder)
     return folder
 
