@@ -13,7 +13,7 @@ from pipeline.cli.runs import run_folder_of
 from pipeline.errors import RlhfdError
 
 if TYPE_CHECKING:
-    from pipeline.supervisor.web.server import Page
+    from pipeline.supervisor.ended_page import EndedPage
 
 
 @click.command(short_help="Serve the page of a run that has ended; Ctrl-C ends it.")
@@ -61,7 +61,7 @@ def _refuse_running(folder: Path) -> None:
     raise RlhfdError(f"run {folder.name} is running{where}")
 
 
-async def _serve(data: Page, port: int, name: str) -> None:
+async def _serve(data: EndedPage, port: int, name: str) -> None:
     import asyncio
 
     from pipeline.supervisor.web.server import HttpServer, page_routes

@@ -28,6 +28,10 @@ _PPO_ONLY: Final = (
 )  # fmt: skip
 _LORA: Final = tuple(f"model.lora_{key}" for key in ("alpha", "targets", "kind"))
 _CLIPS: Final = ("trainer.clip_range", "trainer.clip_low", "trainer.clip_high")
+_ALL_CLIPS: Final = (*_CLIPS, "trainer.dual_clip")
+_FALL: Final = ("trainer.decay_steps", "trainer.final_learning_rate_ratio")
+_OF_ENVIRONMENTS: Final = ("rollout.max_turns", "rollout.environment_timeout_s", "rollout.environment_processes")
+_OF_EVALUATIONS: Final = tuple(f"evaluation.{key}" for key in EvaluationConfig.model_fields if key != "files")
 _CORRECTION: Final = ("trainer.importance_correction", "trainer.importance_cap")
 _OPTIMIZATION: Final = (
     "trainer.learning_rate", "trainer.weight_decay", "trainer.warmup_steps", "trainer.decay_steps", "trainer.max_steps",
@@ -76,71 +80,33 @@ def _text(prompt: str | list[Message]) -> str:
 
 def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys that were set and that no process reads under the values of other keys."""
-    config = loaded.config
-    unused: list[tuple[bool, tuple[str, ...], str]] = [
-        (config.rollout.algorithm == "grpo", _PPO_ONLY, 'rollout.algorithm = "grpo"'),
-        (config.rollout.algorithm == "ppo", ("rollout.num_generations",), 'rollout.algorithm = "ppo"'),
-        (config.trainer.kind == "external", _OPTIMIZATION, 'trainer.kind = "external"'),
-        *_unused_by_the_loss(config),
-        (
-            config.trainer.schedule == "constant",
-            ("trainer.decay_steps", "trainer.final_learning_rate_ratio"),
-            'trainer.schedule = "constant"',
-        ),
-        (not config.model.lora_rank, _LORA, "model.lora_rank = 0"),
-        (
-            config.cluster.engine == "local",
-            ("cluster.address", "cluster.worker_gpus"),
-            'cluster.engine = "local"',
-        ),
-        (
-            not reward_functions(config),
-            ("rollout.reward_timeout_s", "rollout.reward_processes"),
-            "reward models alone" if config.rewards else "rewards = []",
-        ),
-        (
-            config.rollout.environment is None,
-            ("rollout.max_turns", "rollout.environment_timeout_s", "rollout.environment_processes"),
-            "no rollout.environment",
-        ),
-        (
-            not config.evaluation.files,
-            tuple(f"evaluation.{key}" for key in EvaluationConfig.model_fields if key != "files"),
-            "evaluation.files = []",
-        ),
-        (config.reference_on is None, ("model.reference_device",), "trainer.kl_coef = 0 and rollout.kl_coef = 0"),
-        (not config.metrics.enabled, ("metrics.port",), "metrics.enabled = false"),
-    ]
-    for is_unused, keys, by in unused:
-        yield from ((key, f"has no effect with {by}") for key in keys if is_unused and key in loaded.origins)
-
-
-def _unused_by_the_loss(config: Config) -> list[tuple[bool, tuple[str, ...], str]]:
-    trainer = config.trainer
-    loss, aggregation, kind = trainer.policy_loss, trainer.loss_aggregation, trainer.importance_correction
-    return [
+    config, trainer, rollout = loaded.config, loaded.config.trainer, loaded.config.rollout
+    loss, aggregation, correction = trainer.policy_loss, trainer.loss_aggregation, trainer.importance_correction
+    has_one_update = trainer.epochs * trainer.mini_batches == 1
+    rewards = "reward models alone" if config.rewards else "rewards = []"
+    for is_unused, keys, by in (
+        (rollout.algorithm == "grpo", _PPO_ONLY, 'rollout.algorithm = "grpo"'),
+        (rollout.algorithm == "ppo", ("rollout.num_generations",), 'rollout.algorithm = "ppo"'),
+        (trainer.kind == "external", _OPTIMIZATION, 'trainer.kind = "external"'),
         (loss in ("cispo", "reinforce"), ("trainer.dual_clip",), f'trainer.policy_loss = "{loss}"'),
-        (
-            loss == "reinforce",
-            _CLIPS,
-            'trainer.policy_loss = "reinforce"',
-        ),
+        (loss == "reinforce", _CLIPS, 'trainer.policy_loss = "reinforce"'),
         (aggregation != "dr_grpo", ("trainer.dr_grpo_tokens",), f'trainer.loss_aggregation = "{aggregation}"'),
         (config.trainer_kl_coef == 0, ("trainer.kl_estimator",), "trainer.kl_coef = 0"),
-        (
-            trainer.epochs * trainer.mini_batches == 1,
-            ("trainer.target_kl",),
-            "trainer.epochs = 1 and trainer.mini_batches = 1",
-        ),
-        (kind == "none", ("trainer.importance_cap",), 'trainer.importance_correction = "none"'),
-        (config.rollout.log_probs == "engine", _CORRECTION, 'rollout.log_probs = "engine"'),
+        (has_one_update, ("trainer.target_kl",), "trainer.epochs = 1 and trainer.mini_batches = 1"),
+        (correction == "none", ("trainer.importance_cap",), 'trainer.importance_correction = "none"'),
+        (rollout.log_probs == "engine", _CORRECTION, 'rollout.log_probs = "engine"'),
         # The ratio that they bound is 1 in the first update of a step.
-        (
-            config.rollout.log_probs == "trainer" and trainer.epochs * trainer.mini_batches == 1,
-            (*_CLIPS, "trainer.dual_clip"),
-            'rollout.log_probs = "trainer"',
-        ),
-    ]
+        (rollout.log_probs == "trainer" and has_one_update, _ALL_CLIPS, 'rollout.log_probs = "trainer"'),
+        (trainer.schedule == "constant", _FALL, 'trainer.schedule = "constant"'),
+        (not config.model.lora_rank, _LORA, "model.lora_rank = 0"),
+        (config.cluster.engine == "local", ("cluster.address", "cluster.worker_gpus"), 'cluster.engine = "local"'),
+        (not reward_functions(config), ("rollout.reward_timeout_s", "rollout.reward_processes"), rewards),
+        (rollout.environment is None, _OF_ENVIRONMENTS, "no rollout.environment"),
+        (not config.evaluation.files, _OF_EVALUATIONS, "evaluation.files = []"),
+        (config.reference_on is None, ("model.reference_device",), "trainer.kl_coef = 0 and rollout.kl_coef = 0"),
+        (not config.metrics.enabled, ("metrics.port",), "metrics.enabled = false"),
+    ):
+        yield from ((key, f"has no effect with {by}") for key in keys if is_unused and key in loaded.origins)
 
 
 def _of_loss(config: Config) -> Iterator[tuple[str, str]]:
@@ -164,10 +130,8 @@ def _of_loss(config: Config) -> Iterator[tuple[str, str]]:
             f'{config.buffer.max_staleness}: set it to 0, or rollout.log_probs = "trainer" without a KL in the reward',
         )
     if trainer.kl_estimator == "k1" and config.trainer_kl_coef:
-        yield (
-            "trainer.kl_estimator",
-            "the gradient of k1 in the loss is 0 on average: k2 and k3 hold the policy near the reference",
-        )
+        text = "the gradient of k1 in the loss is 0 on average: k2 and k3 hold the policy near the reference"
+        yield "trainer.kl_estimator", text
 
 
 def _of_batch(config: Config) -> Iterator[tuple[str, str]]:
@@ -241,10 +205,8 @@ def _of_adapters(config: Config) -> Iterator[tuple[str, str]]:
 
 def _of_processors(config: Config) -> Iterator[tuple[str, str]]:
     if not config.model.actor.startswith(BUILTIN_PREFIX) and (found := processors_of(Path(config.model.actor))):
-        yield (
-            "model.actor",
-            f"its generation settings are off, so that log-probs are those of the samples: {', '.join(found)}",
-        )
+        text = f"its generation settings are off, so that log-probs are those of the samples: {', '.join(found)}"
+        yield "model.actor", text
 
 
 def _of_prompts(loaded: LoadedConfig) -> Iterator[str]:

@@ -198,8 +198,7 @@ def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, s
             sized = sized if tokens is None else sized.changed("trainer", micro_batch_tokens=tokens)
             cards = _cards_of_ranks(sized, models, machine)
             if _fit(cards, share):
-                fullest = max(cards, key=lambda card: card.total_bytes)
-                return sized, f"{fullest.name} takes {size(fullest.total_bytes)} of {size(fullest.capacity_bytes)}"
+                return sized, _fullest(cards)
     return config, f"no pass leaves {1.0 - share:.0%} of the card free"
 
 
@@ -216,8 +215,7 @@ def _log_prob_passes(config: Config, models: Models, machine: Machine) -> tuple[
         sized = config.changed("rollout", logits_forward_tokens=tokens)
         cards = _cards_of_passes(sized, models, machine)
         if _fit(cards, share):
-            fullest = max(cards, key=lambda card: card.total_bytes)
-            return sized, f"{fullest.name} takes {size(fullest.total_bytes)} of {size(fullest.capacity_bytes)}"
+            return sized, _fullest(cards)
     return config, f"no larger pass leaves {1.0 - share:.0%} of the card free"
 
 
@@ -228,6 +226,12 @@ def _share(config: Config) -> float:
 
 def _fit(cards: list[Budget], share: float) -> bool:
     return all(card.total_bytes <= share * card.capacity_bytes for card in cards)
+
+
+def _fullest(cards: list[Budget]) -> str:
+    """Return the need and the room of the card that needs most."""
+    fullest = max(cards, key=lambda card: card.total_bytes)
+    return f"{fullest.name} takes {size(fullest.total_bytes)} of {size(fullest.capacity_bytes)}"
 
 
 def _cards_of_passes(config: Config, models: Models, machine: Machine) -> list[Budget]:

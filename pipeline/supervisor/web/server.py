@@ -22,7 +22,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 from prometheus_client.exposition import choose_encoder
@@ -36,6 +36,10 @@ from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
 from pipeline.supervisor.web.access import Access, AccessCheck, load_certificate
 from pipeline.supervisor.web.port_holder import port_holder
+
+if TYPE_CHECKING:
+    from pipeline.supervisor.ended_page import EndedPage
+    from pipeline.supervisor.page import PageData
 
 TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -69,16 +73,6 @@ log = logging.getLogger(__name__)
 Metrics = Callable[[bool], bytes]
 Health = Callable[[], tuple[bool, dict[str, Any]]]
 Ready = Callable[[], tuple[bool, dict[str, Any]]]
-
-
-class Page(Protocol):
-    """The data of the page: of a running instance (`pipeline.supervisor.page`), or of a run that has ended."""
-
-    def live(self, after_s: float) -> bytes:
-        """Return the state of the run, and the points of its history that end after a Unix time, as JSON."""
-
-    def samples(self, cursor: str) -> bytes:
-        """Return the newest rollouts recorded since an earlier answer, and the next cursor, as JSON."""
 
 
 class HttpServer:
@@ -265,23 +259,16 @@ def instance_routes(metrics: Metrics, health: Health, ready: Ready) -> list[Rout
         openmetrics = wants_openmetrics(request.headers.get("accept", ""))
         return Response(metrics(openmetrics), headers={"content-type": OPENMETRICS_TYPE if openmetrics else TEXT_TYPE})
 
-    async def show_health(request: Request) -> Response:
-        is_healthy, state = health()
-        return JSONResponse(state, status_code=200 if is_healthy else 503)
+    async def show_state(request: Request) -> Response:
+        is_good, state = states[request.url.path]()
+        return JSONResponse(state, status_code=200 if is_good else 503)
 
-    async def show_readiness(request: Request) -> Response:
-        is_ready, state = ready()
-        return JSONResponse(state, status_code=200 if is_ready else 503)
-
-    return [
-        Route("/metrics", show_metrics),
-        Route("/healthz", show_health),
-        Route("/readyz", show_readiness),
-    ]
+    states = {"/healthz": health, "/readyz": ready}
+    return [Route("/metrics", show_metrics), *(Route(path, show_state) for path in states)]
 
 
-def page_routes(page: Page) -> list[Route]:
-    """Return the routes of a page: its files and its data."""
+def page_routes(page: PageData | EndedPage) -> list[Route]:
+    """Return the routes of a page, of a running instance or of a run that has ended: its files and its data."""
     files = {
         "/" if path.name == "index.html" else f"/{path.name}": path for path in _WEB.iterdir() if path.suffix in _TYPES
     }
