@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -20,33 +21,24 @@ _LESS_MEMORY: Final = {
 }
 
 
+@dataclasses.dataclass
 class ExitHandler:
-    """Restarts children that exited, or ends the run; an exit during the shutdown is `shutdown.Shutdown`'s."""
+    """Restarts children that exited, or ends the run; an exit during the shutdown is `shutdown.Shutdown`'s.
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        to_buffer: Outbox,
-        *,
-        world_size: int,
-        drain: Callable[[str], None],
-        abort: Callable[[ExitCode, str], None],
-    ) -> None:
-        """Handle the exits of one instance.
+    Attributes:
+        fleet: The instance's processes.
+        to_buffer: Sender of the deaths of workers and ranks to the buffer.
+        world_size: Number of trainer ranks.
+        drain: Called with the reason once training is complete.
+        abort: Called with exit code and reason if the run cannot continue.
+    """
 
-        Args:
-            fleet: The instance's processes.
-            to_buffer: Sender of the deaths of workers and ranks to the buffer.
-            world_size: Number of trainer ranks.
-            drain: Called with the reason once training is complete.
-            abort: Called with exit code and reason if the run cannot continue.
-        """
-        self._fleet = fleet
-        self._to_buffer = to_buffer
-        self._world_size = world_size
-        self._drain = drain
-        self._abort = abort
-        self._finished_ranks: set[int] = set()
+    fleet: Fleet
+    to_buffer: Outbox
+    world_size: int
+    drain: Callable[[str], None]
+    abort: Callable[[ExitCode, str], None]
+    _finished_ranks: set[int] = dataclasses.field(default_factory=set, init=False)
 
     def handle(self, slot: Slot, code: int) -> None:
         """Decide the consequence of an exit.
@@ -56,7 +48,7 @@ class ExitHandler:
             code: Exit code, or minus the signal.
         """
         if code in (ExitCode.BAD_CONFIG, ExitCode.GAVE_UP):
-            self._abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.cause}")
+            self.abort(ExitCode(code), slot.error or f"{slot.name} ended with exit code {code}: {slot.cause}")
         elif slot.role == "setup":
             self._setup_ended(slot, code)
         elif slot.role == "trainer":
@@ -65,46 +57,46 @@ class ExitHandler:
             self._forkserver_ended(slot, code)
         else:
             if slot.role == "rollout":
-                self._to_buffer.send(death_of(slot))
+                self.to_buffer.send(death_of(slot))
             self._retry(slot, code)
 
     def _setup_ended(self, slot: Slot, code: int) -> None:
         if code == 0:
-            for role in self._fleet.of("trainer", "rollout"):
-                self._fleet.start(role)
+            for role in self.fleet.of("trainer", "rollout"):
+                self.fleet.start(role)
         elif code < 0:
             # Its successor makes the folder anew, or finds it whole.
             self._retry(slot, code)
         else:
             # An error of its own, such as a folder that it cannot write, would come again.
-            self._abort(ExitCode.FAILED, f"the embedded model could not be made: {slot.cause}")
+            self.abort(ExitCode.FAILED, f"the embedded model could not be made: {slot.cause}")
 
     def _rank_ended(self, slot: Slot, code: int) -> None:
-        self._to_buffer.send(death_of(slot))
+        self.to_buffer.send(death_of(slot))
         # A rank that exited by itself while another one died is needed nevertheless: that one restarts, and not alone.
         has_finished = slot.finished and code in (ExitCode.OK, ExitCode.FAILED) and slot.ended_by != "group"
         # Once rank 0 has written the last checkpoint, no other rank is needed.
         if has_finished or 0 in self._finished_ranks:
             self._finished_ranks.add(slot.index)
-            if len(self._finished_ranks) == self._world_size:
-                self._drain("training is complete")
+            if len(self._finished_ranks) == self.world_size:
+                self.drain("training is complete")
             return
         # A rank cannot continue without the others, and no new rank can join it: all of them restart.
-        self._fleet.kill_group(self._fleet.alive("trainer"))
-        for other in self._fleet.of("trainer"):
+        self.fleet.kill_group(self.fleet.alive("trainer"))
+        for other in self.fleet.of("trainer"):
             if other.index in self._finished_ranks:
-                self._fleet.restart_now(other)
+                self.fleet.restart_now(other)
         self._finished_ranks.clear()
         self._retry(slot, code)
 
     def _forkserver_ended(self, slot: Slot, code: int) -> None:
         """Plan another forkserver: no running process depends on it; without one, a role's start takes seconds more."""
-        delay_s = self._fleet.retry(slot)
+        delay_s = self.fleet.retry(slot)
         further = "roles are started without it" if delay_s is None else f"restart in {delay_s:.1f} s"
         log.warning("the forkserver has ended (%d), %s: %s", code, further, slot.cause)
 
     def _retry(self, slot: Slot, code: int) -> None:
-        delay_s = self._fleet.retry(slot)
+        delay_s = self.fleet.retry(slot)
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         how += f", {slot.ended_by}" if slot.ended_by else ""
         reason = slot.cause
@@ -114,9 +106,9 @@ class ExitHandler:
             log.warning("%s ended (%s), restart in %.1f s: %s", slot.name, how, delay_s, reason)
             return
         how = f"({how})" + ("" if slot.unusable or slot.is_late else " too often")
-        usable = any(other.state != "failed" for other in self._fleet.of("rollout"))
+        usable = any(other.state != "failed" for other in self.fleet.of("rollout"))
         if slot.role != "rollout" or not usable:
-            self._abort(ExitCode.GAVE_UP, f"{slot.name} failed {how}: {reason}")
+            self.abort(ExitCode.GAVE_UP, f"{slot.name} failed {how}: {reason}")
             return
         log.error("%s ended %s, it is not started again: %s", slot.name, how, reason)
 

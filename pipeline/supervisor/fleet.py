@@ -153,48 +153,47 @@ class ChildSettings:
         )
 
 
+@dataclasses.dataclass(eq=False)
 class Fleet:
     """Starts and watches children; `on_end` decides the consequence of an exit for the instance.
 
     Attributes:
         folder: The instance's folder in shared memory.
+        slab: The instance's metrics.
+        clock: Monotonic seconds.
+        on_reaped: Called when a child has ended, before its gauges are removed.
+        on_end: Called with the exit code of a child that has ended.
+        on_change: Called at a change of a slot's state.
+        on_line: Called with each line of a child.
+        limits: Bounds of restarts.
+        settings: Settings that children get at their start.
         slots: All slots, in the order of their start.
         nodes: Nodes of the Ray cluster on which workers compute; none without one.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        slab: MetricsSlab,
-        *,
-        clock: Callable[[], float],
-        on_reaped: Callable[[Slot], None],
-        on_end: Callable[[Slot, int], None],
-        on_change: Callable[[Slot], None],
-        on_line: Callable[[Slot, str], None],
-        limits: RestartLimits,
-        settings: ChildSettings | None = None,
-    ) -> None:
-        self._limits = limits
-        self._settings = settings or ChildSettings()
-        self.slots: list[Slot] = []
-        self.nodes = ClusterNodes()
+    folder: str
+    slab: MetricsSlab
+    _: dataclasses.KW_ONLY
+    clock: Callable[[], float]
+    on_reaped: Callable[[Slot], None]
+    on_end: Callable[[Slot, int], None]
+    on_change: Callable[[Slot], None]
+    on_line: Callable[[Slot, str], None]
+    limits: RestartLimits
+    settings: ChildSettings = ChildSettings()
+    slots: list[Slot] = dataclasses.field(default_factory=list, init=False)
+    nodes: ClusterNodes = dataclasses.field(default_factory=ClusterNodes, init=False)
+
+    def __post_init__(self) -> None:
+        self._metrics = self.slab.writer("supervisor")
         self._forkserver = Forkserver()
-        self._refusal = ForkserverRefusal(self._settings.state_dir)
+        self._refusal = ForkserverRefusal(self.settings.state_dir)
         self._forkserver_slot = self.add("forkserver", 0, Devices("", ()))
-        self.folder = folder
-        self._slab = slab
-        self._clock = clock
-        self._on_reaped = on_reaped
-        self._on_end = on_end
-        self._on_change = on_change
-        self._on_line = on_line
         self._oom_kills = kill_count()
-        self._metrics = slab.writer("supervisor")
 
     def add(self, role: str, index: int, devices: Devices) -> Slot:
         """Add a slot; no child runs in it yet."""
-        slot = Slot(role, index, devices, RestartPolicy(self._limits, random.Random()))
+        slot = Slot(role, index, devices, RestartPolicy(self.limits, random.Random()))
         self.slots.append(slot)
         if slot.works:
             # Counters start at 0: Prometheus sees no increase in a counter that appears as 1.
@@ -204,7 +203,7 @@ class Fleet:
 
     def limit(self, limits: RestartLimits) -> None:
         """Apply other bounds of restarts from now on."""
-        self._limits = limits
+        self.limits = limits
         for slot in self.slots:
             slot.policy.limit(limits)
 
@@ -223,16 +222,16 @@ class Fleet:
                         "another attempt after a change of packages or variables, or without %s",
                         reason, self._refusal.path)  # fmt: skip
             slot.state, slot.error = "failed", reason
-            self._on_change(slot)
+            self.on_change(slot)
             return
         if not self._can_start(slot):
             slot.state = "waiting"
-            self._on_change(slot)
+            self.on_change(slot)
             return
         forked = slot.role in _FORKED and self._forkserver_slot.state == "ready"
         before, slot.generation = slot.generation, self._next_generation(slot)
         if slot.works:
-            self._slab.begin(slot.role, slot.index, activity=START)
+            self.slab.begin(slot.role, slot.index, activity=START)
         try:
             slot.child = self._child(slot, forked=forked)
         except OSError as error:
@@ -242,13 +241,13 @@ class Fleet:
             log.warning("the forkserver does not answer and is replaced, %s waits for the next: %s", slot.name, error)
             slot.generation = before
             if slot.works:
-                self._slab.fold(slot.role, slot.index)
+                self.slab.fold(slot.role, slot.index)
             slot.state = "waiting"
             self._forkserver_slot.state = "draining"
             self.signal([self._forkserver_slot], signal.SIGKILL)
         else:
             self._started(slot)
-        self._on_change(slot)
+        self.on_change(slot)
 
     def _next_generation(self, slot: Slot) -> int:
         """Return the generation of the next start.
@@ -263,7 +262,7 @@ class Fleet:
     def _started(self, slot: Slot) -> None:
         if slot.works:
             self._metrics.counter("rlhfd_process_starts_total", role=slot.role).inc()
-        now_s = self._clock()
+        now_s = self.clock()
         slot.policy.started(now_s)
         slot.state, slot.started_s, slot.error, slot.finished = "starting", now_s, "", False
         slot.ended_by, slot.working_on, slot.last_line, slot.is_late = "", -1, "", False
@@ -279,20 +278,17 @@ class Fleet:
         )
 
     def _environment(self, slot: Slot) -> dict[str, str]:
-        settings = self._settings
-        environment = child_environment(
-            gpu=slot.devices.gpu,
-            threads=settings.threads.get(slot.role, 1),
-        )
+        settings = self.settings
+        environment = child_environment(gpu=slot.devices.gpu, threads=settings.threads.get(slot.role, 1))
         if settings.state_dir is not None:
             environment |= cache_variables(settings.state_dir, environment)
         return environment
 
     def _conditions(self) -> str:
-        return conditions_of(self._environment(self._forkserver_slot), self._settings.model)
+        return conditions_of(self._environment(self._forkserver_slot), self.settings.model)
 
     def _starter(self, slot: Slot, *, forked: bool) -> Starter:
-        settings, environment = self._settings, self._environment(slot)
+        settings, environment = self.settings, self._environment(slot)
         if slot.role == "forkserver":
             return self._forkserver.starter(settings.name, settings.model, environment)
         spec = LaunchSpec(
@@ -305,24 +301,24 @@ class Fleet:
     def retry(self, slot: Slot) -> float | None:
         """Plan the next start of a slot whose child died; return the wait in s, or None if the slot has failed."""
         hopeless = slot.unusable or slot.late_starts >= _LATE_STARTS
-        delay_s = None if hopeless else slot.policy.died(self._clock(), slot.lived_s)
+        delay_s = None if hopeless else slot.policy.died(self.clock(), slot.lived_s)
         if delay_s is None:
             slot.state = "failed"
         else:
-            slot.state, slot.due_s = "backoff", self._clock() + delay_s
+            slot.state, slot.due_s = "backoff", self.clock() + delay_s
             slot.restarts += 1
-        self._on_change(slot)
+        self.on_change(slot)
         return delay_s
 
     def restart_now(self, slot: Slot) -> None:
         """Plan an immediate start of a slot whose child was not at fault."""
-        slot.state, slot.due_s = "backoff", self._clock()
+        slot.state, slot.due_s = "backoff", self.clock()
         slot.restarts += 1
-        self._on_change(slot)
+        self.on_change(slot)
 
     def due(self) -> Iterator[Slot]:
         """Yield the slots whose next start is due."""
-        now_s = self._clock()
+        now_s = self.clock()
         for slot in self.slots:
             if (slot.state == "backoff" and slot.due_s <= now_s) or (slot.state == "waiting" and self._can_start(slot)):
                 yield slot
@@ -361,7 +357,7 @@ class Fleet:
 
     def now_s(self) -> float:
         """Return the time of the fleet's clock."""
-        return self._clock()
+        return self.clock()
 
     def alive(self, *roles: str) -> list[Slot]:
         """Return the slots of these roles (all, if none is named) in which a child runs."""
@@ -371,7 +367,7 @@ class Fleet:
         if report.error:
             slot.error = report.error
         if report.progress:
-            self._on_line(slot, report.progress)
+            self.on_line(slot, report.progress)
         if report.state == "finished":
             slot.finished = True
         if report.state == "unusable":
@@ -380,16 +376,16 @@ class Fleet:
                 self._refusal.remember(self._conditions(), report.error)
         slot.from_outside |= report.killed
         if report.node is not None:
-            self.nodes.heard(report.node, self._clock())
+            self.nodes.heard(report.node, self.clock())
         if report.placed_on is not None:
             slot.node = report.placed_on
             self.nodes.placed(slot.name, slot.node)
         if report.state in ("pending", "placed"):
             slot.is_pending = report.state == "pending"
             # The time limit of the start runs from here on.
-            slot.started_s = self._clock()
+            slot.started_s = self.clock()
         if report.state == "ready":
-            slot.state, slot.is_late, slot.ready_s = "ready", False, self._clock()
+            slot.state, slot.is_late, slot.ready_s = "ready", False, self.clock()
             slot.device = report.device
             startup_s = slot.ready_s - slot.started_s
             if slot.works:
@@ -401,16 +397,16 @@ class Fleet:
                 startup_s,
                 f" device={slot.device}" if slot.device else "",
             )
-            self._on_change(slot)
+            self.on_change(slot)
 
     def _line(self, slot: Slot, line: str) -> None:
         slot.last_line = line
         slot.lines += 1
-        self._on_line(slot, line)
+        self.on_line(slot, line)
 
     def _ended(self, slot: Slot, code: int) -> None:
         # The fold removes its gauges: read them a last time.
-        self._on_reaped(slot)
+        self.on_reaped(slot)
         booted = slot.state != "starting"
         slot.late_starts = slot.late_starts + 1 if slot.is_late else 0
         slot.last_pid = slot.child.pid if slot.child is not None else 0
@@ -420,8 +416,8 @@ class Fleet:
             # A module that it cannot load, the roles cannot load either: they report the error.
             slot.unusable = True
         if slot.works:
-            slot.working_on = self._slab.progress(slot.role, slot.index).working_on
-            self._slab.fold(slot.role, slot.index)
+            slot.working_on = self.slab.progress(slot.role, slot.index).working_on
+            self.slab.fold(slot.role, slot.index)
             kills, before = kill_count(), self._oom_kills
             # Where the kernel does not count its kills, it may have been this one.
             by_kernel = None if kills is None or before is None else kills > before
@@ -432,12 +428,12 @@ class Fleet:
             self._oom_kills = kills
             reason = exit_reason(code, booted=booted, ended_by=slot.ended_by)
             self._metrics.counter("rlhfd_process_exits_total", role=slot.role, reason=reason).inc()
-        self._on_end(slot, code)
+        self.on_end(slot, code)
 
     def _lived_s(self, slot: Slot) -> float:
         if slot.ready_s is None:
             return 0.0
-        moved_s = self._slab.progress(slot.role, slot.index).beat_s if slot.works else self._clock()
+        moved_s = self.slab.progress(slot.role, slot.index).beat_s if slot.works else self.clock()
         return max(0.0, moved_s - slot.ready_s)
 
 

@@ -32,46 +32,38 @@ from pipeline.telemetry.slab import SlotWriter
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False)
 class Reload:
     """Reloads the configuration; one reload at a time.
 
     Attributes:
+        loaded: The configuration of the start.
+        config: The same with paths and numbers filled in; later the one in force.
+        workspace: The instance's workspace, which holds config.json.
+        http: The HTTP server, whose token, certificate and key are read again.
+        writer: The supervisor's metrics.
+        on_reloaded: Called with the new configuration in force; must not fail.
         pending: Keys whose value in the file, at its last reading, needs a restart.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedConfig,
-        config: Config,
-        workspace: Workspace,
-        http: HttpServer | None,
-        writer: SlotWriter,
-        *,
-        on_reloaded: Callable[[Config], None],
-    ) -> None:
-        """Reload for one instance.
+    loaded: LoadedConfig
+    config: Config
+    workspace: Workspace
+    http: HttpServer | None
+    writer: SlotWriter
+    _: dataclasses.KW_ONLY
+    on_reloaded: Callable[[Config], None]
+    pending: list[str] = dataclasses.field(default_factory=list, init=False)
 
-        Args:
-            loaded: The configuration of the start.
-            config: The same with paths and numbers filled in.
-            workspace: The instance's workspace, which holds config.json.
-            http: The HTTP server, whose token, certificate and key are read again.
-            writer: The supervisor's metrics.
-            on_reloaded: Called with the new configuration in force; must not fail.
-        """
-        self.pending: list[str] = []
+    def __post_init__(self) -> None:
+        self._running = self.loaded.config
         # Errors name the file to callers in other working directories.
-        self._loaded = dataclasses.replace(loaded, path=loaded.path and loaded.path.absolute())
-        self._running = loaded.config
-        self._config = config
-        self._workspace = workspace
-        self._http = http
-        self._on_reloaded = on_reloaded
+        self.loaded = dataclasses.replace(self.loaded, path=self.loaded.path and self.loaded.path.absolute())
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self._lock = asyncio.Lock()
-        self._code = _code_of(config)
-        self._successful = writer.gauge("rlhfd_config_last_reload_successful")
-        self._success_unix_s = writer.gauge("rlhfd_config_last_reload_success_timestamp_seconds")
+        self._code = _code_of(self.config)
+        self._successful = self.writer.gauge("rlhfd_config_last_reload_successful")
+        self._success_unix_s = self.writer.gauge("rlhfd_config_last_reload_success_timestamp_seconds")
         self._successful.set(1.0)
         self._success_unix_s.set(time.time())
 
@@ -86,14 +78,14 @@ class Reload:
         async with self._lock:
             try:
                 # In a thread: the prompts may be a large file.
-                reloaded = await asyncio.to_thread(config_load.load_again, self._loaded, problems_of_files)
+                reloaded = await asyncio.to_thread(config_load.load_again, self.loaded, problems_of_files)
                 changes = compare(self._running, reloaded.config)
                 running = with_live(self._running, reloaded.config)
-                config = with_live(self._config, reloaded.config)
+                config = with_live(self.config, reloaded.config)
                 self._put_in_force(config)
             except (ConfigError, OSError) as error:
                 return self._refuse(str(error).splitlines())
-            self._running, self._config = running, config
+            self._running, self.config = running, config
             self.pending[:] = [change.key for change in changes.restart]
             self._successful.set(1.0)
             self._success_unix_s.set(time.time())
@@ -120,24 +112,24 @@ class Reload:
 
     def _note(self) -> str:
         """Return what is to be said of code that has changed since the start; "" if none has."""
-        now = _code_of(self._config)
+        now = _code_of(self.config)
         changed = [name for name, before in self._code.items() if now.get(name) != before]
         return f"code is not loaded again, it is in force after a restart: {', '.join(changed)}" if changed else ""
 
     def _put_in_force(self, config: Config) -> None:
-        staged = self._workspace.stage_config(config)
-        if self._http is not None:
-            self._http.renew(config.metrics)
+        staged = self.workspace.stage_config(config)
+        if self.http is not None:
+            self.http.renew(config.metrics)
         # From here on nothing fails.
-        staged.replace(self._workspace.config_path)
+        staged.replace(self.workspace.config_path)
         logging.getLogger().setLevel(config.daemon.log_level.upper())
-        self._on_reloaded(config)
+        self.on_reloaded(config)
 
     def _refuse(self, errors: list[str]) -> dict[str, Any]:
         self._successful.set(0.0)
         for line in errors:
             log.error("configuration not reloaded, the previous one stays in force: %s", line)
-        return {"ok": False, "config": str(self._loaded.path or ""), "errors": errors}
+        return {"ok": False, "config": str(self.loaded.path or ""), "errors": errors}
 
 
 def _code_of(config: Config) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import time
@@ -45,42 +46,43 @@ EVALUATED = {
 _SLOT_STATES = ("starting", "ready", "draining", "backoff", "failed")
 
 
+@dataclasses.dataclass(eq=False)
 class InstanceStatus:
     """Reads the slab and the fleet; writes the supervisor's own metrics.
 
     Attributes:
+        config: The instance's configuration.
+        workspace: The instance's folder in shared memory.
+        slab: The instance's metrics.
+        fleet: The instance's processes.
+        watchdog: The instance's watchdog.
+        metrics_url: Address of the metrics; empty without one.
+        path: The configuration file, if there is one.
+        pending: Keys whose value in the file needs a restart.
         state: ``"starting"``, ``"ready"`` or ``"draining"``.
         reading: The newest reading of the metrics.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        workspace: Workspace,
-        slab: MetricsSlab,
-        fleet: Fleet,
-        watchdog: Watchdog,
-        *,
-        metrics_url: str,
-        path: Path | None = None,
-        pending: Sequence[str] = (),
-    ) -> None:
-        self.state = "starting"
-        self._pending = pending
-        self._pause = Pause(workspace.folder)
-        self._config = config
-        self._workspace = workspace
-        self._slab = slab
-        self._fleet = fleet
-        self._watchdog = watchdog
-        self._metrics_url = metrics_url
+    config: Config
+    workspace: Workspace
+    slab: MetricsSlab
+    fleet: Fleet
+    watchdog: Watchdog
+    _: dataclasses.KW_ONLY
+    metrics_url: str
+    path: Path | None = None
+    pending: Sequence[str] = ()
+    state: str = dataclasses.field(default="starting", init=False)
+
+    def __post_init__(self) -> None:
+        config, run = self.config, self.workspace.run
+        self._pause = Pause(self.workspace.folder)
         self._run_folder = run_dir(config)
-        self._path = path
-        self._writer = slab.writer("supervisor")
+        self._writer = self.slab.writer("supervisor")
         info = {
             "rlhfd_build_info": build_info(),
             "rlhfd_run_info": {
-                "run_id": workspace.run.run_id,
+                "run_id": run.run_id,
                 "algorithm": config.rollout.algorithm,
                 "model": config.model.actor,
             },
@@ -88,7 +90,7 @@ class InstanceStatus:
         self._files = names_of(config.evaluation.files)
         self._k = config.evaluation.pass_k or config.evaluation.num_generations
         names = zip(REWARD_LABELS, part_labels(config), strict=False), zip(EVALUATION_LABELS, self._files, strict=False)
-        self._reader = MetricsReader(slab, info, dict(itertools.chain(*names)))
+        self._reader = MetricsReader(self.slab, info, dict(itertools.chain(*names)))
         self._number_names = NumberNames(self._run_folder)
         self._named: list[str] = []
         self._gpus = GpuWatch()
@@ -106,15 +108,15 @@ class InstanceStatus:
 
     def sample(self, now_s: float) -> None:
         """Take the reading that all other methods use until the next one."""
-        if self.state == "starting" and self._fleet.all_ready():
+        if self.state == "starting" and self.fleet.all_ready():
             self.state = "ready"
-        self._writer.gauge("rlhfd_ready").set(float(self._fleet.all_ready()))
+        self._writer.gauge("rlhfd_ready").set(float(self.fleet.all_ready()))
         self._writer.beat()
         self._sample_processes()
         self._sample_memory()
         self._reader.external.update(gpu_series(self._gpus.gpus()))
         self._reader.external["rlhfd_device_info"] = {
-            (slot.role, str(slot.index), slot.device): 1.0 for slot in self._fleet.slots if slot.alive and slot.device
+            (slot.role, str(slot.index), slot.device): 1.0 for slot in self.fleet.slots if slot.alive and slot.device
         }
         self._sample_cluster()
         if (names := self._number_names.names) != self._named:
@@ -122,9 +124,9 @@ class InstanceStatus:
             self._reader.name(dict(zip(NUMBER_LABELS, names, strict=False)))
         self.reading = self._reader.read()
         spent = self.reading.families["rlhfd_process_time_seconds_total"]
-        self._watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
-        self._watchdog.engines.add(now_s, self.reading)
-        self._watchdog.idle_steps = int(self._value("rlhfd_train_steps_since_signal") or 0)
+        self.watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
+        self.watchdog.engines.add(now_s, self.reading)
+        self.watchdog.idle_steps = int(self._value("rlhfd_train_steps_since_signal") or 0)
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
         self._policy_version = self._policy_version if version is None else int(version)
         self._sample_rates(now_s)
@@ -132,7 +134,7 @@ class InstanceStatus:
     def _sample_rates(self, now_s: float) -> None:
         steps = self._value("rlhfd_train_steps_total")
         tokens = self._value("rlhfd_tokens_total", kind="response") or 0.0
-        can_roll = any(slot.state == "ready" for slot in self._fleet.of("rollout"))
+        can_roll = any(slot.state == "ready" for slot in self.fleet.of("rollout"))
         self._pace.add(now_s, tokens, steps, can_roll=can_roll)
         # A rank that has ended has no gauges any more; their last values are still the newest.
         self._learning = learning_of(self.reading) or self._learning
@@ -141,7 +143,7 @@ class InstanceStatus:
             labels[-1]: value for labels, value in parts if labels[0] == "trainer" and isinstance(value, float)
         } or self._reward_functions
         # An external trainer has no number of its step; it undoes none.
-        step = steps if self._config.trainer.kind == "external" else self._value("rlhfd_train_step")
+        step = steps if self.config.trainer.kind == "external" else self._value("rlhfd_train_step")
         self._steps.add(step, steps, self._value("rlhfd_reward_mean"))
 
     def changed(self, slot: Slot) -> None:
@@ -149,11 +151,11 @@ class InstanceStatus:
         if not slot.works:
             return
         for state in _SLOT_STATES:
-            count = sum(other.shown_state == state for other in self._fleet.of(slot.role))
+            count = sum(other.shown_state == state for other in self.fleet.of(slot.role))
             self._writer.gauge("rlhfd_processes", role=slot.role, state=state).set(count)
         labels = {"role": slot.role, "worker": str(slot.index)}
         self._writer.gauge("rlhfd_process_up", **labels).set(float(slot.state == "ready"))
-        wait_s = slot.due_s - self._fleet.now_s() if slot.state == "backoff" else 0.0
+        wait_s = slot.due_s - self.fleet.now_s() if slot.state == "backoff" else 0.0
         self._writer.gauge("rlhfd_process_backoff_seconds", **labels).set(max(0.0, wait_s))
 
     @property
@@ -164,7 +166,7 @@ class InstanceStatus:
     @property
     def shown_state(self) -> str:
         """The state, or paused, or stuck."""
-        return "stuck" if self.state == "ready" and self._watchdog.is_stuck else self.phase
+        return "stuck" if self.state == "ready" and self.watchdog.is_stuck else self.phase
 
     @property
     def is_buffer_paused(self) -> bool | None:
@@ -194,35 +196,35 @@ class InstanceStatus:
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether supervisor and buffer make progress; a supervisor that hangs does not answer at all."""
-        silent = self._watchdog.is_buffer_silent()
+        silent = self.watchdog.is_buffer_silent()
         return not silent, {"state": self.shown_state, "pid": os.getpid(), **({"hung": "buffer"} if silent else {})}
 
     def ready(self) -> tuple[bool, dict[str, Any]]:
         """Return whether every required role is ready, and the names of those that are not."""
-        waiting = [slot.name for slot in self._fleet.slots if slot.works and slot.state != "ready"]
-        return self._fleet.all_ready() and self.state == "ready", {"state": self.shown_state, "waiting_for": waiting}
+        waiting = [slot.name for slot in self.fleet.slots if slot.works and slot.state != "ready"]
+        return self.fleet.all_ready() and self.state == "ready", {"state": self.shown_state, "waiting_for": waiting}
 
     def snapshot(self) -> Snapshot:
         """Return the reading for the terminal."""
         counts = self.reading.conservation
-        rollout = list(self._fleet.of("rollout"))
+        rollout = list(self.fleet.of("rollout"))
         return Snapshot(
             state=self.shown_state,
-            algorithm=self._config.rollout.algorithm,
-            model=self._config.model.actor,
+            algorithm=self.config.rollout.algorithm,
+            model=self.config.model.actor,
             step=self._steps.step,
-            max_steps=int(self._value("rlhfd_last_step") or self._config.trainer.max_steps),
+            max_steps=int(self._value("rlhfd_last_step") or self.config.trainer.max_steps),
             # A rank that has ended has no gauge any more; its last value is still the newest.
             reward_mean=self._steps.rewards[-1][1] if self._steps.rewards else None,
             reward_history=tuple(reward for _, reward in self._steps.rewards),
             tokens_per_s=self._pace.tokens_per_s,
             items_ready=counts.ready_items if counts else 0,
-            items_capacity=capacity_items(self._config),
-            staleness_mean=self._staleness(),
+            items_capacity=capacity_items(self.config),
+            staleness_mean=self.reading.histogram_mean("rlhfd_policy_staleness_versions", point="train"),
             policy_version=self._policy_version,
             workers_ready=sum(slot.state == "ready" for slot in rollout),
             workers_total=len(rollout),
-            metrics_url=self._metrics_url,
+            metrics_url=self.metrics_url,
             learning=self._learning,
             evaluation=self._evaluation(),
         )
@@ -233,19 +235,19 @@ class InstanceStatus:
         shot, counts = self.snapshot(), self.reading.conservation
         return {
             "state": self.shown_state,
-            "run_id": self._workspace.run.run_id,
+            "run_id": self.workspace.run.run_id,
             "run": self._run_folder.name,
             "checkpoint": self._checkpoint(),
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_s, 1),
-            "config": str(self._path or ""),
-            "why": next(iter(self._watchdog.why()["sentences"]), ""),
-            "needs_restart": [*self._pending],
+            "config": str(self.path or ""),
+            "why": next(iter(self.watchdog.why()["sentences"]), ""),
+            "needs_restart": [*self.pending],
             "metrics_url": shot.metrics_url,
             "algorithm": shot.algorithm,
             "model": shot.model,
-            "ranks": self._config.trainer.world_size,
-            "sharding": self._config.trainer.sharding,
+            "ranks": self.config.trainer.world_size,
+            "sharding": self.config.trainer.sharding,
             "step": shot.step,
             "max_steps": shot.max_steps,
             "policy_version": shot.policy_version,
@@ -264,7 +266,7 @@ class InstanceStatus:
                 "capacity_items": shot.items_capacity,
                 "leased_items": counts.leased_items if counts else 0,
                 "reserved_items": counts.writing_items if counts else 0,
-                "capacity_bytes": self._config.buffer.arena_bytes,
+                "capacity_bytes": self.config.buffer.arena_bytes,
                 "used_bytes": (counts.ready_bytes + counts.leased_bytes + counts.writing_bytes) if counts else 0,
                 "sealed": counts.sealed if counts else 0,
                 "trained": counts.trained if counts else 0,
@@ -272,16 +274,16 @@ class InstanceStatus:
                 "unaccounted": counts.unaccounted if counts else 0,
             },
             "cluster": self._cluster(),
-            "processes": [self._process(slot) for slot in self._fleet.slots if slot.works]
+            "processes": [self._process(slot) for slot in self.fleet.slots if slot.works]
             + [
-                process_row(rank, self._fleet.now_s(), resident_bytes(rank.pid))
-                for rank in self._watchdog.external_ranks()
+                process_row(rank, self.fleet.now_s(), resident_bytes(rank.pid))
+                for rank in self.watchdog.external_ranks()
             ],
         }
 
     def summary(self) -> list[str]:
         """Return the last lines of a run: steps and rewards, the counts of rows, which add up, the last checkpoint."""
-        counts, checkpoint = self._slab.conservation(), self._checkpoint()
+        counts, checkpoint = self.slab.conservation(), self._checkpoint()
         tail = [f"checkpoint, a folder for from_pretrained: {checkpoint}"] if checkpoint else []
         if counts is None or not counts.sealed:
             return tail
@@ -335,9 +337,6 @@ class InstanceStatus:
     def _value(self, name: str, **labels: str) -> float | None:
         return self.reading.value(name, **labels)
 
-    def _staleness(self) -> float | None:
-        return self.reading.histogram_mean("rlhfd_policy_staleness_versions", point="train")
-
     def _process(self, slot: Slot) -> dict[str, Any]:
         return {
             "role": slot.role,
@@ -345,7 +344,7 @@ class InstanceStatus:
             "pid": slot.child.pid if slot.child else None,
             "state": slot.shown_state,
             "restarts": slot.restarts,
-            "uptime_s": round(self._fleet.now_s() - slot.started_s, 1) if slot.child else 0.0,
+            "uptime_s": round(self.fleet.now_s() - slot.started_s, 1) if slot.child else 0.0,
             "resident_bytes": resident_bytes(slot.child.pid) if slot.child else 0,
             "devices": slot.devices.gpu or "cpu",
             "progress": self._progress(slot),
@@ -366,12 +365,12 @@ class InstanceStatus:
 
     def _engine(self, slot: Slot) -> dict[str, Any] | None:
         """Return the values of a worker's engine; None for another process, or a worker without one."""
-        engine = self._watchdog.engines.view(slot.index) if slot.role == "rollout" else None
+        engine = self.watchdog.engines.view(slot.index) if slot.role == "rollout" else None
         return None if engine is None else engine.shown()
 
     def _sample_processes(self) -> None:
         before_s, self._cpu_s = self._cpu_s, {}
-        for slot in self._fleet.slots:
+        for slot in self.fleet.slots:
             if not slot.works or slot.child is None:
                 continue
             labels = {"role": slot.role, "worker": str(slot.index)}
@@ -383,15 +382,15 @@ class InstanceStatus:
 
     def _actors(self) -> dict[str, int]:
         """Return the number of actors by state: waiting for room in the cluster, or on a node of it."""
-        workers = [slot for slot in self._fleet.of("rollout") if slot.alive]
+        workers = [slot for slot in self.fleet.of("rollout") if slot.alive]
         placed = sum(slot.node is not None for slot in workers)
         return {"pending": sum(slot.is_pending for slot in workers), "placed": placed}
 
     def _cluster(self) -> dict[str, Any] | None:
         """Return the nodes of the cluster and the actors on them; None without a cluster."""
-        if self._config.cluster.engine != "ray":
+        if self.config.cluster.engine != "ray":
             return None
-        nodes, on = self._fleet.nodes, [slot for slot in self._fleet.of("rollout") if slot.alive and slot.node]
+        nodes, on = self.fleet.nodes, [slot for slot in self.fleet.of("rollout") if slot.alive and slot.node]
         return {
             "nodes": [
                 {
@@ -406,30 +405,30 @@ class InstanceStatus:
         }
 
     def _sample_cluster(self) -> None:
-        if self._config.cluster.engine != "ray":
+        if self.config.cluster.engine != "ray":
             return
-        nodes = self._fleet.nodes
+        nodes = self.fleet.nodes
         for state, count in (("alive", len(nodes.alive)), ("left", len(nodes.left))):
             self._writer.gauge("rlhfd_cluster_nodes", state=state).set(count)
         for state, count in self._actors().items():
             self._writer.gauge("rlhfd_cluster_actors", state=state).set(count)
         self._reader.external["rlhfd_cluster_actor_info"] = {
             (str(slot.index), slot.node.name, slot.node.address): 1.0
-            for slot in self._fleet.of("rollout")
+            for slot in self.fleet.of("rollout")
             if slot.alive and slot.node
         }
 
     def _sample_memory(self) -> None:
         for kind, path in (
-            ("buffer", self._workspace.arena_path),
-            ("weights", self._workspace.weights_path),
-            ("metrics", self._workspace.metrics_path),
+            ("buffer", self.workspace.arena_path),
+            ("weights", self.workspace.weights_path),
+            ("metrics", self.workspace.metrics_path),
         ):
             if path.exists():
                 self._writer.gauge("rlhfd_shm_bytes", kind=kind).set(path.stat().st_size)
         # The supervisor's next tick ends a run whose folder was removed.
         with contextlib.suppress(FileNotFoundError):
-            system = os.statvfs(self._workspace.folder)
+            system = os.statvfs(self.workspace.folder)
             self._writer.gauge("rlhfd_shm_available_bytes").set(system.f_bavail * system.f_frsize)
 
 

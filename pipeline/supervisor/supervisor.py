@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import faulthandler
 import importlib.util
 import logging
@@ -179,37 +180,35 @@ def with_workers(config: Config, gpus: list[str]) -> Config:
     return config.changed("rollout", workers=workers)
 
 
+@dataclasses.dataclass(eq=False)
 class Supervisor:
     """One instance from its first child to its last.
 
     Attributes:
+        config: The configuration in force, with the values that the plan chose.
+        loaded: The configuration as it was read.
+        workspace: The folder in shared memory.
+        lock: The lock of the runtime directory.
+        http: The HTTP server; None without one.
+        run_log: The log beside the terminal.
+        notifier: The connection to systemd.
+        reasons: The reason of each value that the plan chose.
         has_begun: Whether it has started processes, or has tried to.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        loaded: LoadedConfig,
-        workspace: Workspace,
-        lock: InstanceLock,
-        http: HttpServer | None,
-        run_log: RunLog,
-        notifier: Notifier,
-        reasons: Mapping[str, str],
-    ) -> None:
-        self._config = config
-        self._reasons = reasons
-        self._loaded = loaded
-        self._workspace = workspace
-        self._lock = lock
-        self._looks_at_s = 0.0
-        self._http = http
-        self._run_log = run_log
-        self._notifier = notifier
-        self._hangup = Hangup()
-        # Set at a change that the next tick has to see soon, while ticks are rare.
-        self._news = asyncio.Event()
-        self.has_begun = False
+    config: Config
+    loaded: LoadedConfig
+    workspace: Workspace
+    lock: InstanceLock
+    http: HttpServer | None
+    run_log: RunLog
+    notifier: Notifier
+    reasons: Mapping[str, str]
+    has_begun: bool = dataclasses.field(default=False, init=False)
+    _looks_at_s: float = dataclasses.field(default=0.0, init=False)
+    _hangup: Hangup = dataclasses.field(default_factory=Hangup, init=False)
+    # Set at a change that the next tick has to see soon, while ticks are rare.
+    _news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
 
     @property
     def has_saved(self) -> bool:
@@ -231,10 +230,10 @@ class Supervisor:
             self._loop.add_signal_handler(number, self._stop_asked, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         self._loop.add_signal_handler(signal.SIGUSR1, self._warned)
-        control = await serve_control(self._workspace.folder / "control.sock", self._answer)
-        if self._http is not None:
+        control = await serve_control(self.workspace.folder / "control.sock", self._answer)
+        if self.http is not None:
             routes = instance_routes(self._status.metrics, self._status.health, self._status.ready)
-            await self._http.start([*routes, *([] if self._page is None else page_routes(self._page))])
+            await self.http.start([*routes, *([] if self._page is None else page_routes(self._page))])
         self._view.start()
         self._inputs.start()
         try:
@@ -269,7 +268,7 @@ class Supervisor:
     # The start.
 
     def _prepare(self) -> None:
-        config, gpus = self._config, placement.visible_gpus(os.environ)
+        config, gpus = self.config, placement.visible_gpus(os.environ)
         devices_of = placement.assign(config, gpus, placement.usable_cpus(), placement.local_cpus(gpus))
         ranks = config.trainer.world_size if config.trainer.kind == "external" else 0
         own = [SlotName("trainer", rank) for rank in range(ranks)]
@@ -279,18 +278,18 @@ class Supervisor:
             *own,
             *(SlotName(role, index) for role, index in devices_of),
         ]
-        self._slab = MetricsSlab.reopen(self._workspace.metrics_path, slots)
+        self._slab = MetricsSlab.reopen(self.workspace.metrics_path, slots)
         self._slab.survive_truncation()
-        folder = self._workspace.folder
+        folder = self.workspace.folder
         self._sizes = Sizes(folder / name for name in (METRICS, ARENA, "weights", "training"))
         self._slab.begin("supervisor")
         writer = self._slab.writer("supervisor")
         count_warnings(writer)
-        _log_choices(config, {**self._loaded.reasons, **self._reasons})
+        _log_choices(config, {**self.loaded.reasons, **self.reasons})
         if older := remove_older_caches(Path(config.daemon.state_dir)):
             log.info("compiled code of other versions is removed: folders=%s", ",".join(older))
         self._fleet = Fleet(
-            str(self._workspace.folder),
+            str(self.workspace.folder),
             self._slab,
             clock=monotonic_s,
             on_reaped=lambda slot: self._status.sample(monotonic_s()),
@@ -314,30 +313,30 @@ class Supervisor:
             gave_up=lambda reason: self._abort(ExitCode.GAVE_UP, reason),
             on_trainer_left=lambda: self._status.sample(monotonic_s()),
         )
-        self._reload = Reload(self._loaded, config, self._workspace, self._http, writer, on_reloaded=self._apply)
+        self._reload = Reload(self.loaded, config, self.workspace, self.http, writer, on_reloaded=self._apply)
         self._inputs = InputsWatch(config)
         self._status = InstanceStatus(
             config,
-            self._workspace,
+            self.workspace,
             self._slab,
             self._fleet,
             self._watchdog,
-            metrics_url="" if self._http is None else f"{self._http.url}/metrics",
+            metrics_url="" if self.http is None else f"{self.http.url}/metrics",
             # Commands in other folders show it.
-            path=self._loaded.path and self._loaded.path.absolute(),
+            path=self.loaded.path and self.loaded.path.absolute(),
             pending=self._reload.pending,
         )
         self._page = None
-        if self._http is not None:
-            local = self._http.is_loopback
-            self._page = PageData(config, self._workspace, self._status, self._watchdog, is_local=local)
+        if self.http is not None:
+            local = self.http.is_loopback
+            self._page = PageData(config, self.workspace, self._status, self._watchdog, is_local=local)
         self._trackers = Trackers(config, writer)
         self._view = LiveView()
         self._service = Service(
-            self._notifier, snapshot=self._status.snapshot, is_buffer_silent=self._watchdog.is_buffer_silent
+            self.notifier, snapshot=self._status.snapshot, is_buffer_silent=self._watchdog.is_buffer_silent
         )
-        self._to_buffer = Outbox(self._workspace.folder, BUFFER)
-        taken_over = self._workspace.taken_over
+        self._to_buffer = Outbox(self.workspace.folder, BUFFER)
+        taken_over = self.workspace.taken_over
         self._shutdown = Shutdown(config, self._fleet, self._slab, self._to_buffer, taken_over=taken_over)
         self._exits = ExitHandler(
             self._fleet,
@@ -346,35 +345,35 @@ class Supervisor:
             drain=lambda reason: self._drain(reason, complete=True),
             abort=self._abort,
         )
-        self._pause = Pause(self._workspace.folder)
+        self._pause = Pause(self.workspace.folder)
         if taken_over:
-            log.warning("arena taken over from a supervisor that was killed: run=%s", self._workspace.run.run_id)
+            log.warning("arena taken over from a supervisor that was killed: run=%s", self.workspace.run.run_id)
         if self._pause.is_on():
             log.warning("paused as it was before: no tickets are issued until `rlhfd resume`")
 
     def _is_prepared(self) -> bool:
-        return not sort_digits.is_used(self._loaded.config) or sort_digits.is_prepared(
-            sort_digits.directory_of(self._config.daemon.state_dir)
+        return not sort_digits.is_used(self.loaded.config) or sort_digits.is_prepared(
+            sort_digits.directory_of(self.config.daemon.state_dir)
         )
 
     def _write_record(self) -> InstanceRecord:
         record = InstanceRecord(
             pid=os.getpid(),
-            shm_dir=str(self._workspace.folder),
-            url="" if self._http is None else self._http.url,
-            log=self._run_log.destination,
+            shm_dir=str(self.workspace.folder),
+            url="" if self.http is None else self.http.url,
+            log=self.run_log.destination,
         )
-        record.write(Path(self._config.daemon.runtime_dir))
+        record.write(Path(self.config.daemon.runtime_dir))
         return record
 
     def _stay_found(self, now_s: float) -> None:
         """Have commands find this instance after somebody has removed its runtime directory."""
         if now_s < self._looks_at_s:
             return
-        folder = Path(self._config.daemon.runtime_dir)
+        folder = Path(self.config.daemon.runtime_dir)
         try:
             # The record alone is missing where a cleaner took it, or where it found no room beside the lock.
-            has_lost_all = self._lock.retake()
+            has_lost_all = self.lock.retake()
             if has_lost_all or not InstanceRecord.is_there(folder):
                 self._record.write(folder)
                 log.warning("the %s had been removed, and is made again: path=%s",
@@ -395,7 +394,7 @@ class Supervisor:
         now_s = monotonic_s()
         own = [slot.child.pid for slot in self._fleet.slots if slot.child is not None]
         reap_orphans([*own, *self._trackers.pids])
-        if not self._workspace.folder.exists():
+        if not self.workspace.folder.exists():
             self._shared_memory_gone()
         if not self._shutdown.under_way:
             self._restart_due()
@@ -432,7 +431,7 @@ class Supervisor:
                     self._to_buffer.send(death_of(dead))
 
     def _child_printed(self, slot: Slot, line: str) -> None:
-        if not self._run_log.keep(f"{slot.role}-{slot.index}", line, slot.child.pid if slot.child else slot.last_pid):
+        if not self.run_log.keep(f"{slot.role}-{slot.index}", line, slot.child.pid if slot.child else slot.last_pid):
             self._view.log(self._watchdog.labelled(slot, line))
 
     def _child_ended(self, slot: Slot, code: int) -> None:
@@ -444,7 +443,7 @@ class Supervisor:
 
     def _apply(self, config: Config) -> None:
         """Apply a reloaded configuration; nothing here fails."""
-        self._config = self._shutdown.config = self._trackers.config = config
+        self.config = self._shutdown.config = self._trackers.config = config
         self._watchdog.limit(config)
         self._fleet.limit(RestartLimits.of(config.daemon))
 
@@ -476,7 +475,7 @@ class Supervisor:
             self._shutdown.is_damaged = True
             self._shutdown.fail(
                 ExitCode.FAILED,
-                f"shared memory was removed by another program: {self._workspace.folder} is gone, and the next start "
+                f"shared memory was removed by another program: {self.workspace.folder} is gone, and the next start "
                 "resumes from the last checkpoint; logind removes that of a user at the last logout, unless "
                 "`loginctl enable-linger` keeps it",
             )
@@ -533,10 +532,10 @@ class Supervisor:
         control.close()
         if self._page is not None:
             self._page.save()
-        if self._http is not None:
-            await self._http.stop()
+        if self.http is not None:
+            await self.http.stop()
         self._to_buffer.close()
-        InstanceRecord.remove(Path(self._config.daemon.runtime_dir))
+        InstanceRecord.remove(Path(self.config.daemon.runtime_dir))
         if self._shutdown.reason:
             # Last: the reader of a terminal or log looks there for the cause.
             log.error("%s", self._shutdown.reason)

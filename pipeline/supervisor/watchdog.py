@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,51 +50,42 @@ class _PendingKill:
     lines_seen: int
 
 
+@dataclasses.dataclass(eq=False)
 class Watchdog:
     """Watches the fleet from the supervisor's loop.
 
     Attributes:
+        config: The instance's configuration.
+        slab: The instance's metrics, which hold the progress of each process.
+        fleet: The instance's processes.
+        state: Returns the instance's state: starting, ready, paused or draining.
+        gave_up: Called with the reason if the run makes no progress after a restart either.
+        on_trainer_left: Called when an external trainer has left, before its gauges are removed.
         shares: Each process's time by activity over the last minute; filled by the supervisor's readings.
-        idle_steps: Newest steps in a row in which no token was trained; set by the supervisor's readings.
         engines: The workers' engines over the last minute; filled likewise.
+        idle_steps: Newest steps in a row in which no token was trained; set by the supervisor's readings.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        slab: MetricsSlab,
-        fleet: Fleet,
-        *,
-        state: Callable[[], str],
-        gave_up: Callable[[str], None],
-        on_trainer_left: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Watch a fleet.
+    config: Config
+    slab: MetricsSlab
+    fleet: Fleet
+    _: dataclasses.KW_ONLY
+    state: Callable[[], str]
+    gave_up: Callable[[str], None]
+    on_trainer_left: Callable[[], None] = lambda: None
+    shares: ShareWindow = dataclasses.field(default_factory=ShareWindow, init=False)
+    engines: EngineWindow = dataclasses.field(default_factory=EngineWindow, init=False)
+    idle_steps: int = dataclasses.field(default=0, init=False)
 
-        Args:
-            config: The instance's configuration.
-            slab: The instance's metrics, which hold the progress of each process.
-            fleet: The instance's processes.
-            state: Returns the instance's state: starting, ready, paused or draining.
-            gave_up: Called with the reason if the run makes no progress after a restart either.
-            on_trainer_left: Called when an external trainer has left, before its gauges are removed.
-        """
-        self.shares = ShareWindow()
-        self.engines = EngineWindow()
-        self._config = config
-        self._slab = slab
-        self._fleet = fleet
-        self._state = state
-        self._gave_up = gave_up
+    def __post_init__(self) -> None:
         self._pauses, self._run = PauseWatch(0.0), RunWatch(0.0)
         self._evaluation = (0, 0)
-        self.idle_steps = 0
-        self.limit(config)
+        self.limit(self.config)
         self._pending_kills: list[_PendingKill] = []
         self._stopped: dict[str, tuple[int, float]] = {}
         self._dumped_s = -_DUMP_S
-        ranks = config.trainer.world_size if config.trainer.kind == "external" else 0
-        self._external = ExternalTrainer(Path(fleet.folder), slab, ranks, on_left=on_trainer_left)
+        ranks = self.config.trainer.world_size if self.config.trainer.kind == "external" else 0
+        self._external = ExternalTrainer(Path(self.fleet.folder), self.slab, ranks, on_left=self.on_trainer_left)
 
     def limit(self, config: Config) -> None:
         """Apply the limits of a configuration from now on."""
@@ -128,7 +119,7 @@ class Watchdog:
         self._external.look(now_s)
         paused = self._pauses.look(now_s)
         pending = {kill.slot.name for kill in self._pending_kills}
-        observations = [self._observe(slot) for slot in self._fleet.slots if slot.state not in ("ended", "failed")]
+        observations = [self._observe(slot) for slot in self.fleet.slots if slot.state not in ("ended", "failed")]
         verdicts = hung(observations, now_s, self._limits, watched_since_s=self._pauses.since_s)
         self._schedule_kills([verdict for verdict in verdicts if verdict.name not in pending], now_s)
         self._look_at_run(now_s, steps, version, paused=paused)
@@ -136,13 +127,13 @@ class Watchdog:
 
     def labelled(self, slot: Slot, line: str) -> str:
         """Return a child's line for the log; while stacks are dumped, prefixed by the child's name."""
-        dumping = self._pending_kills or self._fleet.now_s() - self._dumped_s < _DUMP_S
+        dumping = self._pending_kills or self.fleet.now_s() - self._dumped_s < _DUMP_S
         return f"{slot.name} | {line}" if dumping else line
 
     def is_buffer_silent(self, limit_s: float = _BUFFER_SILENT_S) -> bool:
         """Return whether the buffer is ready and its last heartbeat is older than the limit."""
-        buffers = [self._observe(slot) for slot in self._fleet.of("buffer") if slot.state == "ready"]
-        return any(self._fleet.now_s() - buffer.progress.beat_s > limit_s for buffer in buffers)
+        buffers = [self._observe(slot) for slot in self.fleet.of("buffer") if slot.state == "ready"]
+        return any(self.fleet.now_s() - buffer.progress.beat_s > limit_s for buffer in buffers)
 
     def why(self) -> dict[str, Any]:
         """Return the answer of `rlhfd why`: sentences, and the numbers behind them."""
@@ -151,9 +142,7 @@ class Watchdog:
         return {
             "state": run.state,
             "sentences": explain(run, {role: shares[role] for role in ("rollout", "trainer")}),
-            "last_minute": {
-                role: {name: round(share, 4) for name, share in found.items()} for role, found in shares.items()
-            },
+            "last_minute": {role: _rounded(found) for role, found in shares.items()},
             "quiet_s": round(run.quiet_s, 1),
             "processes": [
                 {
@@ -161,12 +150,8 @@ class Watchdog:
                     "pid": process.observed.pid,
                     "state": process.state,
                     "stopped": process.observed.is_stopped,
-                    "activity": process.observed.progress.activity,
-                    "since_s": _ago(run.now_s, process.observed.progress.since_s),
-                    "silent_s": _ago(run.now_s, process.observed.progress.beat_s),
-                    "working_on": process.observed.progress.working_on,
                     "node": process.node,
-                    "last_minute": {name: round(share, 4) for name, share in process.shares.items()},
+                    **_activity(run.now_s, process.observed.progress, process.shares),
                 }
                 for process in run.processes
                 if process.observed.pid
@@ -176,7 +161,7 @@ class Watchdog:
 
     def external_ranks(self) -> Sequence[ExternalRank]:
         """Return the ranks of an external trainer; empty with the built-in one."""
-        return self._external.look(self._fleet.now_s())
+        return self._external.look(self.fleet.now_s())
 
     def _external_row(self, found: ExternalRank, now_s: float) -> dict[str, Any]:
         shares = self.shares.shares("trainer", str(found.rank)) if found.state == "connected" else {}
@@ -185,29 +170,25 @@ class Watchdog:
             "pid": found.pid,
             "state": found.state,
             "stopped": found.state == "connected" and stop_signal(found.pid) is not None,
-            "activity": found.progress.activity,
-            "since_s": _ago(now_s, found.progress.since_s),
-            "silent_s": _ago(now_s, found.progress.beat_s),
-            "working_on": found.progress.working_on,
-            "last_minute": {name: round(share, 4) for name, share in shares.items()},
+            **_activity(now_s, found.progress, shares),
         }
 
     # Observing.
 
     def _slots(self) -> list[Slot]:
-        return [slot for slot in self._fleet.slots if slot.works]
+        return [slot for slot in self.fleet.slots if slot.works]
 
     def _observe(self, slot: Slot) -> Observation:
         pid = slot.child.pid if slot.child else 0
-        progress = self._slab.progress(slot.role, slot.index) if slot.works else _NO_PROGRESS
+        progress = self.slab.progress(slot.role, slot.index) if slot.works else _NO_PROGRESS
         # A process with a fresh heartbeat is not stopped; reading /proc for each one would cost more than all the rest.
-        quiet = self._fleet.now_s() - progress.beat_s > _QUIET_S
+        quiet = self.fleet.now_s() - progress.beat_s > _QUIET_S
         stopped_by = stop_signal(pid) if quiet and pid else None
         stopped = stopped_by is not None
         if not stopped:
             self._stopped.pop(slot.name, None)
         elif self._stopped.get(slot.name, (0, 0.0))[0] != pid:
-            self._stopped[slot.name] = pid, self._fleet.now_s()
+            self._stopped[slot.name] = pid, self.fleet.now_s()
         stopped_since_s = self._stopped[slot.name][1] if stopped else None
         # A process that was sent SIGTERM is still watched; one that was killed with its group is not.
         is_judged = bool(pid) and slot.ended_by != "group"
@@ -221,8 +202,8 @@ class Watchdog:
         )  # fmt: skip
 
     def _view(self) -> RunView:
-        now_s, counts = self._fleet.now_s(), self._slab.conservation()
-        state = self._state()
+        now_s, counts = self.fleet.now_s(), self.slab.conservation()
+        state = self.state()
         return RunView(
             now_s=now_s,
             state="stuck" if self.is_stuck and state == "ready" else state,
@@ -238,18 +219,18 @@ class Watchdog:
                 )
                 for slot in self._slots()
             ]
-            + [self._preparing(slot) for slot in self._fleet.slots if not slot.works and slot.state == "starting"],
+            + [self._preparing(slot) for slot in self.fleet.slots if not slot.works and slot.state == "starting"],
             ready_items=counts.ready_items if counts else 0,
             leases_active=counts.leases_active if counts else 0,
-            batch_rows=self._config.sample_batch_size,
-            is_external=self._config.trainer.kind == "external",
+            batch_rows=self.config.sample_batch_size,
+            is_external=self.config.trainer.kind == "external",
             limits=self._limits,
             quiet_s=now_s - self._run.quiet_since_s,
             external_ranks=self.external_ranks(),
             evaluation=self._evaluation,
             idle_steps=self.idle_steps,
-            nodes=len(self._fleet.nodes.alive),
-            nodes_left=[(str(node), ago_s) for node, ago_s in self._fleet.nodes.recently_left(now_s)],
+            nodes=len(self.fleet.nodes.alive),
+            nodes_left=[(str(node), ago_s) for node, ago_s in self.fleet.nodes.recently_left(now_s)],
         )
 
     def _preparing(self, slot: Slot) -> ProcessView:
@@ -257,15 +238,15 @@ class Watchdog:
         return ProcessView(self._observe(slot), slot.state, slot.started_s, {}, slot.error or slot.last_line)
 
     def _look_at_run(self, now_s: float, steps: float, version: float, *, paused: bool) -> None:
-        counts = self._slab.conservation()
+        counts = self.slab.conservation()
         marks = (
             steps,
             version,
             *self._evaluation,
             *((counts.sealed, counts.trained, sum(counts.dropped)) if counts else ()),
         )
-        is_judged = self._fleet.all_ready() and self._state() == "ready" and not paused
-        if is_judged and self._config.trainer.kind == "external":
+        is_judged = self.fleet.all_ready() and self.state() == "ready" and not paused
+        if is_judged and self.config.trainer.kind == "external":
             is_judged = not waits_for_external_trainer(self._view())
         if not self._run.look(now_s, marks, is_judged=is_judged):
             return
@@ -274,7 +255,7 @@ class Watchdog:
         reasons = " ".join(explain(run, {}))
         if found is None or self._run.strikes > 1:
             self._dump(now_s)
-            self._gave_up(f"no progress for {limit}, and a restart did not help: {reasons}")
+            self.gave_up(f"no progress for {limit}, and a restart did not help: {reasons}")
             return
         log.error("no progress for %s: %s", limit, reasons)
         verdict = Verdict.on(found.observed, "the run stands still", found.observed.progress.since_s)
@@ -288,10 +269,10 @@ class Watchdog:
             self._pending_kills += kills
             self._dump(now_s, [kill.slot for kill in kills])
             # A stopped process must continue to write its stacks; its work in that second does no harm.
-            self._fleet.signal([kill.slot for kill in kills if kill.reason == "stopped"], signal.SIGCONT)
+            self.fleet.signal([kill.slot for kill in kills if kill.reason == "stopped"], signal.SIGCONT)
 
     def _schedule_kill(self, verdict: Verdict, now_s: float) -> _PendingKill:
-        slot = next(slot for slot in self._fleet.slots if slot.name == verdict.name)
+        slot = next(slot for slot in self.fleet.slots if slot.name == verdict.name)
         log.error(
             "hung: role=%s pid=%d stage=%s %s=%d since_s=%.1f reason=%s", verdict.name, verdict.pid, verdict.stage,
             "lease" if slot.role == "trainer" else "ticket", verdict.working_on, now_s - verdict.since_s,
@@ -316,8 +297,8 @@ class Watchdog:
         if now_s - self._dumped_s >= _DUMP_S:
             self._dumped_s = now_s
             # A child that is starting may have no handler yet: the signal would kill it.
-            others = [slot for slot in self._fleet.alive() if slot.ready_s is not None and slot not in hung_slots]
-        self._fleet.signal([*hung_slots, *others], signal.SIGUSR1)
+            others = [slot for slot in self.fleet.alive() if slot.ready_s is not None and slot not in hung_slots]
+        self.fleet.signal([*hung_slots, *others], signal.SIGUSR1)
 
     def _execute(self, now_s: float) -> None:
         for kill in [*self._pending_kills]:
@@ -332,7 +313,21 @@ class Watchdog:
             kill.lines_seen = kill.slot.lines
             # Ranks end together: a kill of one ends the others, so all write their stacks before the first kill.
             if len(written) == len(self._pending_kills) or now_s - kill.since_s > _DUMP_S:
-                self._fleet.signal([kill.slot], signal.SIGKILL)
+                self.fleet.signal([kill.slot], signal.SIGKILL)
+
+
+def _activity(now_s: float, progress: Progress, shares: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "activity": progress.activity,
+        "since_s": _ago(now_s, progress.since_s),
+        "silent_s": _ago(now_s, progress.beat_s),
+        "working_on": progress.working_on,
+        "last_minute": _rounded(shares),
+    }
+
+
+def _rounded(shares: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(share, 4) for name, share in shares.items()}
 
 
 def _ago(now_s: float, then_s: float) -> float | None:

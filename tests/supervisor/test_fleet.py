@@ -352,7 +352,7 @@ def test_roles_get_the_caches_of_the_state_directory_and_the_users_own_stay(
     monkeypatch.setenv("TRITON_CACHE_DIR", "/fast/triton")
     monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
     fleet = Idlers(tmp_path)
-    fleet._settings = ChildSettings(state_dir=tmp_path / "state")
+    fleet.settings = ChildSettings(state_dir=tmp_path / "state")
 
     environment = fleet._environment(fleet.ranks[0])
 

@@ -26,7 +26,7 @@ def sampled(monkeypatch):
         monkeypatch.setattr(module, "cpu_seconds", lambda pid: dict(children.values())[pid])
         slots = [SimpleNamespace(role=role, index=0, works=True, child=SimpleNamespace(pid=pid))
                  for role, (pid, _) in children.items()]  # fmt: skip
-        status._fleet = SimpleNamespace(slots=slots)
+        status.fleet = SimpleNamespace(slots=slots)
         InstanceStatus._sample_processes(status)
         return counted
 
