@@ -7,7 +7,6 @@ implement the calls named in its docstring.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclasses.dataclass(eq=False)
 class ExperienceMaker(ABC):
     """Base class of makers: holds the four models that make experience.
 
@@ -63,17 +61,17 @@ class ExperienceMaker(ABC):
         initial_model: The reference model of the KL term.
     """
 
-    actor: Any
-    critic: Any
-    reward_model: Any
-    initial_model: Any
+    def __init__(self, actor: Any, critic: Any, reward_model: Any, initial_model: Any) -> None:
+        self.actor = actor
+        self.critic = critic
+        self.reward_model = reward_model
+        self.initial_model = initial_model
 
     @abstractmethod
     def make_experience(self, input_ids: Tensor, attention_mask: Tensor, **generate_kwargs: Any) -> Experience:
         """Return the experience of prompts; see `NaiveExperienceMaker.make_experience`."""
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class NaiveExperienceMaker(ExperienceMaker):
     """Makes experience for PPO (GAE over a critic's values) or GRPO (rewards normalized within a prompt's group).
 
@@ -147,46 +145,70 @@ class NaiveExperienceMaker(ExperienceMaker):
         (torch.Size([16, 8]), torch.Size([16]), torch.Size([16]), torch.Size([16]))
     """
 
-    tokenizer: PreTrainedTokenizerBase | Any
-    kl_coef: float = 0.01
-    gamma: float = 1.0
-    lam: float = 0.95
-    use_grpo: bool = False
-    num_generation: int = 8
-    inference_batch_size: int | None = None
-    logits_forward_batch_size: int | None = 2
-    _: dataclasses.KW_ONLY
-    logits_forward_tokens: int | None = None
-    compat: Literal["coati"] | None = None
-    temperature: float = 1.0
-    generator: ResponseGenerator | None = None
-    reuse_sampling_log_probs: bool = False
-    drop_errored: bool = False
-    refuse_not_finite: bool = True
-    width_multiple: int | None = None
-    shaping: Shaping = Shaping()  # noqa: RUF009 - immutable
-    seed: dataclasses.InitVar[int | None] = None
-    telemetry: Telemetry = Telemetry.none()
-
-    def __post_init__(self, seed: int | None) -> None:
-        if self.use_grpo and self.num_generation < 2:
-            raise FieldError(f"num_generation is {self.num_generation}; GRPO compares at least 2 responses of a prompt")
-        if self.use_grpo and self.critic is not None:
+    def __init__(
+        self,
+        actor: Any,
+        critic: Any,
+        reward_model: Any,
+        initial_model: Any,
+        tokenizer: PreTrainedTokenizerBase | Any,
+        kl_coef: float = 0.01,
+        gamma: float = 1.0,
+        lam: float = 0.95,
+        use_grpo: bool = False,
+        num_generation: int = 8,
+        inference_batch_size: int | None = None,
+        logits_forward_batch_size: int | None = 2,
+        *,
+        logits_forward_tokens: int | None = None,
+        compat: Literal["coati"] | None = None,
+        temperature: float = 1.0,
+        generator: ResponseGenerator | None = None,
+        reuse_sampling_log_probs: bool = False,
+        drop_errored: bool = False,
+        refuse_not_finite: bool = True,
+        width_multiple: int | None = None,
+        shaping: Shaping = Shaping(),  # noqa: B008 - immutable
+        seed: int | None = None,
+        telemetry: Telemetry = Telemetry.none(),
+    ) -> None:
+        super().__init__(actor, critic, reward_model, initial_model)
+        if use_grpo and num_generation < 2:
+            raise FieldError(f"num_generation is {num_generation}; GRPO compares at least 2 responses of a prompt")
+        if use_grpo and critic is not None:
             raise FieldError(
-                f"critic is a {type(self.critic).__name__} with use_grpo=True; GRPO compares a prompt's responses with "
-                "each other and uses no critic: it must be None"
+                f"critic is a {type(critic).__name__} with use_grpo=True; GRPO compares a prompt's responses with each "
+                "other and uses no critic: it must be None"
             )
-        if not self.use_grpo and self.critic is None:
+        if not use_grpo and critic is None:
             raise FieldError("critic is None; PPO needs one")
-        if self.initial_model is None and self.kl_coef != 0:
-            raise FieldError(f"initial_model is None with kl_coef {self.kl_coef}; without a reference it must be 0")
-        if self.compat not in (None, "coati"):
-            raise FieldError(f'compat is {self.compat!r}; it must be None or "coati"')
-        for name in ("inference_batch_size", "logits_forward_batch_size"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise FieldError(f"{name} is {size}; it must be at least 1")
+        if initial_model is None and kl_coef != 0:
+            raise FieldError(f"initial_model is None with kl_coef {kl_coef}; without a reference it must be 0")
+        if compat not in (None, "coati"):
+            raise FieldError(f'compat is {compat!r}; it must be None or "coati"')
+        for name, size in (("inference", inference_batch_size), ("logits_forward", logits_forward_batch_size)):
+            if size is not None and size < 1:
+                raise FieldError(f"{name}_batch_size is {size}; it must be at least 1")
+        self.tokenizer = tokenizer
+        self.kl_coef = kl_coef
+        self.gamma = gamma
+        self.lam = lam
+        self.use_grpo = use_grpo
+        self.num_generation = num_generation
+        self.inference_batch_size = inference_batch_size
+        self.logits_forward_batch_size = logits_forward_batch_size
+        self.logits_forward_tokens = logits_forward_tokens
+        self.compat = compat
+        self.temperature = temperature
+        self.generator = generator
+        self.reuse_sampling_log_probs = reuse_sampling_log_probs
+        self.drop_errored = drop_errored
+        self.refuse_not_finite = refuse_not_finite
+        self.width_multiple = width_multiple
+        self.shaping = shaping
+        self.telemetry = telemetry
         self._sizes: WeakKeyDictionary[nn.Module, PassSize] = WeakKeyDictionary()
-        self._row_bound = RowBound(self.telemetry)
+        self._row_bound = RowBound(telemetry)
         self._seeds = torch.Generator()
         if seed is None:
             self._seeds.seed()
