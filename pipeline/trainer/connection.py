@@ -404,7 +404,11 @@ class Connection:
         return self._session.begin_version()
 
     def tell(self, published: WeightsVersion) -> None:
-        """Report a version of `begin_version` from the thread that has published it; `end_version` follows."""
+        """Report a version of `begin_version` from the thread that has published it; `end_version` follows.
+
+        Args:
+            published: The version.
+        """
         if self.rank == 0:
             self._session.tell(published)
 
