@@ -34,7 +34,8 @@ def run(*, quick: bool) -> Sequence[Section]:
 def _table(name: str, quick: bool) -> Table:
     made = appends(SHAPES[name], _POOL)
     experiences = [RaggedRows.of(experience_of(append.arrays)) for append in made]
-    room = max(append.nbytes for append in made) + (1 << 16)
+    # Extents of an arena begin at multiples of 64 bytes.
+    room = (max(append.nbytes for append in made) + (1 << 16)) // 64 * 64
     places = min(max(_POOL, _COLD_BYTES // room), 2048)
     arena = np.zeros(places * room, np.uint8)
     memory = memoryview(arena)

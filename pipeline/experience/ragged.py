@@ -641,7 +641,9 @@ class _PaddedOutput:
         # A slice of a memoryview costs half of one of an array; of several fields an array has the fewer slices.
         zeros, view, stop = np.zeros(self.width, out.dtype).data, out.data, 0
         for part, first, last in spans:
-            column, starts = part.stack(fields)[0].data, part.starts(fields[0].columns)
+            # A view of bytes at any place: a memoryview of another alignment is of another format.
+            column = np.require(part.stack(fields)[0], requirements="A").data
+            starts = part.starts(fields[0].columns)
             for start, end in itertools.pairwise(starts[first : last + 1]):
                 row, stop = stop, stop + self.width
                 place = stop - (end - start)

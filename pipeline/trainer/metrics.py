@@ -43,6 +43,8 @@ _NAMES: Final = {"kl_nats": "kl_mean_nats", "updates": "step_updates"} | {
     )
 }  # fmt: skip
 """Statistics of a step that are exported without a label: the metric's name behind ``rlhfd_``."""
+_KEPT: Final = {*_GAUGES, "gradient_norm", "policy_kl_nats"}
+"""Statistics whose gauge keeps its value at a step in which they are not finite, which is skipped and counted."""
 
 _ROW_MEANS = ("cut_ratio", "groups_without_signal_ratio")
 
@@ -226,7 +228,8 @@ class TrainerMetrics(Telemetry):
         for where in stats.nonfinite:
             self._nonfinite[where].inc()
         for name, gauge in self._gauges.items():
-            if (value := getattr(stats, name)) is not None and math.isfinite(value):
+            value = getattr(stats, name)
+            if value is not None and (math.isfinite(value) or name not in _KEPT):
                 gauge.set(value)
         for name, gauge in self._row_means.items():
             if math.isfinite(row_means[name]):

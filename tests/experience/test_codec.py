@@ -68,15 +68,16 @@ def test_every_token_comes_back_where_it_belongs(shapes, seed, ppo, holes):
 
 
 @pytest.mark.parametrize("columns", [40, 3000])
-def test_what_lay_in_the_padding_before_reaches_no_batch(columns):
-    """For small and large batches: the padding of many values is zeroed in another way than that of few."""
+@pytest.mark.parametrize("place", [0, 4])
+def test_what_lay_in_the_padding_before_reaches_no_batch(columns, place):
+    """For small and large batches, which are zeroed in two ways, and extents at places of any alignment."""
     lengths = torch.tensor([columns, columns // 2, columns // 3, 2])
     mask = torch.arange(columns) >= columns - lengths.unsqueeze(1)
     experience = Experience(
         sequences=torch.full(mask.shape, 7), attention_mask=mask.long(),
         action_mask=mask, action_log_probs=torch.full(mask.shape, -1.0), kl=torch.full(mask.shape, float("nan")),
     )  # fmt: skip
-    dirty = memoryview(bytearray(b"\xff" * (1 << 20)))
+    dirty = memoryview(bytearray(b"\xff" * (1 << 20)))[place:]
     encoded = codec.encode(experience, dirty)
 
     batch = codec.gather_padded([(codec.ExtentReader(dirty[: encoded.nbytes]), range(4))])
