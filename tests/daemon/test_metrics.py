@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -47,7 +48,8 @@ pytestmark = [
 ]
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-RATE = 'rate(rlhfd_tokens_total{kind="response"}[1m])'
+SAMPLES = 'rlhfd_tokens_total{kind="response"}[1m]'
+RATE = f"rate({SAMPLES})"
 RATE_WINDOW_S = 60.0
 # The window has to lie wholly within Prometheus' samples; then several moments are compared.
 WATCHED_S = RATE_WINDOW_S + 12.0
@@ -59,6 +61,8 @@ VARIABLES = {"$instance": ".*", "$__rate_interval": "1m"}
 EMPTY_WITHOUT_A_GPU = {"GPU memory", "GPU load", "Torch memory"}
 COMPARED_S = 5.0
 LEAST_COMPARED = 10
+# One scrape of each second may be lost in a row: what lies beyond the samples is 6 % of the window at most.
+LONGEST_GAP_S = 2.2
 PAUSE_S = 0.2
 # Reading a scrape costs as much CPU as the watched daemon takes in a tenth of a second.
 WATCH_PAUSE_S = 0.6
@@ -206,6 +210,14 @@ class Prometheus:
         found: list[dict[str, Any]] = json.loads(body)["data"]["result"] if code == 200 else []
         return found
 
+    def longest_gap_s(self, samples: str) -> float:
+        """Return the longest time without a sample in the window of a range query, its two edges included."""
+        now = time.time()
+        found = self.query(samples)
+        times = [float(moment) for moment, _ in found[0]["values"]] if found else []
+        edges = [now - RATE_WINDOW_S, *times, now]
+        return max(later - earlier for earlier, later in itertools.pairwise(edges))
+
     def rules(self) -> list[dict[str, Any]]:
         """Return every rule and how its last evaluation went."""
         code, body = get(f"http://{self._url}/api/v1/rules")
@@ -303,12 +315,16 @@ class Watch:
 
     def compare(self) -> None:
         end = time.monotonic() + COMPARED_S
+        deadline = end + 2 * RATE_WINDOW_S
         while time.monotonic() < end or len(self.seen.rates) < LEAST_COMPARED:
             self.scrape()
-            rate = self._prometheus.value(RATE)
+            rate, gap_s = self._prometheus.value(RATE), self._prometheus.longest_gap_s(SAMPLES)
             assert rate is not None
             status = self._daemon.status()["tokens_per_s"]
-            self.seen.rates.append(Rates(shown_on_terminal(self._daemon), status, rate))
+            # Prometheus gives the time that its samples do not cover no tokens; a starved machine has such times.
+            if gap_s <= LONGEST_GAP_S:
+                self.seen.rates.append(Rates(shown_on_terminal(self._daemon), status, rate))
+            assert time.monotonic() < deadline, f"Prometheus had no sample for {gap_s:.1f} s of the last minute"
             time.sleep(PAUSE_S)
 
 
