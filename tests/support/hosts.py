@@ -24,6 +24,7 @@ from types import MappingProxyType, TracebackType
 from typing import NamedTuple
 
 from tests.support.daemon import descendants, is_alive, wait_until
+from tests.support.ray_cluster import TOO_SLOW
 
 _LINK = Path(__file__).with_name("link.py")
 _STORE = ("--object-store-memory=100000000", "--block")
@@ -235,7 +236,7 @@ class Hosts:
 
     # Ray.
 
-    def _start_ray(self, host: int) -> None:
+    def _start_ray(self, host: int, *, again: bool = True) -> None:
         address = f"--node-ip-address={self.address(host)}"
         if host == 0:
             arguments = ["--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"]
@@ -267,6 +268,9 @@ class Hosts:
         while b"Ray runtime started" not in said:
             line = process.stdout.readline()
             said += line
+            if not line and again and TOO_SLOW.encode() in said:
+                self._end_all(host)
+                return self._start_ray(host, again=False)
             if not line:
                 raise AssertionError(f"Ray has not started: {said.decode(errors='replace')[-3000:]}")
         # What it says from here on is read by nobody, and is little.
