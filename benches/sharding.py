@@ -192,10 +192,10 @@ def rank_main(options: argparse.Namespace) -> None:
 class _Connection:
     """The part of a connection to the daemon that a publish needs."""
 
-    def __init__(self, weights_path: Path) -> None:
+    def __init__(self, weights_path: Path, weight_slots: int) -> None:
         self.rank, self.remote = dist.get_rank(), None
         self.weights_path = weights_path
-        self.versions = PolicyVersions(weights_path)
+        self.versions = PolicyVersions(weights_path, weight_slots=weight_slots)
 
 
 class _Publisher:
@@ -207,7 +207,7 @@ class _Publisher:
 
     def __init__(self, config: Config, actor: Any, shared: Path) -> None:
         self.waited_s = 0.0
-        connection: Any = _Connection(shared / "weights")
+        connection: Any = _Connection(shared / "weights", config.trainer.weight_slots)
         self._models = RankModels(config, {"actor": actor}, connection, _CPU)
         self._thread = ThreadPoolExecutor(1)
         self._written: Future[Any] | None = None
