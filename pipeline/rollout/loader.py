@@ -6,6 +6,7 @@ It is loaded in the worker's own process, or on another machine (`pipeline.rollo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -303,8 +304,8 @@ def new_roller(
         cuts_prompts=config.rollout.long_prompts == "cut_left",
         telemetry=maker.telemetry,
     )
-    roller.evaluations = [EvaluationRoller(roller, config, file) for file in range(len(config.evaluation.files))]
-    return roller
+    held_out = [EvaluationRoller(roller, config, file) for file in range(len(config.evaluation.files))]
+    return dataclasses.replace(roller, evaluations=held_out)
 
 
 def _try_reward(
