@@ -173,7 +173,7 @@ def _all(names: Sequence[str], folder: Path, device: str, *, small: bool) -> dic
         began_s = time.monotonic()
         words = json.dumps({**dataclasses.asdict(place), "folder": str(place.folder), "model": str(place.model)})
         command = [sys.executable, "-m", "benches.card", "--part", name, words]
-        found[name] = run_part(command, place, ALL[name].deadline_s if name in ALL else _MODEL_S)
+        found[name] = run_part(command, place, place.deadline_s(ALL[name].deadline_s if name in ALL else _MODEL_S))
         print(f"==> {name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
 
     untimed = [name for name in names if not ALL[name].is_timed]

@@ -96,9 +96,9 @@ def tests(place: Place) -> Iterator[Row]:
     command += ["--numprocesses=4"] if place.device and importlib.util.find_spec("xdist") else []
     process = subprocess.Popen([*command, f"--junitxml={report}", *listed.stdout.split()], cwd=ROOT)
     try:
-        code = process.wait(_TESTS_S)
+        code = process.wait(most_s := place.deadline_s(_TESTS_S))
     except subprocess.TimeoutExpired:
-        yield Row("tests that need a GPU", failed=f"not done within {_TESTS_S:g} s")
+        yield Row("tests that need a GPU", failed=f"not done within {most_s:g} s")
         return
     finally:
         _stop(process, signal.SIGINT)

@@ -45,3 +45,7 @@ class Place:
     def size(self, small: _T, large: _T) -> _T:
         """Return one of two sizes."""
         return small if self.small else large
+
+    def deadline_s(self, on_card_s: float) -> float:
+        """Return the deadline that a card has, or ten times that on a CPU: none is lent, and others may be busy."""
+        return on_card_s if self.device else 10 * on_card_s

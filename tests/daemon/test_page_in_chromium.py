@@ -399,7 +399,7 @@ def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path,
     held_out.write_text("".join(line + "\n" for line in (task / "prompts.jsonl").read_text().splitlines()[:4]))
     settings = (
         *SMALL, 'rewards=["telling:score"]', "rollout.reward_timeout_s=0", "samples.per_minute=600",
-        "trainer.max_steps=12", f"evaluation.files=['{held_out}']", "evaluation.every=6", "evaluation.pass_reward=2.0",
+        "trainer.max_steps=400", f"evaluation.files=['{held_out}']", "evaluation.every=6", "evaluation.pass_reward=2.0",
     )  # fmt: skip
     (tmp_path / "telling.py").write_text(_NUMBERED)
     numbers = ("reward", "loss", "cut", "without_signal", "entropy", "response_length", "gradient_norm")
@@ -421,13 +421,18 @@ def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path,
             daemon.wait_until(lambda: time.time() - live(daemon)["history"][-1]["end_s"] > 3 * SPAN_S, "the run rests")
             page.wait("!document.querySelector('#chart-loss .to').textContent.startsWith('now')", "it is paused")
             daemon.ask("resume")
-            # The page of a run that ends in the meantime says so.
+            daemon.wait_step(int(page.text("#step")) + 1)
+            daemon.wait_until((daemon.run_dir / "evaluations.jsonl").exists, "held-out prompts are evaluated")
+            # It ends here and not at a step, which a slow browser would be too late for.
+            daemon.signal(signal.SIGTERM)
             assert daemon.wait() == 0, daemon.errors
             page.wait("document.getElementById('state').textContent === 'no answer'", "the daemon is gone")
         run = daemon.run_dir
     (tmp_path / "run.toml").write_text(f'[daemon]\nstate_dir = "{daemon.state_dir}"\n')
     command = [str(DAEMON_PROGRAM), "page", "--runtime-dir", str(daemon.runtime_dir), "--config", "run.toml"]
     *_, last = (line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line)
+    *_, evaluated = map(json.loads, (run / "evaluations.jsonl").read_text().splitlines())
+    step = str(last["step"])
     assert "–" not in before.values()
 
     with (
@@ -442,21 +447,22 @@ def test_a_run_has_its_page_before_and_after_its_end(tmp_path: Path, task: Path,
         page.open(url)
         page.wait("document.querySelectorAll('.rollout').length > 1", "rollouts are shown")
         shown = {name: page.text(f"#{name}") for name in numbers}
-        assert (page.text("#state"), page.text("#step"), page.text("#step-of")) == ("ended", "12", "of 12 steps")
+        assert (page.text("#state"), page.text("#step"), page.text("#step-of")) == ("ended", step, "steps")
         assert page.text("#since") == "ended"
-        assert page.text("#checkpoint") == f"checkpoint {run / 'checkpoints' / 'step-000012'}"
+        assert page.text("#checkpoint") == f"checkpoint {run / 'checkpoints' / f'step-{step:0>6}'}"
         assert abs(float(shown["reward"]) - last["reward_mean"]) <= 0.0005 + 1e-9
         assert "–" not in shown.values()
         name, _, mean = page.text("#reward-functions").partition(" ")
         assert name == "score.length" and abs(float(mean) - last[f"reward/{name}"]) <= 0.0005 + 1e-9
         assert "score.length " in page.text(".rollout:first-child .score")
-        assert "right at version 12" in page.text("#held-out-of")
-        assert page.text("#chart-loss .to").endswith(", step 12") and not page.text("#chart-loss .to").startswith("now")
+        assert f"right at version {evaluated['version']}" in page.text("#held-out-of")
+        to = page.text("#chart-loss .to")
+        assert to.endswith(f", step {step}") and not to.startswith("now")
         assert len(page.each("#chart-loss .pause", "1")) == 1, "the pause is left out"
         assert all(page.run(f"document.querySelectorAll('#chart-{name} .line').length") for name in (*numbers, "speed"))
         assert page.run("document.querySelector('#all-processes, #links').checkVisibility()") is False
         page.run("document.querySelector('input[name=axis][value=step]').click()")
-        assert page.text("#chart-loss .to") == "step 12"
+        assert page.text("#chart-loss .to") == f"step {step}"
         assert page.problems == []
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0

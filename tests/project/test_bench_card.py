@@ -159,6 +159,16 @@ def test_all_parts_together_end_within_ten_minutes():
     assert untimed + sum(part.deadline_s for part in PARTS.values() if part.is_timed) <= 600
 
 
+@pytest.mark.parametrize(("device", "most_s"), [("NVIDIA Y", 80.0), ("", 800.0)])
+def test_a_deadline_is_for_a_card_that_is_lent_and_ten_times_that_on_a_busy_cpu(tmp_path, monkeypatch, device, most_s):
+    given = []
+    monkeypatch.setattr(card, "run_part", lambda command, place, deadline_s: given.append(deadline_s) or [])
+
+    card._all(["train"], tmp_path, device, small=not device)
+
+    assert given == [10 * card._MODEL_S if not device else card._MODEL_S, most_s]
+
+
 def test_without_a_card_it_says_how_to_run_on_a_cpu_and_with_an_unknown_part_which_there_are(monkeypatch, capsys):
     monkeypatch.delenv("SMALL", raising=False)
     monkeypatch.setattr(card, "_card", lambda: "")

@@ -126,6 +126,15 @@ def test_the_state_is_that_of_the_end(folder: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_run_that_is_complete_has_taken_all_of_its_steps(folder: Path, tmp_path: Path) -> None:
+    save(config(tmp_path), 3, "a", complete=True)
+
+    answer = live(folder)
+
+    assert (answer["status"]["step"], answer["status"]["max_steps"]) == (3, 3)
+    assert answer["why"][0] == "The run has taken all of its 3 steps."
+
+
 @pytest.mark.parametrize(
     ("means", "shown"),
     [
