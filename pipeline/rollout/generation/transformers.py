@@ -12,9 +12,9 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from pipeline.rollout.generation.interface import Responses, Sampling
 from pipeline.rollout.generation.token_sampler import NO_TOKEN, BegunRows, TokenSampler
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
     from pipeline.rollout.generation.cuda_graphs import CudaGraphDecoder
     from pipeline.rollout.generation.graph_capture import GraphCapture
@@ -163,15 +163,15 @@ class TransformersGenerator:
         for part, first_response, repeats in _mini_batches(prompts, group_size, batch_rows):
             chosen = order[part]
             rows = chosen.unsqueeze(1) * group_size + torch.arange(first_response, first_response + repeats)
-            self._run(
+            batch, cache = self._encoded(
                 input_ids[chosen].to(device),
                 attention_mask[chosen].to(device),
                 None if vision is None else vision.rows(chosen),
                 rows.flatten().to(device),
                 repeats,
-                sampler,
-                state,
+                sampling,
             )
+            self._run(batch, self._steps(batch, cache, repeats, sampler, state), state)
         repeated, is_token = input_ids.repeat_interleave(group_size, dim=0), state.tokens != NO_TOKEN
         tokens = state.tokens.masked_fill_(~is_token, sampling.pad_token_id)
         return Responses(
@@ -189,25 +189,50 @@ class TransformersGenerator:
     def resume(self) -> None:
         """Do nothing."""
 
-    def _run(
+    def _run(self, batch: _Batch, steps: _GrowingSteps | _FixedSteps, state: _State) -> None:
+        """Generate the responses of a batch into its rows of the state."""
+        columns = state.tokens.shape[1]
+        started = living = len(batch.rows)
+        least_limit = state.least_limit(batch.rows)
+        for step in range(columns):
+            rows_done = state.rows_done + started - living
+            self._telemetry.progress(rows_done=rows_done, rows=len(state.tokens), tokens=state.tokens_made)
+            state.tokens_made += living
+            steps.sample(step)
+            is_last = step + 1 == columns
+            # A row that is full leaves the batch: a model may have no position for its next token.
+            are_full = step + 1 >= least_limit
+            if are_full:
+                batch.alive = batch.alive & state.have_room(batch.rows, step)
+            if are_full or (not is_last and (step + 1) % steps.look_steps == 0):
+                living = int(batch.alive.sum())
+            if living == 0 or is_last:
+                steps.hand_over(step)
+                state.rows_done += started
+                return
+            if are_full or (len(batch.rows) - living) * steps.drop_share >= len(batch.rows):
+                steps.hand_over(step)
+                steps.keep(batch.alive.nonzero().squeeze(1))
+                least_limit = state.least_limit(batch.rows)
+            steps.advance(step)
+
+    def _encoded(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
         vision: VisionRows | None,
         rows: Tensor,
         repeats: int,
-        sampler: TokenSampler,
-        state: _State,
-    ) -> None:
-        """Generate `repeats` responses of each prompt into the rows of `state`."""
-        from pipeline.rollout.generation.cuda_graphs import can_run_fixed_shapes
+        sampling: Sampling,
+    ) -> tuple[_Batch, DynamicCache]:
+        """Return the rows after their prompts, `repeats` of each, and the cache with one row a prompt."""
         from pipeline.rollout.generation.kv_cache import preallocated_cache
 
+        num_actions = sampling.max_length - input_ids.shape[1]
         first_real = int((attention_mask != 0).any(dim=0).nonzero()[0])
         missing = -(input_ids.shape[1] - first_real) % width_multiple(input_ids.device, self._width_multiple)
-        input_ids = functional.pad(input_ids[:, first_real:], (missing, 0), value=sampler.sampling.pad_token_id)
+        input_ids = functional.pad(input_ids[:, first_real:], (missing, 0), value=sampling.pad_token_id)
         mask = functional.pad((attention_mask[:, first_real:] != 0).long(), (missing, 0))
-        width = input_ids.shape[1]
         # One column more than the prompt, for the position of the first token to be sampled.
         inputs, others = model_inputs(
             self._model, functional.pad(input_ids, (0, 1)), functional.pad(mask, (0, 1), value=1), vision
@@ -215,71 +240,28 @@ class TransformersGenerator:
         positions, pixels = others.pop("position_ids"), others
         cache = preallocated_cache(self._model.config.get_text_config(decoder=True))
         logits = self._forward(inputs["input_ids"][:, :-1], mask, positions[..., :-1], cache, **pixels)
-        logits = logits.repeat_interleave(repeats, dim=0)
-        fixed = self._wants_fixed_shapes(logits.device) and can_run_fixed_shapes(self._model, cache)
-        if repeats > 1 and not fixed:
+        batch = _Batch(
+            rows=rows,
+            width=input_ids.shape[1],
+            mask=functional.pad(mask, (0, num_actions), value=1).repeat_interleave(repeats, dim=0),
+            position=positions[..., -1:].repeat_interleave(repeats, dim=-2),
+            logits=logits.repeat_interleave(repeats, dim=0),
+            alive=torch.ones_like(rows, dtype=torch.bool),
+        )
+        return batch, cache
+
+    def _steps(
+        self, batch: _Batch, cache: DynamicCache, repeats: int, sampler: TokenSampler, state: _State
+    ) -> _GrowingSteps | _FixedSteps:
+        from pipeline.rollout.generation.cuda_graphs import can_run_fixed_shapes
+
+        device = batch.mask.device
+        if self._wants_fixed_shapes(device) and can_run_fixed_shapes(self._model, cache):
+            sources = torch.arange(len(batch.rows) // repeats, device=device).repeat_interleave(repeats)
+            return _FixedSteps(self._decoder_on(device), self._forward, batch, cache, sampler, state, sources)
+        if repeats > 1:
             cache.batch_repeat_interleave(repeats)
-        # (rows, 1), or (3, rows, 1) if positions have three axes.
-        next_position = positions[..., -1:].repeat_interleave(repeats, dim=-2)
-        mask = functional.pad(mask, (0, state.tokens.shape[1]), value=1).repeat_interleave(repeats, dim=0)
-        alive = torch.ones_like(rows, dtype=torch.bool)
-        drop_share, look_steps = (_FIXED_DROP_SHARE, _LOOK_STEPS) if fixed else (_DROP_SHARE, 1)
-        decoder = self._decoder_on(mask.device) if fixed else None
-        # Whether the decoder samples all tokens but the first, as a part of its graphs.
-        is_inside = decoder is not None and sampler.can_be_captured
-        # The row of each of these rows in the decoder, or before its first step in the cache; None if they are equal.
-        sources: Tensor | None = torch.arange(len(input_ids), device=mask.device).repeat_interleave(repeats)
-        started = living = len(rows)
-        least_limit = state.least_limit(rows)
-        for step in range(state.tokens.shape[1]):
-            rows_done = state.rows_done + started - living
-            self._telemetry.progress(rows_done=rows_done, rows=len(state.tokens), tokens=state.tokens_made)
-            state.tokens_made += living
-            tokens: Tensor | None = None
-            if decoder is not None and is_inside and step > 0:
-                alive = decoder.alive(len(rows))
-            else:
-                tokens = state.sample(logits, rows, alive, step, sampler)
-                alive = state.go_on(rows, alive, tokens, step, sampler)
-            # A row that is full leaves the batch: a model may have no position for its next token.
-            are_full = step + 1 >= least_limit
-            if are_full:
-                alive = alive & state.have_room(rows, step)
-            is_last = step + 1 == state.tokens.shape[1]
-            if are_full or (not is_last and (step + 1) % look_steps == 0):
-                living = int(alive.sum())
-            is_over = living == 0 or is_last
-            leave = (len(rows) - living) * drop_share >= len(rows) or are_full
-            if decoder is not None and tokens is None and (is_over or leave or decoder.is_full):
-                state.keep(rows, step, *decoder.sampled(len(rows)))
-                tokens = decoder.next_tokens(len(rows))
-            if is_over:
-                state.rows_done += started
-                return
-            if leave:
-                assert tokens is not None
-                kept = alive.nonzero().squeeze(1)
-                if decoder is None:
-                    cache.batch_select_indices(kept)
-                rows, tokens, mask, next_position = rows[kept], tokens[kept], mask[kept], next_position[..., kept, :]
-                alive = alive[kept]
-                least_limit = state.least_limit(rows)
-                sources = kept if sources is None else sources[kept]
-            if decoder is None:
-                assert tokens is not None
-                fed = sampler.fed(tokens).unsqueeze(1)
-                logits = self._forward(fed, mask[:, : width + step + 1], next_position + step, cache)
-                continue
-            if step == 0:
-                assert sources is not None
-                decoder.begin(cache, sources, mask, next_position, logits, state.begun(rows, alive, step))
-            elif sources is not None or decoder.is_full:
-                chosen = torch.arange(len(rows), device=mask.device) if sources is None else sources
-                decoder.go_on(chosen, mask, next_position + step, state.begun(rows, alive, step))
-            sources = None
-            logits = decoder.step(self._forward, None if tokens is None else sampler.fed(tokens))
-            if is_inside:
-                decoder.sample(sampler)
+        return _GrowingSteps(self._forward, batch, cache, sampler, state)
 
     def _wants_fixed_shapes(self, device: torch.device) -> bool:
         if self._fixed_shapes is not None:
@@ -320,6 +302,131 @@ class TransformersGenerator:
 
 
 @dataclasses.dataclass
+class _Batch:
+    """The rows of a mini-batch that are in its steps.
+
+    Attributes:
+        rows: ``(rows,)`` int64, their rows in the state.
+        width: Columns of the prompts.
+        mask: ``(rows, columns)``, 1 where a token is real, or will be.
+        position: The position of the first token of a response, ``(rows, 1)``, or ``(3, rows, 1)``.
+        logits: ``(at least rows, V)`` float32, after the newest token.
+        alive: ``(rows,)`` bool, the rows that have not ended.
+        tokens: ``(rows,)`` int64, the newest tokens; None where a decoder has them.
+    """
+
+    rows: Tensor
+    width: int
+    mask: Tensor
+    position: Tensor
+    logits: Tensor
+    alive: Tensor
+    tokens: Tensor | None = None
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with some of the rows."""
+        assert self.tokens is not None
+        self.rows, self.mask, self.position = self.rows[kept], self.mask[kept], self.position[..., kept, :]
+        self.alive, self.tokens = self.alive[kept], self.tokens[kept]
+
+
+@dataclasses.dataclass
+class _GrowingSteps:
+    """The steps of a mini-batch over a cache, one row a row, that gets one column a token.
+
+    Attributes:
+        drop_share: Finished rows leave once they are one row in this many.
+        look_steps: Steps between two looks at the rows that have ended.
+    """
+
+    forward: Callable[..., Tensor]
+    batch: _Batch
+    cache: DynamicCache
+    sampler: TokenSampler
+    state: _State
+    drop_share: ClassVar = _DROP_SHARE
+    look_steps: ClassVar = 1
+
+    def sample(self, step: int) -> None:
+        """Sample a token of each row, and find the rows that it ends."""
+        self.state.sample(self.batch, step, self.sampler)
+
+    def hand_over(self, step: int) -> None:
+        """Do nothing: the state has the tokens."""
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with some of the rows."""
+        self.batch.keep(kept)
+        self.cache.batch_select_indices(kept)
+
+    def advance(self, step: int) -> None:
+        """Compute the logits after the newest tokens."""
+        batch = self.batch
+        assert batch.tokens is not None
+        fed = self.sampler.fed(batch.tokens).unsqueeze(1)
+        batch.logits = self.forward(fed, batch.mask[:, : batch.width + step + 1], batch.position + step, self.cache)
+
+
+@dataclasses.dataclass
+class _FixedSteps:
+    """The steps of a mini-batch by a decoder of fixed shapes, which samples all tokens but the first where it can.
+
+    Attributes:
+        sources: The row of each row in the decoder, or before its first step in the cache; None if they are equal.
+        drop_share: As of `_GrowingSteps`.
+        look_steps: As there.
+    """
+
+    decoder: CudaGraphDecoder
+    forward: Callable[..., Tensor]
+    batch: _Batch
+    cache: DynamicCache
+    sampler: TokenSampler
+    state: _State
+    sources: Tensor | None
+    drop_share: ClassVar = _FIXED_DROP_SHARE
+    look_steps: ClassVar = _LOOK_STEPS
+
+    def sample(self, step: int) -> None:
+        """Find the rows that the newest token has ended; sample it, if the decoder has not."""
+        if self.sampler.can_be_captured and step > 0:
+            self.batch.tokens, self.batch.alive = None, self.decoder.alive(len(self.batch.rows))
+        else:
+            self.state.sample(self.batch, step, self.sampler)
+
+    def hand_over(self, step: int) -> None:
+        """Have the state take the tokens that are in the decoder alone."""
+        if self.batch.tokens is None:
+            count = len(self.batch.rows)
+            self.state.keep(self.batch.rows, step, *self.decoder.sampled(count))
+            self.batch.tokens = self.decoder.next_tokens(count)
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with some of the rows."""
+        self.batch.keep(kept)
+        self.sources = kept if self.sources is None else self.sources[kept]
+
+    def advance(self, step: int) -> None:
+        """Compute the logits after the newest tokens, and sample the next ones if the decoder can."""
+        batch, decoder = self.batch, self.decoder
+        if step == 0:
+            assert self.sources is not None
+            begun = self.state.begun(batch.rows, batch.alive, step)
+            decoder.begin(self.cache, self.sources, batch.mask, batch.position, batch.logits, begun)
+        elif self.sources is not None or decoder.is_full:
+            self.hand_over(step)
+            chosen = self.sources
+            if chosen is None:
+                chosen = torch.arange(len(batch.rows), device=batch.mask.device)
+            begun = self.state.begun(batch.rows, batch.alive, step)
+            decoder.go_on(chosen, batch.mask, batch.position + step, begun)
+        self.sources = None
+        batch.logits = decoder.step(self.forward, None if batch.tokens is None else self.sampler.fed(batch.tokens))
+        if self.sampler.can_be_captured:
+            decoder.sample(self.sampler)
+
+
+@dataclasses.dataclass
 class _State:
     """The growing responses of one call, and their random numbers.
 
@@ -339,20 +446,20 @@ class _State:
     rows_done: int = 0
     tokens_made: int = 0
 
-    def sample(self, logits: Tensor, rows: Tensor, alive: Tensor, step: int, sampler: TokenSampler) -> Tensor:
-        """Return a next token of each of these rows, ``(rows,)``; those of finished rows are not kept."""
+    def sample(self, batch: _Batch, step: int, sampler: TokenSampler) -> None:
+        """Sample a next token of each row of a batch by its logits, and find the rows that no stop ends with it."""
+        rows = batch.rows
         noise = self.noise[rows, step] if sampler.draws else None
-        tokens, self.log_probs[rows, step] = sampler.next(logits, noise)
-        self.tokens[rows, step] = sampler.kept(alive, tokens)
-        return tokens
-
-    def go_on(self, rows: Tensor, alive: Tensor, tokens: Tensor, step: int, sampler: TokenSampler) -> Tensor:
-        """Return ``(rows,)`` bool: the row was alive, and no stop ends it with its token of this step."""
-        alive = sampler.go_on(
-            alive, tokens, lambda count: self.tokens[rows, step + 1 - count : step + 1] if count <= step + 1 else None
+        batch.tokens, self.log_probs[rows, step] = sampler.next(batch.logits, noise)
+        # Those of finished rows are not kept.
+        self.tokens[rows, step] = sampler.kept(batch.alive, batch.tokens)
+        batch.alive = sampler.go_on(
+            batch.alive,
+            batch.tokens,
+            lambda count: self.tokens[rows, step + 1 - count : step + 1] if count <= step + 1 else None,
         )
-        stop_strings = sampler.sampling.stop_strings
-        return alive if stop_strings is None else alive & ~stop_strings.end_rows(self.tokens[rows, : step + 1], alive)
+        if (stop_strings := sampler.sampling.stop_strings) is not None:
+            batch.alive = batch.alive & ~stop_strings.end_rows(self.tokens[rows, : step + 1], batch.alive)
 
     def begun(self, rows: Tensor, alive: Tensor, step: int) -> BegunRows:
         """Return these rows for a decoder that goes on after a step."""
