@@ -8,29 +8,25 @@ import pytest
 from pipeline.runtime.latest_checkpoint import read_latest
 from pipeline.runtime.lock import shm_directory
 from pipeline.telemetry.evaluations import FILE_NAME, read_evaluations
-from tests.support.daemon import SMALL, only_run, task_settings, telling_reward
-from tests.support.serial_runs import SerialRuns
+from tests.support.daemon import SMALL, Daemon, loaded_first, only_run, telling_reward
 
 pytestmark = pytest.mark.integration
 STEPS = 7
 # Checkpoints at 2, 3 (of the best evaluation) and 4; a stop after step 5 writes another one.
 ENDS_AFTER = """
-import os, signal, pipeline.serial as serial
-shown = serial._Serial._print_step
-def ending(self, step):
-    shown(self, step)
-    if step == 5:
-        os.kill(os.getpid(), signal.{signal})
-serial._Serial._print_step = ending
+def change_pipeline_serial(serial):
+    shown = serial._Serial._print_step
+    def ending(self, step):
+        shown(self, step)
+        if step == 5:
+            os.kill(os.getpid(), signal.{signal})
+    serial._Serial._print_step = ending
 """
 # The trainer alone finds the damage, after all others have begun.
-UNDECIDED = "import pipeline.runtime.run_folder as folder; folder.RunFolder.settle = lambda *_: None"
-
-
-@pytest.fixture(scope="module")
-def runs():
-    with SerialRuns() as runs:
-        yield runs
+UNDECIDED = """
+def change_pipeline_runtime_run_folder(module):
+    module.RunFolder.settle = lambda *_: None
+"""
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +35,20 @@ def settings(tmp_path_factory, task):
     held_out = folder / "held-out.jsonl"
     held_out.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:5]))
     return (
-        *SMALL, *task_settings(task), "metrics.enabled=false", "buffer.max_staleness=0", "trainer.save_every=2",
+        *SMALL, "metrics.enabled=false", "buffer.max_staleness=0", "trainer.save_every=2",
         f"trainer.max_steps={STEPS}", "rollout.algorithm=ppo", "trainer.critic_warmup_steps=1",
         "buffer.journal_interval_s=0.01", f"evaluation.files=['{held_out}']", "evaluation.every=3",
     )  # fmt: skip
 
 
-def run_in(runs, folder, settings, *, before=""):
+def run_in(folder, task, settings, *, before=""):
+    """Run to the end in one process, which executes some code first."""
     folder.mkdir(exist_ok=True)
-    return runs.run(folder, *settings, *telling_reward(folder), before=before)
+    settings = (*settings, *telling_reward(folder))
+    first = loaded_first(folder, before)
+    with Daemon(folder, *settings, task=task, arguments=("--serial",), environment=first) as run:
+        run.wait()
+    return run
 
 
 def evaluated(folder):
@@ -55,19 +56,19 @@ def evaluated(folder):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, runs, settings):
+def undisturbed(tmp_path_factory, task, settings):
     """The end of an undisturbed run, and its evaluations."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    end = run_in(runs, folder, settings).end
+    end = run_in(folder, task, settings).ended()
     assert end[0] == str(STEPS)
     return end, evaluated(folder)
 
 
 @pytest.fixture(scope="module")
-def crashed(tmp_path_factory, runs, settings):
+def crashed(tmp_path_factory, task, settings):
     """A run whose machine has crashed after step 5: its shared memory is lost, a snapshot of its rows is there."""
     folder = tmp_path_factory.mktemp("crashed")
-    assert run_in(runs, folder, settings, before=ENDS_AFTER.format(signal="SIGKILL")).code == -9
+    assert run_in(folder, task, settings, before=ENDS_AFTER.format(signal="SIGKILL")).returncode == -9
     shutil.rmtree(shm_directory(folder / "run"))
     assert read_latest(only_run(folder / "state") / "checkpoints").step == 4
     assert list(only_run(folder / "state").glob("journal/*"))
@@ -75,11 +76,11 @@ def crashed(tmp_path_factory, runs, settings):
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory, runs, settings):
+def stopped(tmp_path_factory, task, settings):
     """A run stopped after step 5, with a checkpoint of that step and a spool."""
     folder = tmp_path_factory.mktemp("stopped")
-    stopped = run_in(runs, folder, settings, before=ENDS_AFTER.format(signal="SIGTERM"))
-    assert stopped.code == 0, stopped.output
+    stopped = run_in(folder, task, settings, before=ENDS_AFTER.format(signal="SIGTERM"))
+    assert stopped.returncode == 0, stopped.errors
     assert read_latest(only_run(folder / "state") / "checkpoints").step == 5
     assert list(only_run(folder / "state").glob("spool/*"))
     return folder
@@ -127,12 +128,12 @@ CASES = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ended", "damage", "before", "from_step"), CASES)
 def test_a_damaged_run_ends_as_an_undisturbed_one(
-    tmp_path, request, runs, settings, undisturbed, ended, damage, before, from_step
+    tmp_path, request, task, settings, undisturbed, ended, damage, before, from_step
 ):
     shutil.copytree(request.getfixturevalue(ended) / "state", tmp_path / "state")
     damage(only_run(tmp_path / "state"))
 
-    found = run_in(runs, tmp_path, settings, before=before)
+    found = run_in(tmp_path, task, settings, before=before)
 
-    assert f"resuming: step={from_step} " in found.output
-    assert (found.end, evaluated(tmp_path)) == undisturbed
+    assert (found.ended(), evaluated(tmp_path)) == undisturbed
+    assert f"resuming: step={from_step} " in found.errors
