@@ -49,8 +49,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Dae
     (folder / "token").touch(mode=0o600)
     (folder / "token").write_text("first")
     # A row takes its time, without a core: the daemon is only asked, for a minute or two.
-    reward = telling_reward(folder, pause_s=0.03)
-    with Daemon(folder, *reward, task=task, arguments=("--config", "run.toml")) as daemon:
+    reward = telling_reward(folder, pause_s=0.05)
+    short = "rollout.max_length=16"
+    with Daemon(folder, *reward, short, task=task, arguments=("--config", "run.toml")) as daemon:
         daemon.wait_ready()
         daemon.wait_step(1)
         yield daemon
