@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline.runtime import role_libraries
 from pipeline.runtime.forking import ForkedChild
 
 
@@ -45,6 +46,8 @@ def _run(count: int, rank_main: Callable[[int], object]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    # Each rank would import what transformers imports at its first use.
+    role_libraries.load((), "")
     _module, _, _name = sys.argv[2].partition(":")
     _main = getattr(importlib.import_module(_module), _name)
     _run(int(sys.argv[1]), lambda rank: _main(rank, sys.argv[3]))
