@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive
+from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, loaded_first
 
 pytestmark = pytest.mark.integration
 SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.0002")
+# The import of the libraries takes until a file is there.
+HELD_UP = """
+def change_pipeline_runtime_role_libraries(module):
+    load = module.load
+    def held_up(*arguments):
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+        load(*arguments)
+    module.load = held_up
+"""
 
 
 def title(pid):
@@ -38,12 +48,13 @@ def replaced(daemon, name, pid):
 
 
 def test_roles_are_the_supervisors_own_and_outlive_a_forkserver_that_is_killed_or_hangs(tmp_path, task):
-    with Daemon(tmp_path, *SETTINGS, task=task, program=PROGRAM) as daemon:
+    with Daemon(tmp_path, *SETTINGS, task=task, environment=loaded_first(tmp_path, HELD_UP)) as daemon:
         daemon.wait_answering()
         daemon.wait_until(
             lambda: any("forkserver (pid " in sentence for sentence in daemon.why()["sentences"]),
             "a run that waits for its forkserver says so",
         )
+        (tmp_path / "go").touch()
         daemon.wait_ready()
         assert not any("forkserver" in sentence for sentence in daemon.why()["sentences"])
         daemon.wait_step(2)
@@ -103,6 +114,7 @@ def test_beside_scikit_learn_pandas_and_pyarrow_the_forkserver_serves_and_a_kill
         daemon.wait_step(1)
         served, worker = forkserver(daemon), daemon.pids()["rollout-0"]
         assert served is not None, daemon.errors
+        assert os.listdir(f"/proc/{served}/task") == [str(served)], "a fork loses every thread but one"
         loaded = Path(f"/proc/{served}/maps").read_text()
         assert "/pyarrow/" in loaded
         assert not any(f"/{package}/" in loaded for package in ("sklearn", "scipy", "pandas"))
