@@ -19,7 +19,16 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime import lock
-from tests.support.daemon import END_TIMEOUT_S, PROGRAM, clean_environment, is_alive, rlhfd, wait_until
+from tests.support.daemon import (
+    END_TIMEOUT_S,
+    HASTY_SETUP,
+    PROGRAM,
+    clean_environment,
+    is_alive,
+    loaded_first,
+    rlhfd,
+    wait_until,
+)
 from tests.support.folders import save_certificate
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -69,7 +78,8 @@ def test_a_run_of_init_is_started_detached_listed_attached_to_and_stopped(folder
     with (folder / "grpo.toml").open("a") as file:
         file.write('tls_cert = "cert.pem"\ntls_key = "key.pem"\n')
 
-    started = rlhfd("start", "--detach", "--config", "grpo.toml", folder=folder)
+    first = loaded_first(folder, HASTY_SETUP)
+    started = rlhfd("start", "--detach", "--config", "grpo.toml", folder=folder, environment=first)
 
     pid = lock.holder(folder / "run")
     assert started.returncode == 0 and pid, started.stderr

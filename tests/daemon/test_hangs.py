@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,11 +15,13 @@ from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.daemon.test_kills import balanced, finish, spooled_rows
 from tests.support.daemon import (
+    HASTY_SETUP,
     PROGRAM,
     SMALL,
     Daemon,
     is_alive,
     is_stopped,
+    loaded_first,
     stopping_at_a_checkpoint,
     stopping_at_a_rename,
     total,
@@ -117,7 +120,7 @@ def state_of(daemon, name):
 
 
 def stop_and_go_on(daemon, name, file):
-    """Stop a process; it is named with its stacks, those of an executed program, and replaced; the others live on."""
+    """Stop a process; it is named with its stacks and replaced; the others live on."""
     pids = daemon.pids()
 
     metrics = hang_and_go_on(daemon, name, lambda: daemon.signal(signal.SIGSTOP, name))
@@ -125,7 +128,8 @@ def stop_and_go_on(daemon, name, file):
     (verdict,) = verdicts(daemon)
     assert verdict.endswith("reason=stopped")
     assert total(metrics, "rlhfd_items_dropped_total") == 0
-    stacks = [line for line in daemon.errors.splitlines() if " | " in line and "in run" in line]
+    run = re.compile(r'\w.* \| .*/process\.py", line \d+ in run')
+    stacks = [*filter(run.fullmatch, daemon.errors.splitlines())]
     slot = name.replace("buffer-0", "buffer")
     assert any(line.startswith(f"{slot} | ") and file in line for line in stacks), "it was let go to write them"
     assert len({line.partition(" | ")[0] for line in stacks}) == 3, "and so did the others"
@@ -149,7 +153,7 @@ def test_a_stopped_process_is_named_and_replaced(folder, task, name, file):
 
 
 def test_a_worker_that_is_stopped_and_a_reward_that_never_returns_are_named_and_the_worker_replaced(folder, task):
-    with configured(folder, task=task, program=PROGRAM) as daemon:
+    with configured(folder, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(3)
         stop_and_go_on(daemon, "rollout-0", "rollout/process.py")
@@ -272,7 +276,8 @@ def test_a_role_that_is_never_ready_in_time_ends_the_run_with_the_reason(starter
 
 
 def test_a_setup_that_is_killed_twice_is_started_again_and_the_first_start_goes_on(tmp_path):
-    with Daemon(tmp_path, *SMALL, "daemon.restart_delay_s=0.02", "trainer.max_steps=2") as daemon:
+    settings = (*SMALL, "daemon.restart_delay_s=0.02", "trainer.max_steps=2")
+    with Daemon(tmp_path, *settings, environment=loaded_first(tmp_path, HASTY_SETUP)) as daemon:
         ended = set()
         for _ in range(2):
             (setup,) = daemon.wait_until(

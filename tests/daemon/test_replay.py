@@ -64,6 +64,7 @@ lora_rank = 4
 path = "{task / "prompts.jsonl"}"
 [rollout]
 num_generations = 4
+max_length = 16
 advantages = "dr_grpo"
 {timeout.removeprefix("rollout.").replace("=", " = ", 1)}
 [buffer]
