@@ -11,6 +11,7 @@ from tests.daemon.test_kills import SETTINGS as ENDLESS
 from tests.daemon.test_kills import balanced
 from tests.daemon.test_ray import PLACED, actors, left_of, name_of
 from tests.daemon.test_vllm import ALONE, ENDS, GAIN, LEARNING, LORA, SETTINGS
+from tests.daemon.test_vllm import _one_cache as _one_cache
 from tests.daemon.test_vllm import task as task
 from tests.support.daemon import (
     END_TIMEOUT_S,

@@ -45,6 +45,12 @@ EIGHT_BITS = (
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _one_cache(monkeypatch):
+    """What vLLM keeps between its starts is that of this home: each state folder is a new one."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     """The embedded task: its model after a third of its warm-up, and its prompts of three digits."""
