@@ -206,5 +206,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"not on this machine: {', '.join(missing)}")
     # Where processes hold a card or vLLM, or are watched for hours, they are the program's own.
     executed = any(map(item.get_closest_marker, ("gpu", "vllm"))) or any(map(item.config.getoption, LONG))
-    is_allowed = item.get_closest_marker("integration") is not None and not executed
-    warm.allow(is_allowed, begins="task" in getattr(item, "fixturenames", ()))
+    has_ranks = item.get_closest_marker("ranks") is not None
+    is_allowed = (item.get_closest_marker("integration") is not None and not executed) or has_ranks
+    warm.allow(is_allowed, begins=has_ranks or "task" in getattr(item, "fixturenames", ()))

@@ -1,8 +1,10 @@
-"""Ranks of a process group, forked from one process that has imported torch and not computed with it yet.
+"""Ranks of a process group, forked from a process that has loaded the libraries and not computed yet (`warm`).
 
-Each import of torch and transformers costs five seconds of a core.
+Each import of torch and transformers costs eight seconds of a core.
 
-    subprocess.run(forked_ranks.command(2, "tests.trainer.test_learner:train_rank", folder), check=True, timeout=100)
+    @pytest.mark.ranks
+    def test_two_ranks(tmp_path):
+        forked_ranks.run(2, "tests.trainer.test_learner:train_rank", tmp_path, timeout_s=100)
 """
 
 from __future__ import annotations
@@ -11,24 +13,41 @@ import functools
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.runtime import role_libraries
 from pipeline.runtime.forking import ForkedChild
+from tests.support import warm
 
 
-def command(count: int, function: str, folder: Path, *options: str) -> list[str]:
-    """Return the command that runs ranks by ``module:function``, which is called with rank and folder.
+def run(count: int, function: str, folder: Path, *, timeout_s: float) -> None:
+    """Run ranks to their end, by ``module:function``, which is called with rank and folder; fail if one fails.
 
     Args:
         count: Number of ranks.
         function: Function of a rank.
         folder: The ranks' folder.
-        options: Options of Python.
+        timeout_s: Longest time.
     """
-    return [sys.executable, *options, "-m", __name__, str(count), function, str(folder)]
+    server = warm.server()
+    assert server is not None, "the test has the mark `ranks`"
+    command = [__name__, str(count), function, str(folder)]
+    process = server.start(command, Path.cwd(), os.environ, sys.__stdout__.fileno(), sys.__stderr__.fileno())
+    try:
+        code = process.wait(timeout_s)
+    finally:
+        process.kill()
+    assert code == 0, f"{function}: see above"
+
+
+def main(count: str, function: str, folder: str) -> NoReturn:
+    """Run them; the program of the process that forks them."""
+    warnings.filterwarnings("error", category=UserWarning, module=r"torch\.distributed\.fsdp\Z")
+    module, _, name = function.partition(":")
+    rank_main = getattr(importlib.import_module(module), name)
+    _run(int(count), lambda rank: rank_main(rank, folder))
 
 
 def _run(count: int, rank_main: Callable[[int], object]) -> NoReturn:
@@ -43,11 +62,3 @@ def _run(count: int, rank_main: Callable[[int], object]) -> NoReturn:
                 other.kill()
             sys.exit(f"rank {ended} of {count} ended with {code}")
     sys.exit(0)
-
-
-if __name__ == "__main__":
-    # Each rank would import what transformers imports at its first use.
-    role_libraries.load((), "")
-    _module, _, _name = sys.argv[2].partition(":")
-    _main = getattr(importlib.import_module(_module), _name)
-    _run(int(sys.argv[1]), lambda rank: _main(rank, sys.argv[3]))

@@ -33,6 +33,7 @@ from pipeline.runtime import child_process, forkserver, role_libraries
 from pipeline.runtime.child_entry import leave
 from pipeline.runtime.forking import ForkedChild, unfit_to_fork
 from pipeline.supervisor import fleet
+from tests.support import forked_ranks
 
 # `load` first: it hides packages of no use.
 _OTHERS = ("pipeline.supervisor.supervisor", "pipeline.buffer.process", "pipeline.serial")
@@ -102,6 +103,8 @@ def _rlhfd(request: dict[str, object], output: int, errors: int) -> NoReturn:
     gc.enable()
     assert child_process.executed is fleet.executed is forkserver.executed
     fleet.executed = forkserver.executed = _forked  # type: ignore[attr-defined]
+    if command[0] == forked_ranks.__name__:
+        _to_the_end(lambda: forked_ranks.main(*command[1:]))
     _to_the_end(lambda: main(command[1:], prog_name="rlhfd"))
 
 

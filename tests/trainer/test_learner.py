@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -257,6 +256,7 @@ def test_on_fresh_experience_ratios_are_1_and_nothing_is_clipped(algorithm: Algo
     assert stats.kl_nats == 0
 
 
+@pytest.mark.ranks
 def test_two_ranks_with_some_of_the_rows_each_take_the_step_of_one_rank(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -270,9 +270,8 @@ def test_two_ranks_with_some_of_the_rows_each_take_the_step_of_one_rank(
         expected.append(ones[-1].update([experience]))
         for rank, rows in enumerate((slice(5), slice(5, 8))):
             torch.save(rows_of(experience, rows), tmp_path / f"experience-{case}-{rank}.pt")
-    command = forked_ranks.command(2, "tests.trainer.test_learner:train_rank", tmp_path)
 
-    subprocess.run(command, timeout=100, check=True)
+    forked_ranks.run(2, "tests.trainer.test_learner:train_rank", tmp_path, timeout_s=100)
 
     for case, one, stats in zip(OF_RANKS, ones, expected, strict=True):
         with subtests.test(case):

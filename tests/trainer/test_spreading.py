@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,13 +36,11 @@ CPU = torch.device("cpu")
 PROGRESS = Progress(5, 7, 50)
 
 
+@pytest.mark.ranks
 def test_two_ranks_on_two_machines_find_one_start_with_shards_and_with_whole_models(tmp_path: Path) -> None:
     tiny.llama(1).save_pretrained(tmp_path / "model")
-    command = forked_ranks.command(
-        2, f"{__name__}:rank_main", tmp_path, "-W", "error::UserWarning:torch.distributed.fsdp"
-    )
 
-    subprocess.run(command, check=True, timeout=120)
+    forked_ranks.run(2, f"{__name__}:rank_main", tmp_path, timeout_s=120)
 
     assert [(tmp_path / f"passed-{rank}").exists() for rank in range(2)] == [True, True]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,12 +147,12 @@ def test_a_step_does_not_depend_on_micro_batches_or_batches(case: dict[str, Any]
         assert_same_stats(stats, expected)
 
 
+@pytest.mark.ranks
 def test_two_and_four_ranks_take_the_step_of_one(tmp_path: Path) -> None:
     experience = sampled()
     torch.save(experience, tmp_path / "experience.pt")
-    command = forked_ranks.command(4, "tests.trainer.loss.test_objective:train_rank", tmp_path)
 
-    subprocess.run(command, timeout=200, check=True)
+    forked_ranks.run(4, "tests.trainer.loss.test_objective:train_rank", tmp_path, timeout_s=200)
 
     for number, case in enumerate(CASES + OF_SEVERAL_UPDATES):
         one = new_learner(case)

@@ -7,7 +7,6 @@ import copy
 import functools
 import math
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,16 +245,9 @@ def cases_of(crew: str, folder: Path) -> list[str]:
 
 def start(folder: Path, crew: str) -> dict[str, Any]:
     """Run the cases on ranks of their own; return rank 0's results, by case."""
-    command = forked_ranks.command(
-        math.prod(ranks_of(crew)),
-        f"{__name__}:rank_of_{crew}",
-        folder,
-        "-W",
-        "error::UserWarning:torch.distributed.fsdp",
-    )
     # Ranks would wait for the dead ones of an earlier try that are written there.
     (folder / f"ranks-{crew}").unlink(missing_ok=True)
-    subprocess.run(command, check=True, timeout=600)
+    forked_ranks.run(math.prod(ranks_of(crew)), f"{__name__}:rank_of_{crew}", folder, timeout_s=600)
     results: dict[str, Any] = torch.load(folder / f"results-{crew}.pt", weights_only=False)
     return results
 

@@ -19,7 +19,7 @@ from pipeline.trainer.state import Progress, tensors_of
 from tests.trainer.sharding import crew
 
 # Ranks are processes; the other tests are spread over workers, each of which would start the ranks again.
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
