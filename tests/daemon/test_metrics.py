@@ -398,7 +398,7 @@ def age_s(pid: int) -> float:
 def watched(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Watched:
     folder = tmp_path_factory.mktemp("watched")
     # Rewards that differ, so that there is something to learn, and take their time without a core; and checkpoints.
-    sets = (*SMALL, *telling_reward(folder, pause_s=0.03), "trainer.save_every=5")
+    sets = (*SMALL, *telling_reward(folder, pause_s=0.06), "trainer.save_every=3")
     # Executed: it is not ready yet when it answers.
     with Daemon(folder, *sets, task=task, program=PROGRAM) as daemon:
         daemon.wait_answering()

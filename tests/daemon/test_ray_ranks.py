@@ -56,20 +56,21 @@ def kill(daemon, name, rank=1):
     daemon.wait_step(step + 1)
 
 
-def as_here(tmp_path, task, cluster, *settings, killed):
+def as_here(tmp_path, task, cluster, *settings, killed, steps=STEPS):
     """Check that two ranks on two machines train as two here, though processes are killed; return the last metrics."""
-    here = run(tmp_path / "here", task, *TWO, *settings, f"trainer.max_steps={STEPS}")
-    found, metrics = across(tmp_path / "there", task, cluster, *TWO, *settings, killed=killed)
+    here = run(tmp_path / "here", task, *TWO, *settings, f"trainer.max_steps={steps}")
+    found, metrics = across(tmp_path / "there", task, cluster, *TWO, *settings, killed=killed, steps=steps)
     assert found == here
     return metrics
 
 
-def across(there, task, cluster, *settings, killed, ranks=2):
+def across(there, task, cluster, *settings, killed, ranks=2, steps=STEPS):
     """Train on two machines, though processes are killed; return the end of the training and the last metrics."""
     there.mkdir()
-    settings = (*settings, f"trainer.max_steps={STEPS}", "trainer.nodes=2", *cluster.settings)
+    settings = (*settings, f"trainer.max_steps={steps}", "trainer.nodes=2", *cluster.settings)
     far = ranks // 2
-    with Daemon(there, *SMALL, *telling_reward(there), *settings, task=task) as daemon:
+    # The run lasts until the last of them is killed, without a core.
+    with Daemon(there, *SMALL, *telling_reward(there, pause_s=0.05), *settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(1)
         metrics = daemon.metrics()
@@ -102,7 +103,7 @@ def test_two_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(
 
 @pytest.mark.parametrize("killed", [("actor",), pytest.param(EACH, marks=pytest.mark.variant)], ids=["one", "each"])
 def test_sharded_ranks_on_two_machines_train_the_same_as_two_here_whoever_is_killed(tmp_path, task, cluster, killed):
-    metrics = as_here(tmp_path, task, cluster, SHARDED, killed=killed)
+    metrics = as_here(tmp_path, task, cluster, SHARDED, killed=killed, steps=STEPS if killed == EACH else 7)
 
     assert total(metrics, "rlhfd_remote_rank_bytes_total", data="rows_received") > 0
     sent, received = (total(metrics, "rlhfd_remote_rank_bytes_total", data=f"shards_{way}") for way in WAYS)
