@@ -1,9 +1,9 @@
 """Starts of `rlhfd` without the import of its libraries, which takes six seconds of a core: most of a short test.
 
 One process for each process of pytest loads them (`tests.support.warm_server`); an instance is a fork of it, and so are
-ranks of a process group (`tests.support.forked_ranks`). What such
-a start cannot show is shown by tests that execute the program: the memory of supervisor and buffer, which load no
-torch, the time and the moments of a start, the forkserver's start, hashes that differ from process to process.
+ranks of a process group (`tests.support.forked_ranks`). What such a start cannot show is shown by tests that execute
+the program: the memory of supervisor and buffer, which load no torch, the time and the moments of a start, the
+forkserver's start, hashes that differ from process to process.
 """
 
 from __future__ import annotations
