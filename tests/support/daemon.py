@@ -494,7 +494,8 @@ def rlhfd(
                 code = process.wait(timeout_s)
             finally:
                 process.kill()
-            output.seek(0), errors.seek(0)
+            output.seek(0)
+            errors.seek(0)
             return subprocess.CompletedProcess(command, code, output.read(), errors.read())
     return subprocess.run(
         command,
