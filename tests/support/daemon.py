@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 
@@ -83,14 +84,15 @@ _T = TypeVar("_T")
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded task's directory, its model warmed up by a few steps only."""
+    """The embedded task's directory; its model has one layer in place of four, and a few steps of its warm-up."""
     from pipeline.trainer import setup
 
     folder = tmp_path_factory.getbasetemp()
     # A worker's folder lies in that of its session.
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     directory = folder / "task" / "sort-digits"
-    setup.prepare(directory, warmup_steps=_WARMUP_STEPS)
+    with mock.patch.object(setup, "LAYERS", 1):
+        setup.prepare(directory, warmup_steps=2 * _WARMUP_STEPS)
     return directory
 
 
