@@ -148,9 +148,7 @@ def decoded(line: bytes, where: str) -> dict[str, Any]:
         ConfigError: If the line is not one JSON object.
     """
     try:
-        record = json.loads(
-            line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode("utf-8"), parse_constant=_refuse_constant
-        )
+        record = _decoder.decode(line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode("utf-8"))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}:{error.colno}: not JSON: {error.msg}") from error
     except UnicodeDecodeError as error:
@@ -271,3 +269,7 @@ def _separator_of(first: bytes) -> str:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+# json.loads would make one for each line.
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant)

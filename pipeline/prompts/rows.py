@@ -17,6 +17,8 @@ from pipeline.prompts.lines import decoded, kind_of
 from pipeline.prompts.tables import without_nulls
 from pipeline.prompts.types import JsonValue, Message
 
+# json.dumps would make one for each row.
+_encoder = json.JSONEncoder(ensure_ascii=False)
 # Names of the prompt's column in common data sets.
 _USUAL_NAMES = ("question", "problem", "query", "instruction", "input", "text", "messages")
 
@@ -221,7 +223,7 @@ def _image_parts(message: Message) -> int:
 def _problem_of_text(texts: list[Any]) -> str | None:
     # A lone surrogate is valid in JSON, but no tokenizer takes it.
     try:
-        json.dumps(texts, ensure_ascii=False).encode("utf-8")
+        _encoder.encode(texts).encode("utf-8")
     except UnicodeEncodeError as error:
         return f"prompt, answer or image holds half of a surrogate pair: {error.object[error.start]!r}"
     return None
