@@ -181,13 +181,13 @@ class Killer:
         pids = {f"{one['role']}-{one['index']}": one["pid"] for one in answer["processes"]}
         if role != "engine":
             return pids.get(name)
-        worker = pids.get(f"rollout-{index}")
-        return next((pid for pid in sorted(descendants(worker or 0)) if _is_vllm(pid)), None)
+        return next((pid for pid in sorted(descendants(record.pid)) if _is_engine(pid, index)), None)
 
 
-def _is_vllm(pid: int) -> bool:
+def _is_engine(pid: int, index: str) -> bool:
+    """Return whether a process is the engine of a worker, as vLLM's processes are called."""
     with contextlib.suppress(OSError):
-        return b" vllm" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return f"rollout {index} vllm".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

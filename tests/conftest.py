@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, settings
 from tests.support import warm
 from tests.support.daemon import task
 from tests.support.leaks import Holdings, mark_descendants, open_cuda, own_folder
+from tests.support.vllm_engines import forkserver
 
-__all__ = ["task"]
+__all__ = ["forkserver", "task"]
 
 mark_descendants()
 # As at a terminal, though a shell that runs the tests in the background, or nohup, has these ignored: what a test

@@ -43,7 +43,7 @@ def _service(command: _Command) -> _Command:
     return _instance(config(user(command)))
 
 
-_ROLES = ("supervisor", "buffer", "rollout", "trainer", "setup", "forkserver", "serial")
+_ROLES = ("supervisor", "buffer", "rollout", "trainer", "setup", "forkserver", "engines", "serial")
 
 
 @click.group()

@@ -187,6 +187,17 @@ def worker_holds_actor(config: Config) -> bool:
     return is_reference or has_images(Path(config.model.actor))
 
 
+def engine_is_forked(config: Config) -> bool:
+    """Return whether the engines of this machine are forks of a process that has imported vLLM.
+
+    Not with several cards a worker, whose ranks are programs of their own, with `rollout.sleep`, where the engine
+    begins with a turn on its card, nor with `rollout.deterministic`, by which vLLM's import differs.
+    """
+    rollout = config.rollout
+    is_alone = rollout.tensor_parallel == 1 and not rollout.sleep and not rollout.deterministic
+    return rollout.engine == "vllm" and is_alone and config.cluster.engine == "local"
+
+
 def answers_every(config: Config) -> int:
     """Return the versions between two answers of the trainer to the probe."""
     return PROBE_EVERY if worker_holds_actor(config) else 1

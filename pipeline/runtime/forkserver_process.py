@@ -64,7 +64,7 @@ def _refusal(watch: ImportWatch) -> str:
     if reason := unfit_to_fork():
         starters = dict.fromkeys(watch.starter_of(thread) or _before_us() for thread in threads_lost())
         return f"{' and '.join(starters) or 'a module that roles import'} {reason}"
-    if _forks_badly():
+    if forks_badly():
         return (
             "a module that roles import has asked CUDA for its devices, after which a forked process cannot use a GPU"
         )
@@ -77,7 +77,7 @@ def _before_us() -> str:
     return " or ".join([*customize, "a .pth file of this environment"])
 
 
-def _forks_badly() -> bool:
+def forks_badly() -> bool:
     """Return whether CUDA refuses to work in a fork of this process: PyTorch notes it in the fork, not here."""
     import torch
 

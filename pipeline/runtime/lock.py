@@ -326,6 +326,11 @@ def shm_directories() -> list[Path]:
     return sorted(_SHM.glob(f"rlhfd-{os.geteuid()}-*"))
 
 
+def engines_socket(shm_dir: Path) -> Path:
+    """Return the path of the socket of an instance's forkserver of engines."""
+    return shm_dir / "engines.sock"
+
+
 def shm_directory(runtime_dir: str | os.PathLike[str], uid: int | None = None) -> Path:
     """Return the path of the folder in shared memory of the instance of `runtime_dir`; the folder is not made.
 

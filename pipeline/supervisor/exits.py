@@ -10,7 +10,7 @@ from typing import Final
 from pipeline.errors import ExitCode
 from pipeline.runtime.messages import PeerDied
 from pipeline.runtime.transport import Outbox, trainer_name, worker_name
-from pipeline.supervisor.fleet import Fleet, Slot
+from pipeline.supervisor.fleet import FORKSERVERS, Fleet, Slot
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ExitHandler:
             self._setup_ended(slot, code)
         elif slot.role == "trainer":
             self._rank_ended(slot, code)
-        elif slot.role == "forkserver":
+        elif slot.role in FORKSERVERS:
             self._forkserver_ended(slot, code)
         else:
             if slot.role == "rollout":
@@ -90,10 +90,11 @@ class ExitHandler:
         self._retry(slot, code)
 
     def _forkserver_ended(self, slot: Slot, code: int) -> None:
-        """Plan another forkserver: no running process depends on it; without one, a role's start takes seconds more."""
+        """Plan another forkserver: no running process depends on it; without one, a start takes seconds more."""
         delay_s = self.fleet.retry(slot)
-        further = "roles are started without it" if delay_s is None else f"restart in {delay_s:.1f} s"
-        log.warning("the forkserver has ended (%d), %s: %s", code, further, slot.cause)
+        of, forks = ("", "roles") if slot.role == "forkserver" else (" of engines", "engines")
+        further = f"{forks} are started without it" if delay_s is None else f"restart in {delay_s:.1f} s"
+        log.warning("the forkserver%s has ended (%d), %s: %s", of, code, further, slot.cause)
 
     def _retry(self, slot: Slot, code: int) -> None:
         delay_s = self.fleet.retry(slot)

@@ -16,9 +16,11 @@ from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, GaveUpError
 from pipeline.prompts.source import prompts_at_most
 from pipeline.runtime.child_process import LaunchSpec, LocalChild, Starter, cache_variables, child_environment, executed
-from pipeline.runtime.forkserver import Forkserver
+from pipeline.runtime.forkserver import Forkserver, forkserver_environment
 from pipeline.runtime.forkserver_refusal import ForkserverRefusal, conditions_of
+from pipeline.runtime.lock import engines_socket
 from pipeline.runtime.role import ClusterNode, Report
+from pipeline.runtime.vllm_variables import vllm_environment
 from pipeline.storage.control_groups import memory_groups
 from pipeline.supervisor.cluster_nodes import ClusterNodes
 from pipeline.supervisor.placement import Devices
@@ -30,8 +32,13 @@ from pipeline.telemetry.slab import MetricsSlab
 
 SlotState = Literal["idle", "waiting", "starting", "ready", "draining", "backoff", "failed", "ended"]
 
+_ENGINE_FORKSERVER = "pipeline.runtime.engine_forkserver"
+
 _FORKED = ("trainer", "rollout", "setup")
 """Roles that load torch: they are forked from the forkserver, which has loaded it."""
+
+FORKSERVERS = ("forkserver", "engines")
+"""The forkserver of roles, and that of vLLM's engines (`pipeline.runtime.engine_forkserver`)."""
 
 _LATE_STARTS = 2
 """Late starts in a row after which the slot has failed: a single one may have been bad luck."""
@@ -95,7 +102,7 @@ class Slot:
     @property
     def name(self) -> str:
         """Name of the slot in logs."""
-        return self.role if self.role in ("buffer", "setup", "forkserver") else f"{self.role}-{self.index}"
+        return self.role if self.role in ("buffer", "setup", *FORKSERVERS) else f"{self.role}-{self.index}"
 
     @property
     def cause(self) -> str:
@@ -110,7 +117,7 @@ class Slot:
     @property
     def works(self) -> bool:
         """Whether its role takes part in the run itself, and so has a slot in the metrics."""
-        return self.role not in ("setup", "forkserver")
+        return self.role not in ("setup", *FORKSERVERS)
 
     @property
     def shown_state(self) -> str:
@@ -291,6 +298,10 @@ class Fleet:
         settings, environment = self.settings, self._environment(slot)
         if slot.role == "forkserver":
             return self._forkserver.starter(settings.name, settings.model, environment)
+        if slot.role == "engines":
+            arguments = [str(engines_socket(Path(self.folder))), settings.name]
+            variables = vllm_environment(forkserver_environment(environment), on_cpu=not slot.devices.gpu)
+            return executed(_ENGINE_FORKSERVER, arguments, variables)
         spec = LaunchSpec(
             slot.role, slot.index, self.folder, slot.generation, settings.prompts, list(slot.devices.cpus)
         )
@@ -328,8 +339,8 @@ class Fleet:
         return slot.role not in _FORKED or self._forkserver_slot.state in ("ready", "failed")
 
     def close(self) -> None:
-        """End the forkserver."""
-        self.signal([self._forkserver_slot], signal.SIGKILL)
+        """End the forkservers."""
+        self.signal(self.of(*FORKSERVERS), signal.SIGKILL)
         self._forkserver.close()
 
     def signal(self, slots: Iterable[Slot], number: signal.Signals) -> None:
@@ -412,8 +423,8 @@ class Fleet:
         slot.last_pid = slot.child.pid if slot.child is not None else 0
         slot.lived_s = self._lived_s(slot)
         slot.child, slot.last_exit, slot.state = None, code, "ended"
-        if slot.role == "forkserver" and not booted and code > 0:
-            # A module that it cannot load, the roles cannot load either: they report the error.
+        if slot.role in FORKSERVERS and not booted and code > 0:
+            # A module that it cannot load, its forks cannot load either: they report the error.
             slot.unusable = True
         if slot.works:
             slot.working_on = self.slab.progress(slot.role, slot.index).working_on

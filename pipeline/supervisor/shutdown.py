@@ -15,7 +15,7 @@ from pipeline.runtime.role import monotonic_s
 from pipeline.runtime.transport import Outbox
 from pipeline.storage.weights_header import newest_version
 from pipeline.supervisor.exits import death_of
-from pipeline.supervisor.fleet import Fleet, Slot
+from pipeline.supervisor.fleet import FORKSERVERS, Fleet, Slot
 from pipeline.telemetry.slab import MetricsSlab
 
 _CUT_AFTER_S = 1.0
@@ -79,9 +79,9 @@ class Shutdown:
         self._drain_message = Drain(complete)
         self._to_buffer.send(self._drain_message)
         self._unsaved_ranks = [] if complete or not self._has_trained() else list(self._fleet.of("trainer"))
-        for slot in self._fleet.of("rollout", "setup", "forkserver"):
+        for slot in self._fleet.of("rollout", "setup", *FORKSERVERS):
             if slot.state in ("backoff", "waiting"):
-                slot.state = "failed" if slot.role == "forkserver" else "ended"
+                slot.state = "failed" if slot.role in FORKSERVERS else "ended"
         self._terminate(
             slot
             for slot in self._fleet.alive("trainer", "rollout", "setup")
@@ -107,7 +107,7 @@ class Shutdown:
 
     def child_ended(self, slot: Slot, code: int) -> None:
         """Handle an exit; a process that died before saving its state is restarted."""
-        if slot.role == "forkserver":
+        if slot.role in FORKSERVERS:
             slot.state = "failed"
         elif slot.role == "buffer" and not self._is_killed and not self.is_damaged:
             self._buffer_ended(slot, code)

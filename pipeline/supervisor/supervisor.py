@@ -20,6 +20,7 @@ from pipeline.buffer.sizing import checked_layout
 from pipeline.config import user_modules
 from pipeline.config.identity import run_name
 from pipeline.config.load import LoadedConfig
+from pipeline.config.losses import engine_is_forked
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.runtime.child_process import allow_descriptors, remove_older_caches
@@ -37,7 +38,7 @@ from pipeline.supervisor import notes, placement
 from pipeline.supervisor.capacity.choices import decided
 from pipeline.supervisor.capacity.disk import disk_notes
 from pipeline.supervisor.exits import ExitHandler, death_of
-from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
+from pipeline.supervisor.fleet import FORKSERVERS, ChildSettings, Fleet, Slot
 from pipeline.supervisor.inputs_watch import InputsWatch
 from pipeline.supervisor.live import LiveView
 from pipeline.supervisor.page import PageData
@@ -302,6 +303,8 @@ class Supervisor:
         none = Devices("", ())
         if not self._is_prepared():
             self._fleet.add("setup", 0, none)
+        if engine_is_forked(config):
+            self._fleet.add("engines", 0, devices_of[SlotName("rollout", 0)])
         self._fleet.add("buffer", 0, none)
         for (role, index), devices in devices_of.items():
             self._fleet.add(role, index, devices)
@@ -383,7 +386,7 @@ class Supervisor:
             log.error("the runtime directory was removed, and commands do not find this instance: reason=%s", error)
 
     def _start_first(self) -> None:
-        first = ["forkserver", "buffer", "setup"]
+        first = [*FORKSERVERS, "buffer", "setup"]
         first += [] if any(self._fleet.of("setup")) else ["trainer", "rollout"]
         for slot in self._fleet.of(*first):
             self._fleet.start(slot)

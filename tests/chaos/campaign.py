@@ -278,10 +278,11 @@ class Campaign:
                 return self._strike_start(slab, target, worker)
             stage = self._wait_stage(slab, target._replace(role=role), worker)
             pid = slab.pid(role, worker)
-            below = descendants(pid)
+            below, title = descendants(pid), f"rollout {worker} vllm".encode()
+            engines = [each for each in self.daemon.family() if role == "rollout" and _is_named(each, title)]
+            below += engines
             # A worker that has no engine yet is killed in its place.
-            engines = [each for each in below if target.role == "engine" and _is_engine(each)]
-            os.kill(engines[0] if engines else pid, _blow(target))
+            os.kill(engines[0] if engines and target.role == "engine" else pid, _blow(target))
             if not target.hangs:
                 wait_until(lambda: not any(map(is_alive, below)), END_TIMEOUT_S, f"children of {role} {worker} end")
         return stage
@@ -408,11 +409,6 @@ def trained_in(errors: str) -> int:
 
 def _is_up(slab: MetricsSlab, role: str, worker: int) -> bool:
     return slab.is_live(role, worker) and slab.pid(role, worker) > 0 and is_alive(slab.pid(role, worker))
-
-
-def _is_engine(pid: int) -> bool:
-    """Return whether a worker's child is the process of vLLM, before and after it has its title."""
-    return _is_named(pid, b"generation.vllm.process") or _is_named(pid, b" vllm")
 
 
 def _is_named(pid: int, name: bytes) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, loaded_first
+from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, loaded_first, parent, title
 
 pytestmark = pytest.mark.integration
 SETTINGS = (*SMALL, "trainer.max_steps=0", "daemon.restart_delay_s=0.0002")
@@ -20,18 +20,6 @@ def change_pipeline_runtime_role_libraries(module):
         load(*arguments)
     module.load = held_up
 """
-
-
-def title(pid):
-    """A process's title; "" of one that has just gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
-    except OSError:
-        return ""
-
-
-def parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def forkserver(daemon):

@@ -187,8 +187,8 @@ def test_a_whole_run_on_the_gpu_trains_and_leaves_nothing(tmp_path, task):
 def test_a_process_that_has_asked_cuda_for_its_devices_serves_no_forks():
     program = (
         "import torch; torch.cuda.is_available()\n"
-        "from pipeline.runtime.forkserver_process import _forks_badly\n"
-        "print(_forks_badly())\n"
+        "from pipeline.runtime.forkserver_process import forks_badly\n"
+        "print(forks_badly())\n"
     )
 
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"

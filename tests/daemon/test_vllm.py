@@ -20,7 +20,9 @@ from tests.support.daemon import (
     descendants,
     is_alive,
     only_run,
+    parent,
     telling_reward,
+    title,
     total,
     wait_until,
 )
@@ -112,14 +114,18 @@ def test_prompts_with_images_are_trained_on_and_the_engine_says_of_them_as_the_t
 
 
 def engine_of(daemon):
-    """The pid of the engine's process; the worker has a guard of its group, too."""
+    """The pid of the engine's process."""
 
     def engines():
-        below = descendants(daemon.pids()["rollout-0"])
-        return [pid for pid in below if b"vllm" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in daemon.family() if b"rollout 0 vllm" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     (pid,) = daemon.wait_until(engines, "the worker has started its engine")
     return pid
+
+
+def below_a_guard(pid):
+    """Whether an engine is a fork of the forkserver of engines."""
+    return title(parent(pid)) == "rlhfd: guard of an engine"
 
 
 def another_worker(daemon, pid):
@@ -134,6 +140,7 @@ def another_worker(daemon, pid):
         pytest.param(("engine",), id="engine and supervisor"),
         # That the engine of a killed worker is dead is shown beside the engine's own tests, too.
         pytest.param(("engine", "worker"), id="engine, worker and supervisor", marks=pytest.mark.variant),
+        pytest.param(("forkserver", "engine"), id="forkserver, engine and supervisor", marks=pytest.mark.variant),
     ],
 )
 def test_engine_worker_and_supervisor_are_killed_nothing_is_lost_and_nothing_is_left(tmp_path, task, victims):
@@ -144,6 +151,11 @@ def test_engine_worker_and_supervisor_are_killed_nothing_is_lost_and_nothing_is_
         assert "the engine alone holds the actor" in daemon.errors
 
         worker, engine = daemon.pids()["rollout-0"], engine_of(daemon)
+        assert below_a_guard(engine)
+        if "forkserver" in victims:
+            (forkserver,) = [pid for pid in daemon.family() if title(pid) == "rlhfd: forkserver of engines"]
+            os.kill(forkserver, signal.SIGKILL)
+            daemon.wait_until(lambda: daemon.errors.count("ready: process=engines") == 2, "there is another one")
         os.kill(engine, signal.SIGKILL)
         daemon.wait_logged("engine vllm: its process was killed by signal 9; the log may say why")
         another_worker(daemon, worker)
@@ -154,6 +166,7 @@ def test_engine_worker_and_supervisor_are_killed_nothing_is_lost_and_nothing_is_
             daemon.wait_until(lambda: not is_alive(engine), "the engine is dead")
             another_worker(daemon, worker)
 
+        assert below_a_guard(engine_of(daemon))
         (worker,) = [process for process in daemon.status()["processes"] if process["role"] == "rollout"]
         assert worker["engine"]["room"] == 256 and worker["engine"]["tokens_out_per_s"] > 0
         metrics = daemon.metrics()

@@ -12,14 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, wait_until
+from tests.support.daemon import PROGRAM, SMALL, Daemon, is_alive, title, wait_until
 from tests.support.warm import WarmProcess
 
 pytestmark = pytest.mark.integration
-
-
-def title(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
 
 
 def test_a_forked_instance_has_the_processes_and_the_errors_of_the_program(tmp_path: Path, task: Path) -> None:

@@ -17,13 +17,13 @@ PROGRAM = """
 import os, sys, warnings
 warnings.simplefilter("error")
 import torch
-from pipeline.runtime.forkserver_process import _forks_badly
+from pipeline.runtime.forkserver_process import forks_badly
 
 parent, says_so = os.getpid(), sys.argv[1] == "True"
 if says_so:
     # PyTorch's own answer: False in the process that asked CUDA for its devices, True in its forks.
     torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent
-print(_forks_badly(), len(os.listdir("/proc/self/task")))
+print(forks_badly(), len(os.listdir("/proc/self/task")))
 """
 
 

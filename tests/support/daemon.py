@@ -600,6 +600,19 @@ def _children(pid: int) -> Iterator[int]:
             yield from map(int, thread.read_text().split())
 
 
+def title(pid: int) -> str:
+    """Return a process's title; "" of one that has just gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
+    except OSError:
+        return ""
+
+
+def parent(pid: int) -> int:
+    """Return the pid of a process's parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def status_of(answer: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """Return the output of `rlhfd status --json`."""
     assert answer.returncode == 0, answer.stderr

@@ -24,6 +24,7 @@ from tests.support import tiny
 from tests.support.daemon import wait_until
 from tests.support.row_stream import RowStream
 from tests.support.told import Told
+from tests.support.vllm_engines import forked_engine
 from tests.support.whole_rows import WholeRows
 
 NewEngine = Callable[[Any], Engine]
@@ -69,25 +70,24 @@ def actor() -> Any:
     return model()
 
 
-def vllm_engine(folder: Path) -> VllmEngine:
+def vllm_engine(folder: Path, forkserver: Path) -> VllmEngine:
     """The real vLLM, in a process of its own."""
     model().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    return VllmEngine(
-        wire.Settings(
-            str(folder), dtype="float32", on_cpu=True, max_length=128, max_rows=5, cache_bytes=32 << 20,
-            log_level="warning", log_json=False, title="test vllm",
-        )
+    settings = wire.Settings(
+        str(folder), dtype="float32", on_cpu=True, max_length=128, max_rows=5, cache_bytes=32 << 20,
+        log_level="warning", log_json=False, title="test vllm",
     )  # fmt: skip
+    return forked_engine(settings, forkserver)
 
 
 @pytest.fixture(scope="module", params=[*ENGINES, VLLM])
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | VllmEngine]:
-    """The name of an engine; one whose start takes some 15 s is made once for all tests."""
+    """The name of an engine; one whose start takes seconds is made once for all tests."""
     if request.param in ENGINES:
         yield request.param
         return
-    made = vllm_engine(tmp_path_factory.mktemp("model"))
+    made = vllm_engine(tmp_path_factory.mktemp("model"), request.getfixturevalue("forkserver"))
     yield made
     made.close()
 

@@ -21,6 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -48,6 +49,13 @@ _CACHED_SHAPES = 32
 # The worker's own passes run on the same card.
 _GPU_SHARE = 0.6
 _LEAST_SHARE = 0.001
+
+
+def forget_card() -> None:
+    """Have vLLM forget its findings about the first card; that of a fork may be another one."""
+    for name in dir(current_platform):
+        if callable(forget := getattr(getattr(current_platform, name, None), "cache_clear", None)):
+            forget()
 
 
 class UpdateError(Exception):

@@ -1,9 +1,9 @@
 """The worker's side of the vLLM engine: an `Engine` in front of a process that runs vLLM.
 
-The process is a child of the worker and dies with it, by whatever signal. vLLM changes threads, random state and
-environment of the process that imports it: none of the worker's is touched. The worker sends requests and gets those
-that have ended, with the load of the engine; weights go from shared memory into the engine's parameters, and never
-through the worker.
+The process is a fork of one that has imported vLLM (`pipeline.runtime.engine_forkserver`), or a child of the worker; it
+dies with the worker, by whatever signal. vLLM changes threads, random state and environment of the process that imports
+it: none of the worker's is touched. The worker sends requests and gets those that have ended, with the load of the
+engine; weights go from shared memory into the engine's parameters, and never through the worker.
 
 The engine returns log-probs only where vLLM's are those of the interface: without top_p, top_k and min_p, and for
 greedy sampling at temperature 1.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -54,9 +55,11 @@ from pipeline.rollout.generation.vllm import memory, wire
 from pipeline.rollout.generation.vllm.images import put as put_images
 from pipeline.rollout.generation.vllm.images import sight_of
 from pipeline.rollout.generation.vllm.releases import refuse_unable_to_quantize, refuse_unsuitable
+from pipeline.runtime.engine_forkserver import ForkedEngine
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from pipeline.runtime.link import Link
-from pipeline.runtime.lock import shm_directory
+from pipeline.runtime.lock import engines_socket, shm_directory
+from pipeline.runtime.vllm_variables import vllm_environment
 from pipeline.storage.card_turns import inherited
 from pipeline.storage.weights_header import Age
 
@@ -74,6 +77,8 @@ _CALL_S = 1.0
 _KILL_S = 10.0
 # vLLM samples with a higher temperature in place of a lower one.
 _LEAST_TEMPERATURE = 0.01
+
+log = logging.getLogger(__name__)
 
 _R = TypeVar("_R", wire.Ready, wire.Updated, wire.Paused, wire.Slept, wire.Woken)
 
@@ -118,7 +123,9 @@ def begin(config: Config, device: torch.device) -> EngineProcess | None:
     """
     if config.rollout.engine != "vllm" or config.rollout.sleep:
         return None
-    return EngineProcess(_settings(config, Path(config.model.actor), device), threads=config.rollout.threads)
+    settings = _settings(config, Path(config.model.actor), device)
+    forkserver = engines_socket(shm_directory(config.daemon.runtime_dir))
+    return EngineProcess(settings, threads=config.rollout.threads, forkserver=forkserver)
 
 
 def _settings(config: Config, directory: Path, device: torch.device) -> wire.Settings:
@@ -193,21 +200,53 @@ class EngineProcess:
         child: The process itself.
     """
 
-    def __init__(self, settings: wire.Settings, *, threads: int = 1) -> None:
-        """Start it, with as many threads of its numeric libraries."""
-        ours, theirs = socket.socketpair()
+    def __init__(self, settings: wire.Settings, *, threads: int = 1, forkserver: Path | None = None) -> None:
+        """Start it.
+
+        Args:
+            settings: Settings of its start.
+            threads: Threads of its numeric libraries.
+            forkserver: Socket of the forkserver of engines; without one, or where none listens there, and for an engine
+                of several cards or with variables of its own for the import, the process is executed.
+        """
+        ours, self._theirs = socket.socketpair()
         self.settings = settings
         self.link: Link[wire.Report] = Link(ours, wire.reports)
-        with contextlib.closing(theirs):
-            self.child = _started(theirs, settings, threads)
+        self._variables = _variables(settings, threads)
+        self.child: subprocess.Popen[bytes] | ForkedEngine
+        if forkserver is not None and settings.tensor_parallel == 1 and not settings.batch_invariant:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                self.child = ForkedEngine(forkserver, self._theirs.fileno(), _json(settings), self._variables)
+                return
+        self._execute()
+
+    def await_begin(self, telemetry: Telemetry) -> None:
+        """Return once the process has begun; execute it if the forkserver has ended before."""
+        if not isinstance(self.child, ForkedEngine):
+            return
+        try:
+            while not self.child.has_begun(_CALL_S):
+                telemetry.progress()
+            self._theirs.close()
+        except ConnectionResetError:
+            log.warning("the engine's process is started without the forkserver of engines, which has ended")
+            self.child.close()
+            self._execute()
+
+    def _execute(self) -> None:
+        with contextlib.closing(self._theirs):
+            self.child = _executed(self._theirs, self.settings, self._variables)
 
     def close(self) -> None:
         """End it."""
         self.link.close()
+        self._theirs.close()
         self.child.kill()
         # A process that waits for a driver ends later.
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired, ConnectionResetError):
             self.child.wait(_KILL_S)
+        if isinstance(self.child, ForkedEngine):
+            self.child.close()
         if self.settings.scratch:
             shutil.rmtree(self.settings.scratch, ignore_errors=True)
 
@@ -256,6 +295,7 @@ class VllmEngine:
         self._process = process or EngineProcess(settings)
         self._link = self._process.link
         try:
+            self._process.await_begin(telemetry)
             # One that has failed says why.
             with contextlib.suppress(OSError, EOFError):
                 self._link.send(settings)
@@ -510,44 +550,29 @@ def _configuration_advice(message: str, settings: wire.Settings) -> str:
     return f'rollout.engine: "vllm" cannot load {settings.directory}: {message}'
 
 
-def _started(theirs: socket.socket, settings: wire.Settings, threads: int) -> subprocess.Popen[bytes]:
-    variables = {
-        PARENT_VARIABLE: str(os.getpid()),
-        "OMP_NUM_THREADS": str(threads),
-        # Scheduler and model in one process: a grandchild would be known to vLLM alone.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # A rank runs the main module of the engine's process (`process`), so that it ends with it.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_PROCESS_NAME_PREFIX": settings.title,
-        # vLLM reports its use to its makers otherwise.
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        # Models are folders of this machine.
-        "VLLM_USE_MODELSCOPE": "0",
-        # vLLM's records go through this package's handler.
-        "VLLM_CONFIGURE_LOGGING": "0",
-        _BATCH_INVARIANT: str(int(settings.batch_invariant)),
-    }
-    if settings.scratch:
-        variables["VLLM_RPC_BASE_PATH"] = settings.scratch
-    if settings.on_cpu:
-        # Otherwise all engines of a machine bind their threads to the same cores.
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # Two functions of the sampler would be compiled by a C++ compiler at the first token.
-        variables["TORCHDYNAMO_DISABLE"] = "1"
-    environment = {**os.environ, **variables}
-    if "://" in environment.get("VLLM_PORT", ""):
-        # Kubernetes sets it in every container if a service is called vllm; vLLM refuses it.
-        del environment["VLLM_PORT"]
+def _json(settings: wire.Settings) -> str:
+    return msgspec.json.encode(settings).decode()
+
+
+def _executed(theirs: socket.socket, settings: wire.Settings, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _PROCESS, str(theirs.fileno()), msgspec.json.encode(settings).decode()],
+        [sys.executable, "-P", "-m", _PROCESS, str(theirs.fileno()), _json(settings)],
         stdin=subprocess.DEVNULL,
         # vLLM's output belongs into the worker's log.
         stdout=2,
         # The turn on the card is this process's, too, until it has ended.
         pass_fds=[theirs.fileno(), *inherited()],
-        env=environment,
+        env={**variables, PARENT_VARIABLE: str(os.getpid())},
     )
+
+
+def _variables(settings: wire.Settings, threads: int) -> dict[str, str]:
+    """Return all variables of an engine's process."""
+    own = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_PROCESS_NAME_PREFIX": settings.title,
+        _BATCH_INVARIANT: str(int(settings.batch_invariant)),
+    }
+    if settings.scratch:
+        own["VLLM_RPC_BASE_PATH"] = settings.scratch
+    return {**vllm_environment(os.environ, on_cpu=settings.on_cpu), **own}

@@ -78,6 +78,20 @@ def main(descriptor: int, settings_json: str) -> None:
         link.send(wire.Failed("engine", _one_line(error)))
 
 
+def forked(descriptor: int, settings_json: str) -> None:
+    """Run the engine in a fork of a process that has imported vLLM; see `main`."""
+    import numpy
+    import torch
+
+    from pipeline.rollout.generation.vllm.core import forget_card
+
+    # All forks would share them.
+    numpy.random.seed()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    forget_card()
+    main(descriptor, settings_json)
+
+
 def _introduced(settings_json: str) -> wire.Settings:
     """Return the settings; this process has its title, and writes its log by them."""
     settings = msgspec.json.decode(settings_json, type=wire.Settings)

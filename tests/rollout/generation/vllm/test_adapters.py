@@ -8,10 +8,11 @@ from pipeline.errors import RlhfdError, WeightsError, WeightsMismatchError
 from pipeline.models.lora import adapt, adapter_of
 from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.rollout.generation.interface import Span
-from pipeline.rollout.generation.vllm.engine import VllmEngine, lora_of
+from pipeline.rollout.generation.vllm.engine import lora_of
 from tests.rollout.generation.vllm.models import finish, log_probs_of, small_llama
 from tests.rollout.generation.vllm.test_engine import PROMPT, ids, request, run, settings
 from tests.support.daemon import is_alive, wait_until
+from tests.support.vllm_engines import forked_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -48,10 +49,10 @@ def assert_of(responses, model, version):
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def engine(tmp_path_factory, forkserver):
     folder = tmp_path_factory.mktemp("base")
     small_llama(0).save_pretrained(folder)
-    made = VllmEngine(settings(folder, lora=lora_of(adapted(0), LORA.lora_rank)))
+    made = forked_engine(settings(folder, lora=lora_of(adapted(0), LORA.lora_rank)), forkserver)
     yield made
     made.close()
 

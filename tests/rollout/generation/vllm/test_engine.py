@@ -28,6 +28,7 @@ from tests.rollout.generation.vllm.models import EOS, finish, log_probs_of, smal
 from tests.support.daemon import is_alive, wait_until
 from tests.support.proving import prove
 from tests.support.told import Told
+from tests.support.vllm_engines import forked_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -56,8 +57,8 @@ def settings(directory, **changes):
 
 
 @pytest.fixture(scope="module")
-def shared(directory):
-    engine = VllmEngine(settings(directory))
+def shared(directory, forkserver):
+    engine = forked_engine(settings(directory), forkserver)
     yield engine
     engine.close()
 
@@ -294,14 +295,14 @@ def test_published_weights_are_taken_from_shared_memory_by_their_age(engine, mod
 
 
 @pytest.mark.variant
-def test_a_model_of_16_bits_follows_each_version(models, tmp_path):
+def test_a_model_of_16_bits_follows_each_version(models, tmp_path, forkserver):
     """On a CPU vLLM computes with packed copies of its matrices, also of a head that is the embedding."""
     first, second = (copy.deepcopy(model).to(torch.bfloat16) for model in (models.first, models.second))
     first.save_pretrained(tmp_path / "model")
     path, tensors = tmp_path / "weights", [flatten(actor=model.state_dict()) for model in (first, second)]
     assert not any("lm_head" in name for name in tensors[0]), "the head is the embedding"
     with (
-        contextlib.closing(VllmEngine(settings(tmp_path / "model", dtype="bfloat16"))) as engine,
+        contextlib.closing(forked_engine(settings(tmp_path / "model", dtype="bfloat16"), forkserver)) as engine,
         contextlib.closing(WeightsPublisher(path, tensors[0], slots=2)) as publisher,
     ):
         for version, model in ((1, second), (2, first)):
@@ -312,13 +313,13 @@ def test_a_model_of_16_bits_follows_each_version(models, tmp_path):
                 assert float((response.log_probs - expected).abs().mean()) < 0.1, "1 and more with an old head"
 
 
-def test_damaged_weights_are_never_used(directory, models, tmp_path):
+def test_damaged_weights_are_never_used(directory, models, tmp_path, forkserver):
     """Bytes of the slot are changed after the publish: the fingerprint does not match."""
     tensors = flatten(actor=models.second.state_dict())
     publisher = WeightsPublisher(tmp_path / "weights", tensors)
     publisher.publish(1, tensors)
     next(iter(publisher._slots[0].views.values()))[0, 0] += 1
-    engine = VllmEngine(settings(directory))
+    engine = forked_engine(settings(directory), forkserver)
     try:
         with pytest.raises(RlhfdError, match="no whole version of the weights in 16 attempts"):
             engine.fetch_weights(tmp_path / "weights")
@@ -386,9 +387,8 @@ def test_an_engine_that_ignores_an_update_is_found_at_that_version(engine, model
     assert held.told.verdicts[-1][0] == "ok", "with its updates it passes again"
 
 
-def test_tokens_and_prefix_hits_are_counted_and_a_killed_engine_raises_one_clear_error(directory, models):
-    """Two claims of one engine: a start takes some ten seconds."""
-    engine = VllmEngine(settings(directory, cache_bytes=2 << 20))
+def test_tokens_and_prefix_hits_are_counted_and_a_killed_engine_raises_one_clear_error(directory, models, forkserver):
+    engine = forked_engine(settings(directory, cache_bytes=2 << 20), forkserver)
     try:
         engine.update_weights(models.first.state_dict(), 0)
         # Different prompts: the rows of a group share the prompt's part of the cache.

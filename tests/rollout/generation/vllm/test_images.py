@@ -23,6 +23,7 @@ from pipeline.runtime.link import Link
 from tests.rollout.generation.vllm.models import finish, small_vl
 from tests.support import tiny, tiny_vision
 from tests.support.daemon import wait_until
+from tests.support.vllm_engines import forked_engine
 
 # The first one is longer than a block of the cache.
 ONE, TWO, NONE = [20, (1, 24, 28), 21], [22, (1, 4, 4), 23, (1, 2, 6), 24, 25], [20, 21, 22]
@@ -81,7 +82,7 @@ def apart(monkeypatch):
     made = []
 
     def new(sight):
-        monkeypatch.setattr(engines, "_started", lambda theirs, settings, threads: Child(theirs.dup()))
+        monkeypatch.setattr(engines, "_executed", lambda theirs, settings, variables: Child(theirs.dup()))
         made.append(VllmEngine(settings("nowhere", sight)))
         child = made[-1]._process.child
         assert child.orders() == [settings("nowhere", sight)]
@@ -186,12 +187,12 @@ KINDS = ["qwen2_vl", *(pytest.param(kind, marks=pytest.mark.variant) for kind in
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def seeing(request, tmp_path_factory):
+def seeing(request, tmp_path_factory, forkserver):
     """The kind of a model, and its engine with the weights of seed 0."""
     folder = tmp_path_factory.mktemp("model")
     model = small_vl(request.param, 0)
     model.save_pretrained(folder)
-    made = VllmEngine(settings(folder, sight_of(model)))
+    made = forked_engine(settings(folder, sight_of(model)), forkserver)
     yield request.param, made
     made.close()
 

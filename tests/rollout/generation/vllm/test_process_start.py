@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.losses import engine_is_forked
 from pipeline.config.schema import Config
 from pipeline.rollout.generation.vllm import engine as engines
 from pipeline.rollout.generation.vllm import process
@@ -28,12 +29,35 @@ def test_it_begins_before_the_models_unless_it_must_inherit_the_turn_on_the_card
 ) -> None:
     started: list[str] = []
     monkeypatch.setattr(engines, "refuse_unsuitable", lambda: None)
-    monkeypatch.setattr(engines, "EngineProcess", lambda settings, threads: started.append(settings.directory))
+    monkeypatch.setattr(engines, "EngineProcess", lambda settings, **_: started.append(settings.directory))
 
     config = Config.model_validate({"model": {"actor": "model"}, "rollout": rollout, "buffer": buffer})
     engines.begin(config, CARD)
 
     assert started == directories
+
+
+SLEEPS = {"sleep": True, "cache_bytes": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_forked"),
+    [
+        ({}, True),
+        ({"engine": "transformers"}, False),
+        ({"tensor_parallel": 2}, False),
+        ({"deterministic": True}, False),
+        (SLEEPS, False),
+    ],
+)
+def test_an_engine_is_a_fork_where_it_begins_as_every_other_engine(rollout: dict[str, Any], is_forked: bool) -> None:
+    buffer = {"max_staleness": 0} if rollout is SLEEPS else {}
+    config = Config.model_validate(
+        {"model": {"actor": "model"}, "rollout": {"engine": "vllm", **rollout}, "buffer": buffer}
+    )
+    assert engine_is_forked(config) == is_forked
+    elsewhere = config.model_copy(update={"cluster": config.cluster.model_copy(update={"engine": "ray"})})
+    assert not engine_is_forked(elsewhere)
 
 
 @pytest.mark.parametrize(

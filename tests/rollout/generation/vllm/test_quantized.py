@@ -22,6 +22,7 @@ from pipeline.rollout.loader import judging_of
 from tests.rollout.generation.vllm.models import log_probs_of, small_llama
 from tests.rollout.generation.vllm.test_engine import PROMPT, Weights, ids, request, run, settings, stepped_from
 from tests.support.proving import prove
+from tests.support.vllm_engines import forked_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -50,8 +51,8 @@ def directory(models, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(directory):
-    engine = VllmEngine(settings(directory, dtype="bfloat16", quantization="fp8"))
+def engine(directory, forkserver):
+    engine = forked_engine(settings(directory, dtype="bfloat16", quantization="fp8"), forkserver)
     yield engine
     engine.close()
 
@@ -182,9 +183,10 @@ def assert_refused(engine, tensors, message):
 
 
 @pytest.mark.variant
-def test_weights_that_leave_a_whole_layer_out_are_refused(directory, models):
+def test_weights_that_leave_a_whole_layer_out_are_refused(directory, models, forkserver):
     """It would stay as it was."""
-    with contextlib.closing(VllmEngine(settings(directory, dtype="bfloat16", quantization="fp8"))) as engine:
+    half = settings(directory, dtype="bfloat16", quantization="fp8")
+    with contextlib.closing(forked_engine(half, forkserver)) as engine:
         engine.update_weights(without(models.second.state_dict(), "none"), 1)
         assert_refused(
             engine,

@@ -1,0 +1,251 @@
+"""The forkserver of engines: it has imported vLLM, and the engines' processes of an instance are forks of it.
+
+    supervisor -- forkserver -- guard -- engine
+                                  |
+    worker -----------------------+      a connection, for the life of the engine
+
+The import of vLLM takes 9 to 20 s of a core, which each start of an engine would take anew. This process computes
+nothing, opens no device and has one thread, so a fork loses nothing. Roles are not forked from it: vLLM changes
+settings of torch.
+
+The guard kills the engine as soon as the worker's end of the connection is closed, by its death too, and tells the
+worker the exit code of the engine. The kernel kills the engine with the guard. The end of the forkserver concerns no
+engine that has begun; a worker whose engine has not begun then executes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import msgspec
+import setproctitle
+
+from pipeline.runtime.child_entry import leave
+from pipeline.runtime.forking import unfit_to_fork
+from pipeline.runtime.forkserver_process import forks_badly
+from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
+from pipeline.runtime.signals import stop_signal
+
+_LIBRARIES: Final = "pipeline.rollout.generation.vllm.core"
+_PROCESS: Final = "pipeline.rollout.generation.vllm.process"
+_PACKET = 64
+_WAITING = 64
+"""Workers that may wait for the end of the import."""
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that is to begin, in a file in memory; its link and the worker's output come as descriptors with it."""
+
+    settings: str
+    # Variables may hold bytes that are no text.
+    environment: dict[bytes, bytes]
+    cpus: list[int]
+
+
+class ForkedEngine:
+    """An engine's process, which the forkserver forks; used as `subprocess.Popen` is.
+
+    Attributes:
+        pid: The process; 0 before it has begun.
+    """
+
+    def __init__(self, path: Path, link: int, settings: str, environment: Mapping[str, str]) -> None:
+        """Ask for it, without a wait.
+
+        Args:
+            path: The forkserver's socket.
+            link: Descriptor of the engine's end of its link, which the caller keeps open until it has begun.
+            settings: The settings of its start, as JSON.
+            environment: All its variables.
+
+        Raises:
+            OSError: If no forkserver listens.
+        """
+        self.pid = 0
+        self._code: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
+        request = _Request(settings, variables, sorted(os.sched_getaffinity(0)))
+        try:
+            self._connection.connect(os.fspath(path))
+            with open(os.memfd_create("engine"), "wb") as body:
+                body.write(msgspec.msgpack.encode(request))
+                body.flush()
+                # vLLM's output belongs into the worker's log.
+                socket.send_fds(self._connection, [b"fork"], [body.fileno(), link, 2])
+        except OSError:
+            self._connection.close()
+            raise
+
+    def has_begun(self, timeout_s: float) -> bool:
+        """Return whether the process has begun, at most after this time; a forkserver that is stopped is killed.
+
+        Raises:
+            ConnectionResetError: If the forkserver has ended before.
+        """
+        if not self.pid and self._is_told(timeout_s):
+            # A forkserver that has not taken the connection resets it.
+            if not (pid := self._connection.recv(_PACKET)):
+                raise ConnectionResetError
+            self.pid = int(pid)
+        elif not self.pid and stop_signal(listener := self._listener()) is not None:
+            # The supervisor starts another one.
+            os.kill(listener, signal.SIGKILL)
+        return bool(self.pid)
+
+    def wait(self, timeout_s: float) -> int:
+        """Return the exit code, or minus the signal, of a process that has begun.
+
+        Raises:
+            subprocess.TimeoutExpired: If it runs on after this time.
+        """
+        if self._code is None:
+            if not self._is_told(timeout_s):
+                raise subprocess.TimeoutExpired("vllm", timeout_s)
+            # Without a word the guard was killed, and the engine with it.
+            self._code = int(self._connection.recv(_PACKET) or -signal.SIGKILL)
+        return self._code
+
+    def kill(self) -> None:
+        """Have the guard kill it; before it has begun, take the request back."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the connection, by which the process ends if it has not."""
+        self._connection.close()
+
+    def _listener(self) -> int:
+        """Return the pid of the process that listens: the forkserver, whichever of its forks holds the other end."""
+        return int(struct.unpack("iII", self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+    def _is_told(self, timeout_s: float) -> bool:
+        return bool(select.select([self._connection], [], [], timeout_s)[0])
+
+
+# The forkserver's side.
+
+
+def main(reports: int, path: str, name: str) -> int:
+    """Fork engines until the supervisor ends; return an exit code if this process must not be forked.
+
+    Args:
+        reports: Descriptor for reports to the supervisor.
+        path: Path of the socket.
+        name: Name of the instance, for titles.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Hang detection asks every child for its stacks.
+    faulthandler.register(signal.SIGUSR1, chain=False)
+    setproctitle.setproctitle(f"{name}: forkserver of engines")
+    # The start of vLLM alone has a dozen warnings, none of which its user can act on.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        with contextlib.suppress(FileNotFoundError):
+            # Of a forkserver that was killed.
+            os.unlink(path)
+        # Before the import: requests wait for its end.
+        former = os.umask(0o177)
+        listener.bind(path)
+        os.umask(former)
+        listener.listen(_WAITING)
+        gc.disable()
+        importlib.import_module(_LIBRARIES)
+        process = importlib.import_module(_PROCESS)
+        reason = unfit_to_fork()
+        if not reason and forks_badly():
+            reason = "has asked CUDA for its devices, after which a forked process cannot use a GPU"
+        if reason:
+            os.write(reports, json.dumps({"state": "unusable", "error": f"vLLM's import {reason}"}).encode() + b"\n")
+            return 1
+        # A collection in a forked process would write to, and so copy, every shared page.
+        gc.freeze()
+        gc.enable()
+        # Nobody waits for a guard.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        os.write(reports, b'{"state":"ready"}\n')
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                os.close(reports)
+                _guard(connection, process, name)
+            connection.close()
+
+
+def _guard(connection: socket.socket, process: Any, name: str) -> NoReturn:
+    """Fork an engine, kill it when the worker is gone, and tell the worker how it has ended."""
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        setproctitle.setproctitle(f"{name}: guard of an engine")
+        data, descriptors, _, _ = socket.recv_fds(connection, _PACKET, 3)
+        if data:
+            _watch(connection, process, *descriptors)
+    finally:
+        # Never return into the loop of the process that forked this one.
+        os._exit(0)
+
+
+def _watch(connection: socket.socket, process: Any, body: int, link: int, output: int) -> None:
+    with open(body, "rb") as file:
+        # Its place is that of the worker's writes.
+        file.seek(0)
+        request = msgspec.msgpack.decode(file.read(), type=_Request)
+    guard = os.getpid()
+    if (pid := os.fork()) == 0:
+        connection.close()
+        _engine(request, process, link, output, guard)
+    for descriptor in (link, output):
+        os.close(descriptor)
+    engine = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):
+        connection.send(str(pid).encode())
+    # The worker sends nothing: its end is readable once it is closed.
+    if engine not in select.select([connection.fileno(), engine], [], [])[0]:
+        signal.pidfd_send_signal(engine, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):
+        connection.send(str(code).encode())
+
+
+def _engine(request: _Request, process: Any, link: int, output: int, guard: int) -> NoReturn:
+    """Set this process up as one that the worker has executed, and run the engine."""
+    code = 1
+    try:
+        os.environb.clear()
+        os.environb.update(request.environment)
+        os.environ[PARENT_VARIABLE] = str(guard)
+        die_with_parent()
+        os.sched_setaffinity(0, request.cpus)
+        for number in (1, 2):
+            os.dup2(output, number)
+        os.close(output)
+        process.forked(link, request.settings)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:  # noqa: BLE001 - as the interpreter does it
+        sys.excepthook(*sys.exc_info())
+    finally:
+        leave(code)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    leave(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -1,0 +1,116 @@
+"""The forkserver of engines: a fork answers as an executed engine does, and whoever of its processes is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.errors import EngineKilledError
+from pipeline.rollout.generation.vllm.engine import EngineProcess, VllmEngine
+from tests.rollout.generation.vllm.models import small_llama
+from tests.rollout.generation.vllm.test_engine import ids, request, run, settings
+from tests.support.daemon import descendants, is_alive, parent, title, wait_until
+from tests.support.vllm_engines import Forkserver, forked_engine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.integration]
+
+END_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    small_llama(0).save_pretrained(folder)
+    return folder
+
+
+def test_a_fork_has_the_workers_output_variables_and_processors_and_the_answers_of_an_executed_engine(
+    directory, forkserver, capfd, monkeypatch
+):
+    monkeypatch.setenv("RLHFD_OF_THE_WORKER", "here")
+    with contextlib.closing(forked_engine(settings(directory), forkserver)) as fork:
+        assert title(parent(fork.pid)) == "test: guard of an engine"
+        answers = ids(run(fork, request())[0])
+        assert b"RLHFD_OF_THE_WORKER=here" not in Path(f"/proc/{fork.pid}/environ").read_bytes(), "a fork's are its own"
+        assert os.sched_getaffinity(fork.pid) == os.sched_getaffinity(0)
+        guard = parent(fork.pid)
+    wait_until(lambda: not is_alive(guard), END_S, "the guard ends with its engine")
+    assert "vLLM has started: imports_s=0.0" in capfd.readouterr().err
+
+    with contextlib.closing(VllmEngine(settings(directory))) as executed:
+        assert parent(executed.pid) == os.getpid()
+        assert ids(run(executed, request())[0]) == answers
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+import msgspec
+from pipeline.rollout.generation.vllm import wire
+from tests.rollout.generation.vllm.test_engine import request
+from tests.support.vllm_engines import forked_engine
+engine = forked_engine(msgspec.json.decode(sys.argv[1], type=wire.Settings), Path(sys.argv[2]))
+engine.submit(request(room=380, eos_token_ids=()))
+while not engine.load.running:
+    engine.step()
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_fork_dies_with_its_worker(directory, forkserver):
+    arguments = [sys.executable, "-c", WORKER, msgspec.json.encode(settings(directory)).decode(), forkserver]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4]) as worker:
+        pid = int(worker.stdout.readline())
+        guard = parent(pid)
+
+        worker.kill()
+        worker.wait()
+
+    wait_until(lambda: not is_alive(pid) and not is_alive(guard), END_S, "engine and guard are dead")
+
+
+@pytest.mark.parametrize("killed", ["engine", "guard"])
+def test_a_killed_fork_is_told_as_a_killed_engine_whether_or_not_its_guard_lives(directory, forkserver, killed):
+    with contextlib.closing(forked_engine(settings(directory), forkserver)) as engine:
+        pid, guard = engine.pid, parent(engine.pid)
+        os.kill(pid if killed == "engine" else guard, signal.SIGKILL)
+
+        with pytest.raises(EngineKilledError, match="was killed by signal 9"):
+            run(engine, request())
+        wait_until(lambda: not is_alive(pid) and not is_alive(guard), END_S, "both are dead")
+
+
+def test_an_engine_outlives_the_forkserver_and_the_next_one_is_executed(directory, tmp_path, caplog):
+    server = Forkserver(tmp_path / "engines.sock")
+    with contextlib.closing(server):
+        assert server.report() == {"state": "ready"}
+        with contextlib.closing(forked_engine(settings(directory), server.path)) as engine:
+            # Stopped, it takes connections and forks nothing.
+            os.kill(server.process.pid, signal.SIGSTOP)
+            with contextlib.closing(forked_engine(settings(directory), server.path)) as other:
+                assert parent(other.pid) == os.getpid()
+                assert server.process.wait() == -signal.SIGKILL, "another one is to be started in its place"
+                assert "started without the forkserver of engines, which has ended" in caplog.text
+            assert run(engine, request())
+            after = EngineProcess(settings(directory), forkserver=server.path)
+            assert parent(after.child.pid) == os.getpid()
+            after.close()
+
+
+def test_a_request_that_is_taken_back_leaves_no_process(directory, forkserver, tmp_path):
+    with contextlib.closing(Forkserver(tmp_path / "engines.sock")) as server:
+        # While vLLM is imported: it waits, and its worker gives up.
+        EngineProcess(settings(directory), forkserver=server.path).close()
+        server.report()
+
+        with contextlib.closing(forked_engine(settings(directory), server.path)) as engine:
+            alone = [engine.pid, parent(engine.pid)]
+            wait_until(lambda: sorted(descendants(server.process.pid)) == sorted(alone), END_S, "no other process")

@@ -1,0 +1,69 @@
+"""Engines of vLLM that are forks of one forkserver: each process of pytest imports vLLM once for all of its tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.rollout.generation.vllm import wire
+from pipeline.rollout.generation.vllm.engine import EngineProcess, VllmEngine
+from pipeline.runtime import engine_forkserver
+from pipeline.runtime.forkserver import forkserver_environment
+from pipeline.runtime.lifeline import PARENT_VARIABLE
+from pipeline.runtime.vllm_variables import vllm_environment
+from tests.support.daemon import wait_until
+
+START_S = 300.0
+
+
+class Forkserver:
+    """A forkserver of engines, as the supervisor starts it.
+
+    Attributes:
+        path: Its socket.
+        process: The process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reports, theirs = os.pipe()
+        variables = vllm_environment(forkserver_environment(os.environ), on_cpu=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", engine_forkserver.__name__, str(theirs), str(path), "test"],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs],
+            env={**variables, PARENT_VARIABLE: str(os.getpid())},
+        )
+        os.close(theirs)
+        # It listens before it imports vLLM.
+        wait_until(path.exists, START_S, "the forkserver listens")
+
+    def report(self) -> Any:
+        """Wait for its report: it is ready, or unusable."""
+        return json.loads(os.read(self._reports, 4096))
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._reports)
+
+
+@pytest.fixture(scope="session")
+def forkserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of the one forkserver of engines."""
+    with contextlib.closing(Forkserver(tmp_path_factory.mktemp("engines") / "engines.sock")) as made:
+        yield made.path
+
+
+def forked_engine(settings: wire.Settings, forkserver: Path) -> VllmEngine:
+    """Return an engine that is a fork."""
+    return VllmEngine(settings, process=EngineProcess(settings, forkserver=forkserver))
