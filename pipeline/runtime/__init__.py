@@ -5,10 +5,11 @@ checkpoint_note     a checkpoint's description of itself, and its verification
 child_entry         entry of a child process
 child_process       a child process, started and watched
 control             the control socket
+engine_forkserver   the forkserver of vLLM's engines, and the worker's side of it
 evaluation_plan     the held-out prompts of a configuration, and their tickets
 forking             forks of this process that run one function
 forkserver          the supervisor's side of the forkserver
-forkserver_process  the forkserver, the only module here that loads torch
+forkserver_process  the forkserver; it and that of the engines are the only modules here that load torch
 forkserver_refusal  the reason why a forkserver cannot serve, remembered for the next start
 import_watch        the module whose import started a thread
 latest_checkpoint   the latest checkpoint, and whether a start resumes from it
@@ -28,5 +29,6 @@ run_inputs          digests of the files that a run reads
 run_start           the run's part of a start
 signals             signals that end a process; processes that a signal has stopped
 transport           ZeroMQ between the processes of an instance
+vllm_variables      the variables of a process that imports vLLM
 workspace           an instance's folder in shared memory
 """

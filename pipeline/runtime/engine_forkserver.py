@@ -28,6 +28,7 @@ import socket
 import struct
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -103,9 +104,9 @@ class ForkedEngine:
             if not (pid := self._connection.recv(_PACKET)):
                 raise ConnectionResetError
             self.pid = int(pid)
-        elif not self.pid and stop_signal(listener := self._listener()) is not None:
+        elif not self.pid and stop_signal(forkserver := _peer(self._connection)) is not None:
             # The supervisor starts another one.
-            os.kill(listener, signal.SIGKILL)
+            os.kill(forkserver, signal.SIGKILL)
         return bool(self.pid)
 
     def wait(self, timeout_s: float) -> int:
@@ -130,12 +131,21 @@ class ForkedEngine:
         """Close the connection, by which the process ends if it has not."""
         self._connection.close()
 
-    def _listener(self) -> int:
-        """Return the pid of the process that listens: the forkserver, whichever of its forks holds the other end."""
-        return int(struct.unpack("iII", self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
-
     def _is_told(self, timeout_s: float) -> bool:
-        return bool(select.select([self._connection], [], [], timeout_s)[0])
+        return bool(_readable(timeout_s, self._connection.fileno()))
+
+
+def _peer(connection: socket.socket) -> int:
+    """Return the pid of the process at the other end: the one that called `listen`, or `connect`."""
+    return int(struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def _readable(timeout_s: float | None, *descriptors: int) -> list[int]:
+    """Return the descriptors that can be read, at most after this time; a worker may have more than `select` takes."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s)]
 
 
 # The forkserver's side.
@@ -197,6 +207,10 @@ def _guard(connection: socket.socket, process: Any, name: str) -> NoReturn:
         data, descriptors, _, _ = socket.recv_fds(connection, _PACKET, 3)
         if data:
             _watch(connection, process, *descriptors)
+    except BaseException:
+        # Nothing else says why: at a limit of processes, say.
+        traceback.print_exc()
+        raise
     finally:
         # Never return into the loop of the process that forked this one.
         os._exit(0)
@@ -208,6 +222,11 @@ def _watch(connection: socket.socket, process: Any, body: int, link: int, output
         file.seek(0)
         request = msgspec.msgpack.decode(file.read(), type=_Request)
     guard = os.getpid()
+    try:
+        worker = os.pidfd_open(_peer(connection))
+    except ProcessLookupError:
+        # It has died since.
+        return
     if (pid := os.fork()) == 0:
         connection.close()
         _engine(request, process, link, output, guard)
@@ -216,8 +235,8 @@ def _watch(connection: socket.socket, process: Any, body: int, link: int, output
     engine = os.pidfd_open(pid)
     with contextlib.suppress(OSError):
         connection.send(str(pid).encode())
-    # The worker sends nothing: its end is readable once it is closed.
-    if engine not in select.select([connection.fileno(), engine], [], [])[0]:
+    # The worker sends nothing: its end is readable once it is closed. A fork of the worker may hold it open.
+    if engine not in _readable(None, engine, worker, connection.fileno()):
         signal.pidfd_send_signal(engine, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):

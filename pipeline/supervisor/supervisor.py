@@ -22,6 +22,7 @@ from pipeline.config.identity import run_name
 from pipeline.config.load import LoadedConfig
 from pipeline.config.losses import engine_is_forked
 from pipeline.config.schema import Config
+from pipeline.config.vllm_release import problem_of_vllm
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.runtime.child_process import allow_descriptors, remove_older_caches
 from pipeline.runtime.control import serve_control
@@ -303,7 +304,8 @@ class Supervisor:
         none = Devices("", ())
         if not self._is_prepared():
             self._fleet.add("setup", 0, none)
-        if engine_is_forked(config):
+        # A worker refuses vLLM where there is none, or another release.
+        if engine_is_forked(config) and not problem_of_vllm():
             self._fleet.add("engines", 0, devices_of[SlotName("rollout", 0)])
         self._fleet.add("buffer", 0, none)
         for (role, index), devices in devices_of.items():

@@ -19,6 +19,7 @@ from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
+from pipeline.trainer import setup
 from tests.support import tiny_vision
 from tests.support.proving import prove
 from tests.support.told import events_of
@@ -115,14 +116,22 @@ def test_a_reference_that_is_the_trainers_is_neither_loaded_nor_run(rollers, lor
         assert torch.equal(getattr(without, name), getattr(with_reference, name)), name
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model with more layers than are streamed at a time."""
+    folder = tmp_path_factory.mktemp("deep") / "task"
+    setup.prepare(folder, warmup_steps=1)
+    return str(folder / "model")
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"rollout": {"kl_coef": 0.1}}, {"trainer": {"world_size": 2, "sharding": "full"}}],
     ids=["kl in the loss", "kl in the reward", "sharded trainer"],
 )
-def test_a_reference_in_host_memory_gives_the_experience_of_one_in_the_worker_bit_for_bit(rollers, settings):
-    host, one, loud = rollers(model={"reference_device": "host"}, **settings)
-    worker, two, _ = rollers(**settings)
+def test_a_reference_in_host_memory_gives_the_experience_of_one_in_the_worker_bit_for_bit(rollers, deep, settings):
+    host, one, loud = rollers(model={"actor": deep, "reference_device": "host"}, **settings)
+    worker, two, _ = rollers(model={"actor": deep}, **settings)
 
     streamed, whole = host.roll(0, 2).rows.padded(), worker.roll(0, 2).rows.padded()
 

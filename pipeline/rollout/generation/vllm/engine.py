@@ -242,9 +242,10 @@ class EngineProcess:
         self.link.close()
         self._theirs.close()
         self.child.kill()
-        # A process that waits for a driver ends later.
-        with contextlib.suppress(subprocess.TimeoutExpired, ConnectionResetError):
-            self.child.wait(_KILL_S)
+        # A process that waits for a driver ends later; a fork that has not begun never begins.
+        if self.child.pid:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.child.wait(_KILL_S)
         if isinstance(self.child, ForkedEngine):
             self.child.close()
         if self.settings.scratch:

@@ -50,7 +50,7 @@ def test_a_fork_has_the_workers_output_variables_and_processors_and_the_answers_
 
 
 WORKER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import msgspec
 from pipeline.rollout.generation.vllm import wire
@@ -60,21 +60,27 @@ engine = forked_engine(msgspec.json.decode(sys.argv[1], type=wire.Settings), Pat
 engine.submit(request(room=380, eos_token_ids=()))
 while not engine.load.running:
     engine.step()
-print(engine.pid, flush=True)
+if (fork := os.fork()) > 0:
+    print(engine.pid, fork, flush=True)
 time.sleep(600)
 """
 
 
-def test_a_fork_dies_with_its_worker(directory, forkserver):
+def test_a_fork_dies_with_its_worker_though_a_child_of_the_worker_lives_and_holds_all_that_is_open(
+    directory, forkserver
+):
     arguments = [sys.executable, "-c", WORKER, msgspec.json.encode(settings(directory)).decode(), forkserver]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4]) as worker:
-        pid = int(worker.stdout.readline())
+        pid, child = map(int, worker.stdout.readline().split())
         guard = parent(pid)
+        try:
+            worker.kill()
+            worker.wait()
 
-        worker.kill()
-        worker.wait()
-
-    wait_until(lambda: not is_alive(pid) and not is_alive(guard), END_S, "engine and guard are dead")
+            wait_until(lambda: not is_alive(pid) and not is_alive(guard), END_S, "engine and guard are dead")
+            assert is_alive(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("killed", ["engine", "guard"])
@@ -91,8 +97,12 @@ def test_a_killed_fork_is_told_as_a_killed_engine_whether_or_not_its_guard_lives
 def test_an_engine_outlives_the_forkserver_and_the_next_one_is_executed(directory, tmp_path, caplog):
     server = Forkserver(tmp_path / "engines.sock")
     with contextlib.closing(server):
+        # While vLLM is imported: the request waits, and its worker gives up.
+        EngineProcess(settings(directory), forkserver=server.path).close()
         assert server.report() == {"state": "ready"}
         with contextlib.closing(forked_engine(settings(directory), server.path)) as engine:
+            own = sorted([engine.pid, parent(engine.pid)])
+            wait_until(lambda: sorted(descendants(server.process.pid)) == own, END_S, "of the first request nothing is")
             # Stopped, it takes connections and forks nothing.
             os.kill(server.process.pid, signal.SIGSTOP)
             with contextlib.closing(forked_engine(settings(directory), server.path)) as other:
@@ -103,14 +113,3 @@ def test_an_engine_outlives_the_forkserver_and_the_next_one_is_executed(director
             after = EngineProcess(settings(directory), forkserver=server.path)
             assert parent(after.child.pid) == os.getpid()
             after.close()
-
-
-def test_a_request_that_is_taken_back_leaves_no_process(directory, forkserver, tmp_path):
-    with contextlib.closing(Forkserver(tmp_path / "engines.sock")) as server:
-        # While vLLM is imported: it waits, and its worker gives up.
-        EngineProcess(settings(directory), forkserver=server.path).close()
-        server.report()
-
-        with contextlib.closing(forked_engine(settings(directory), server.path)) as engine:
-            alone = [engine.pid, parent(engine.pid)]
-            wait_until(lambda: sorted(descendants(server.process.pid)) == sorted(alone), END_S, "no other process")
