@@ -17,32 +17,34 @@ from pipeline.rollout.generation.vllm.core import memory_share
 from pipeline.rollout.generation.vllm.process import _refusal
 GB = 10**9
 torch.cuda.mem_get_info = lambda: (75 * GB, 80 * GB)
-wanted = SimpleNamespace(gpu_memory_utilization=memory_share(int(sys.argv[1])))
 found = SimpleNamespace(total_memory=80 * GB, free_memory=30 * GB, device_="cuda:0")
-print(f"share {wanted.gpu_memory_utilization:.4f}", flush=True)
-try:
-    request_memory(found, wanted)
-except ValueError as error:
-    print(_refusal(error).kind, error)
-else:
-    print("starts")
+for cache_bytes in map(int, sys.argv[1:]):
+    wanted = SimpleNamespace(gpu_memory_utilization=memory_share(cache_bytes))
+    try:
+        request_memory(found, wanted)
+    except ValueError as error:
+        end = f"{_refusal(error).kind} {error}"
+    else:
+        end = "starts"
+    print(f"cache {cache_bytes}: share {wanted.gpu_memory_utilization:.4f}, {' '.join(end.split())}")
 """
+_CACHE_BYTES = 8 * 10**9
 
 
-def asked(cache_bytes):
-    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(cache_bytes)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def ends():
+    """The end of a start with a cache of its own size, and of one with a cache of the rest."""
+    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(_CACHE_BYTES), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = [line for line in done.stdout.splitlines() if line.startswith("cache ")]
+    assert len(found) == 2, done.stderr
+    return found
 
 
-def test_with_a_cache_of_its_own_size_vllm_starts_though_a_trainer_loads_meanwhile():
-    found = asked(8 * 10**9)
-
-    assert found.stdout.endswith("starts\n"), found.stderr
+def test_with_a_cache_of_its_own_size_vllm_starts_though_a_trainer_loads_meanwhile(ends):
+    assert ends[0].startswith(f"cache {_CACHE_BYTES}: ") and ends[0].endswith(", starts")
 
 
-def test_a_cache_without_a_size_is_the_rest_of_a_share_and_a_card_that_fills_meanwhile_is_no_wrong_configuration():
+def test_a_cache_without_a_size_is_the_rest_of_a_share_and_a_card_that_fills_meanwhile_is_no_wrong_configuration(ends):
     """It would end the run; a worker that starts again finds another share."""
-    found = asked(0)
-
-    assert "share 0.5625\n" in found.stdout, found.stderr
-    assert "\nengine Free memory on device cuda:0" in found.stdout
+    assert ends[1].startswith("cache 0: share 0.5625, engine Free memory on device cuda:0")
