@@ -27,15 +27,19 @@ START_S = 300.0
 class Forkserver:
     """A forkserver of engines, as the supervisor starts it.
 
+    Args:
+        path: Its socket.
+        on_cpu: Whether its engines compute on the CPU.
+
     Attributes:
         path: Its socket.
         process: The process.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, on_cpu: bool = True) -> None:
         self.path = path
         self._reports, theirs = os.pipe()
-        variables = vllm_environment(forkserver_environment(os.environ), on_cpu=True)
+        variables = vllm_environment(forkserver_environment(os.environ), on_cpu=on_cpu)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", engine_forkserver.__name__, str(theirs), str(path), "test"],
             stdin=subprocess.DEVNULL,

@@ -113,3 +113,16 @@ def test_an_engine_outlives_the_forkserver_and_the_next_one_is_executed(director
             after = EngineProcess(settings(directory), forkserver=server.path)
             assert parent(after.child.pid) == os.getpid()
             after.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_on_a_card_a_fork_has_the_answers_of_an_executed_engine(directory, tmp_path):
+    on_card = settings(directory, dtype="bfloat16", on_cpu=False, cache_bytes=64 << 20)
+    with contextlib.closing(Forkserver(tmp_path / "engines.sock", on_cpu=False)) as server:
+        assert server.report() == {"state": "ready"}
+        with contextlib.closing(forked_engine(on_card, server.path)) as fork:
+            assert title(parent(fork.pid)) == "test: guard of an engine"
+            answers = ids(run(fork, request())[0])
+    with contextlib.closing(VllmEngine(on_card)) as executed:
+        assert ids(run(executed, request())[0]) == answers
