@@ -37,7 +37,7 @@ import msgspec
 import setproctitle
 
 from pipeline.runtime.child_entry import leave
-from pipeline.runtime.forking import unfit_to_fork
+from pipeline.runtime.forking import CUDA, unfit_to_fork
 from pipeline.runtime.forkserver_process import forks_badly
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 from pipeline.runtime.signals import stop_signal
@@ -177,7 +177,8 @@ def main(reports: int, path: str, name: str) -> int:
         gc.disable()
         importlib.import_module(_LIBRARIES)
         process = importlib.import_module(_PROCESS)
-        reason = unfit_to_fork()
+        # vLLM asks the driver for the cards as it is imported, by NVML, and forks such processes itself.
+        reason = unfit_to_fork(CUDA)
         if not reason and forks_badly():
             reason = "has asked CUDA for its devices, after which a forked process cannot use a GPU"
         if reason:

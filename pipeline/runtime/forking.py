@@ -21,13 +21,22 @@ _DISPENSABLE: Final = frozenset({"jemalloc_bg_thd"})
 _DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def unfit_to_fork() -> str:
-    """Return the reason why this process must not be forked, as a predicate; "" if it may be."""
+_GPU: Final = "/dev/nvidia"
+CUDA: Final = "/dev/nvidia-uvm"
+"""The device that CUDA opens as it is initialized, and no library that only asks for the names and sizes of cards."""
+
+
+def unfit_to_fork(device: str = _GPU) -> str:
+    """Return the reason why this process must not be forked, as a predicate; "" if it may be.
+
+    Args:
+        device: The beginning of the paths of devices that it must not have open.
+    """
     if threads := threads_lost():
         return f"has started what a fork would lose: {', '.join(f'thread {name}' for name in threads.values())}"
     # CUDA is initialized once a process, and does not work in a fork of it.
     opened = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    if any(path.startswith("/dev/nvidia") for path in opened):
+    if any(path.startswith(device) for path in opened):
         return "has opened a GPU, which a forked process cannot use"
     return ""
 

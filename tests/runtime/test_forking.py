@@ -9,6 +9,9 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
+from pipeline.runtime import forking
 from pipeline.runtime.forkserver import forkserver_environment
 from tests.support.daemon import END_TIMEOUT_S, is_alive, wait_until
 
@@ -87,15 +90,26 @@ def test_a_fork_has_nothing_of_its_parent_but_what_it_is_given_and_dies_with_it(
     wait_until(lambda: not is_alive(seen["stays"]), END_TIMEOUT_S, "the fork dies with its parent")
 
 
-def test_a_gpu_that_is_open_forbids_a_fork() -> None:
-    code = (
-        "import os; from pipeline.runtime import forking\n"
-        "forking.os.path.realpath = lambda path: '/dev/nvidia0'\n"
-        "print(forking.unfit_to_fork())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize(
+    ("opened", "by_any", "by_cuda"),
+    [
+        # As NVML does, which names the cards.
+        ("/dev/nvidiactl", True, False),
+        ("/dev/nvidia0", True, False),
+        # As CUDA does.
+        ("/dev/nvidia-uvm", True, True),
+        ("/dev/null", False, False),
+    ],
+)
+def test_a_gpu_that_is_open_forbids_a_fork(
+    opened: str, by_any: bool, by_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forking, "threads_lost", dict)
+    monkeypatch.setattr(forking.os.path, "realpath", lambda path: opened)
 
-    assert done.stdout == "has opened a GPU, which a forked process cannot use\n"
+    found = [forking.unfit_to_fork(), forking.unfit_to_fork(forking.CUDA)]
+
+    assert found == ["has opened a GPU, which a forked process cannot use" * refused for refused in (by_any, by_cuda)]
 
 
 JEMALLOC = """
