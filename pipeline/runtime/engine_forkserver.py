@@ -31,7 +31,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 import setproctitle
@@ -56,6 +56,13 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     # Variables may hold bytes that are no text.
     environment: dict[bytes, bytes]
     cpus: list[int]
+
+
+class _Imported(NamedTuple):
+    """The module of an engine's process, and the variables that the import of vLLM has set."""
+
+    process: Any
+    variables: dict[bytes, bytes]
 
 
 class ForkedEngine:
@@ -175,8 +182,11 @@ def main(reports: int, path: str, name: str) -> int:
         os.umask(former)
         listener.listen(_WAITING)
         gc.disable()
+        before = dict(os.environb)
         importlib.import_module(_LIBRARIES)
         process = importlib.import_module(_PROCESS)
+        # In an engine that was executed vLLM sets them as well.
+        set_by_import = {name: value for name, value in os.environb.items() if before.get(name) != value}
         # vLLM asks the driver for the cards as it is imported, by NVML, and forks such processes itself.
         reason = unfit_to_fork(CUDA)
         if not reason and forks_badly():
@@ -195,11 +205,11 @@ def main(reports: int, path: str, name: str) -> int:
             if os.fork() == 0:
                 listener.close()
                 os.close(reports)
-                _guard(connection, process, name)
+                _guard(connection, _Imported(process, set_by_import), name)
             connection.close()
 
 
-def _guard(connection: socket.socket, process: Any, name: str) -> NoReturn:
+def _guard(connection: socket.socket, imported: _Imported, name: str) -> NoReturn:
     """Fork an engine, kill it when the worker is gone, and tell the worker how it has ended."""
     try:
         os.setsid()
@@ -207,7 +217,7 @@ def _guard(connection: socket.socket, process: Any, name: str) -> NoReturn:
         setproctitle.setproctitle(f"{name}: guard of an engine")
         data, descriptors, _, _ = socket.recv_fds(connection, _PACKET, 3)
         if data:
-            _watch(connection, process, *descriptors)
+            _watch(connection, imported, *descriptors)
     except BaseException:
         # Nothing else says why: at a limit of processes, say.
         traceback.print_exc()
@@ -217,7 +227,7 @@ def _guard(connection: socket.socket, process: Any, name: str) -> NoReturn:
         os._exit(0)
 
 
-def _watch(connection: socket.socket, process: Any, body: int, link: int, output: int) -> None:
+def _watch(connection: socket.socket, imported: _Imported, body: int, link: int, output: int) -> None:
     with open(body, "rb") as file:
         # Its place is that of the worker's writes.
         file.seek(0)
@@ -230,7 +240,7 @@ def _watch(connection: socket.socket, process: Any, body: int, link: int, output
         return
     if (pid := os.fork()) == 0:
         connection.close()
-        _engine(request, process, link, output, guard)
+        _engine(request, imported, link, output, guard)
     for descriptor in (link, output):
         os.close(descriptor)
     engine = os.pidfd_open(pid)
@@ -244,19 +254,19 @@ def _watch(connection: socket.socket, process: Any, body: int, link: int, output
         connection.send(str(code).encode())
 
 
-def _engine(request: _Request, process: Any, link: int, output: int, guard: int) -> NoReturn:
+def _engine(request: _Request, imported: _Imported, link: int, output: int, guard: int) -> NoReturn:
     """Set this process up as one that the worker has executed, and run the engine."""
     code = 1
     try:
         os.environb.clear()
-        os.environb.update(request.environment)
+        os.environb.update({**request.environment, **imported.variables})
         os.environ[PARENT_VARIABLE] = str(guard)
         die_with_parent()
         os.sched_setaffinity(0, request.cpus)
         for number in (1, 2):
             os.dup2(output, number)
         os.close(output)
-        process.forked(link, request.settings)
+        imported.process.forked(link, request.settings)
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
