@@ -66,7 +66,7 @@ def test_its_process_is_told_and_the_engine_is_deterministic_with_it_alone(
         told.update(env)
         with contextlib.closing(Link(socket.socket(fileno=os.dup(pass_fds[0])), wire.orders)) as link:
             link.send(wire.Ready(64, 32))
-        return SimpleNamespace(kill=lambda: None, wait=lambda _: 0)
+        return SimpleNamespace(pid=1, kill=lambda: None, wait=lambda _: 0)
 
     monkeypatch.setattr(subprocess, "Popen", start)
     settings = wire.Settings("model", "float32", True, 32, 4, 0, "error", False, "title", batch_invariant=invariant)
