@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from pipeline.runtime.engine_forkserver import ForkedEngine
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from tests.support.daemon import END_TIMEOUT_S, is_alive, parent, title, wait_until
+from tests.support.vllm_engines import Forkserver
 
 LIBRARIES = """
 import os
@@ -45,34 +45,18 @@ sys.exit(engine_forkserver.main(int(sys.argv[1]), sys.argv[2], "test"))
 """
 
 
-class Server:
-    """A forkserver whose libraries are those above."""
-
-    def __init__(self, folder: Path, libraries: str = LIBRARIES) -> None:
-        folder.joinpath("libraries_of_test.py").write_text(libraries)
-        folder.joinpath("process_of_test.py").write_text(PROCESS)
-        self.path = folder / "engines.sock"
-        self._reports, theirs = os.pipe()
-        found = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
-        environment = {**os.environ, "PYTHONPATH": found, PARENT_VARIABLE: str(os.getpid()), "OF_THE_SERVER": "here"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVER, str(theirs), str(self.path)], pass_fds=[theirs], env=environment
-        )
-        os.close(theirs)
-
-    def report(self) -> Any:
-        return json.loads(os.read(self._reports, 4096))
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._reports)
+def server_in(folder: Path, libraries: str = LIBRARIES) -> Forkserver:
+    """Return a forkserver whose libraries are those above."""
+    folder.joinpath("libraries_of_test.py").write_text(libraries)
+    folder.joinpath("process_of_test.py").write_text(PROCESS)
+    found = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    return Forkserver(folder / "engines.sock", program=("-c", SERVER), PYTHONPATH=found)
 
 
 class Worker:
     """An engine, and the worker's end of its link."""
 
-    def __init__(self, server: Server, settings: str = "{}", **variables: str) -> None:
+    def __init__(self, server: Forkserver, settings: str = "{}", **variables: str) -> None:
         self.link, self.theirs = socket.socketpair()
         self.link.settimeout(END_TIMEOUT_S)
         self.engine = ForkedEngine(server.path, self.theirs.fileno(), settings, variables)
@@ -93,14 +77,14 @@ class Worker:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with contextlib.closing(Server(tmp_path_factory.mktemp("engines"))) as made:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forkserver]:
+    with contextlib.closing(server_in(tmp_path_factory.mktemp("engines"))) as made:
         assert made.report() == {"state": "ready"}
         yield made
 
 
 def test_an_engine_has_the_variables_of_its_worker_and_of_the_import_its_processors_and_its_output(
-    server: Server, capfd: pytest.CaptureFixture[str]
+    server: Forkserver, capfd: pytest.CaptureFixture[str]
 ) -> None:
     allowed = os.sched_getaffinity(0)
     # A process of one core asks, as a pinned worker does.
@@ -125,7 +109,9 @@ def test_an_engine_has_the_variables_of_its_worker_and_of_the_import_its_process
     wait_until(lambda: not is_alive(guard), END_TIMEOUT_S, "the guard ends with its engine")
 
 
-def test_each_end_of_an_engine_is_told_as_that_of_a_child(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_end_of_an_engine_is_told_as_that_of_a_child(
+    server: Forkserver, capfd: pytest.CaptureFixture[str]
+) -> None:
     with contextlib.closing(Worker(server, "fails")) as failed, contextlib.closing(Worker(server)) as closed:
         for worker in (failed, closed):
             worker.begin()
@@ -142,8 +128,7 @@ def test_each_end_of_an_engine_is_told_as_that_of_a_child(server: Server, capfd:
 
 def test_the_import_is_waited_for_and_an_engine_outlives_the_forkserver(tmp_path: Path) -> None:
     wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
-    with contextlib.closing(Server(tmp_path, wait)) as server:
-        wait_until(server.path.exists, END_TIMEOUT_S, "it listens")
+    with contextlib.closing(server_in(tmp_path, wait)) as server:
         assert server.path.stat().st_mode & 0o077 == 0
         with contextlib.closing(Worker(server)) as early:
             assert not early.engine.has_begun(0.1)
@@ -175,6 +160,6 @@ def test_the_import_is_waited_for_and_an_engine_outlives_the_forkserver(tmp_path
     ids=["thread", "CUDA"],
 )  # fmt: skip
 def test_a_process_that_must_not_be_forked_says_so_and_ends(tmp_path: Path, libraries: str, problem: str) -> None:
-    with contextlib.closing(Server(tmp_path, libraries)) as server:
+    with contextlib.closing(server_in(tmp_path, libraries)) as server:
         assert server.report() == {"state": "unusable", "error": problem}
         assert server.process.wait() == 1

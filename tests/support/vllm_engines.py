@@ -7,19 +7,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.rollout.generation.vllm import wire
-from pipeline.rollout.generation.vllm.engine import EngineProcess, VllmEngine
 from pipeline.runtime import engine_forkserver
 from pipeline.runtime.forkserver import forkserver_environment
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from pipeline.runtime.vllm_variables import vllm_environment
 from tests.support.daemon import wait_until
+
+if TYPE_CHECKING:
+    from pipeline.rollout.generation.vllm import wire
+    from pipeline.rollout.generation.vllm.engine import VllmEngine
 
 START_S = 300.0
 
@@ -30,21 +32,30 @@ class Forkserver:
     Args:
         path: Its socket.
         on_cpu: Whether its engines compute on the CPU.
+        program: Arguments of Python before those of the forkserver.
+        variables: Variables in addition to the test's own.
 
     Attributes:
         path: Its socket.
         process: The process.
     """
 
-    def __init__(self, path: Path, *, on_cpu: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_cpu: bool = True,
+        program: Sequence[str] = ("-m", engine_forkserver.__name__),
+        **variables: str,
+    ) -> None:
         self.path = path
         self._reports, theirs = os.pipe()
-        variables = vllm_environment(forkserver_environment(os.environ), on_cpu=on_cpu)
+        environment = vllm_environment(forkserver_environment(os.environ), on_cpu=on_cpu)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", engine_forkserver.__name__, str(theirs), str(path), "test"],
+            [sys.executable, "-P", *program, str(theirs), str(path), "test"],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs],
-            env={**variables, PARENT_VARIABLE: str(os.getpid())},
+            env={**environment, PARENT_VARIABLE: str(os.getpid()), **variables},
         )
         os.close(theirs)
         # It listens before it imports vLLM.
@@ -70,4 +81,7 @@ def forkserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def forked_engine(settings: wire.Settings, forkserver: Path) -> VllmEngine:
     """Return an engine that is a fork."""
+    # conftest imports this module, in processes that need no torch too.
+    from pipeline.rollout.generation.vllm.engine import EngineProcess, VllmEngine
+
     return VllmEngine(settings, process=EngineProcess(settings, forkserver=forkserver))
