@@ -5,7 +5,7 @@
     worker -----------------------+      a connection, for the life of the engine
 
 The import of vLLM takes 9 to 20 s of a core, which each start of an engine would take anew. This process computes
-nothing, opens no device and has one thread, so a fork loses nothing. Roles are not forked from it: vLLM changes
+nothing, has one thread and no CUDA in use, so a fork loses nothing. Roles are not forked from it: vLLM changes
 settings of torch.
 
 The guard kills the engine as soon as the worker's end of the connection is closed, by its death too, and tells the

@@ -215,7 +215,7 @@ class EngineProcess:
         self._variables = _variables(settings, threads)
         self.child: subprocess.Popen[bytes] | ForkedEngine
         if forkserver is not None and settings.tensor_parallel == 1 and not settings.batch_invariant:
-            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            with contextlib.suppress(FileNotFoundError, ConnectionError):
                 self.child = ForkedEngine(forkserver, self._theirs.fileno(), _json(settings), self._variables)
                 return
         self._execute()

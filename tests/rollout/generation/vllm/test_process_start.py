@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from pipeline.config.losses import engine_is_forked
 from pipeline.config.schema import Config
 from pipeline.rollout.generation.vllm import engine as engines
-from pipeline.rollout.generation.vllm import process
+from pipeline.rollout.generation.vllm import process, wire
 
 CARD: Any = SimpleNamespace(type="cuda")
 
@@ -58,6 +60,29 @@ def test_an_engine_is_a_fork_where_it_begins_as_every_other_engine(rollout: dict
     assert engine_is_forked(config) == is_forked
     elsewhere = config.model_copy(update={"cluster": config.cluster.model_copy(update={"engine": "ray"})})
     assert not engine_is_forked(elsewhere)
+
+
+def test_an_engine_is_executed_where_the_forkserver_dies_as_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "engines.sock"))
+    listener.listen()
+    send = socket.send_fds
+
+    def dies_first(*message: Any) -> int:
+        listener.close()
+        return send(*message)
+
+    executed: list[str] = []
+    monkeypatch.setattr(socket, "send_fds", dies_first)
+    monkeypatch.setattr(engines, "_executed", lambda theirs, settings, variables: executed.append(settings.title))
+    settings = wire.Settings("model", "float32", True, 32, 4, 0, "error", False, "title")
+
+    process = engines.EngineProcess(settings, forkserver=tmp_path / "engines.sock")
+
+    process.link.close()
+    assert executed == ["title"]
 
 
 @pytest.mark.parametrize(
