@@ -43,6 +43,19 @@ def load(modules: Iterable[str], model: str) -> None:
         kind = model_type(model)
         if importlib.util.find_spec(f"transformers.models.{kind}") is not None:
             importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        _compile_conversions(kind)
+
+
+def _compile_conversions(kind: str) -> None:
+    """Have transformers make its table of conversions of weights, which it keeps for the life of a process.
+
+    It compiles a thousand regular expressions at the first load of a model: half of the CPU time in which a role loads
+    a small one.
+    """
+    conversions = importlib.import_module("transformers.conversion_mapping")
+    # No part of its documented interface; without it the first load makes the table as ever.
+    with contextlib.suppress(AttributeError):
+        conversions.get_checkpoint_conversion_mapping(kind)
 
 
 def model_type(model: str) -> str:
