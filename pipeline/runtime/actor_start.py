@@ -10,6 +10,7 @@ from typing import Final
 from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.runtime import role_libraries
 
 _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -36,7 +37,7 @@ class ActorSpec:
 
 
 def enter(spec: ActorSpec) -> Config:
-    """Make an actor's process one of the daemon's: its environment, folder and search path; return the configuration.
+    """Make an actor's process one of the daemon's: environment, folder, search path, libraries; return the configuration.
 
     Raises:
         ConfigError: If another release is installed here.
@@ -51,4 +52,6 @@ def enter(spec: ActorSpec) -> Config:
         os.chdir(spec.working_directory)
     os.environ[user_modules.FOLDER_VARIABLE] = spec.modules
     user_modules.extend_path()
-    return Config.model_validate_json(spec.config)
+    config = Config.model_validate_json(spec.config)
+    role_libraries.load((), config.model.actor)
+    return config

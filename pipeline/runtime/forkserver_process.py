@@ -36,7 +36,7 @@ def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     # Hang detection asks every child for its stacks.
     faulthandler.register(signal.SIGUSR1, chain=False)
     setproctitle.setproctitle(f"{name}: forkserver")
-    # The imports make millions of objects and no garbage: collections would take a quarter of their time.
+    # Until what the imports have made is frozen.
     gc.disable()
     with ImportWatch() as watch:
         role_libraries.load(role_libraries.ROLES.values(), model)

@@ -8,6 +8,7 @@ them as not installed for the life of the process; code of the user imports them
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import sys
@@ -34,7 +35,7 @@ _EMBEDDED = "llama"
 
 def load(modules: Iterable[str], model: str) -> None:
     """Import modules of roles, and the code of the actor's type of model ("" for the embedded one)."""
-    with _hidden(UNUSED):
+    with _without_collections(), _hidden(UNUSED):
         for name in modules:
             importlib.import_module(name)
         transformers = importlib.import_module("transformers")
@@ -62,6 +63,18 @@ def model_type(model: str) -> str:
     """Return the type of a model by its folder's config.json; that of the embedded one if there is none."""
     # Not made yet, or broken: the role that loads the model reports it.
     return model_files.model_type(Path(model)) or _EMBEDDED
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Have no garbage collected: imports make millions of objects and no garbage, and it would take a quarter of them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import logging
 import os
 import secrets
@@ -21,7 +22,6 @@ from typing import Any
 
 import msgspec
 import torch
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -115,7 +115,7 @@ def save_checkpoint(
 
 def libraries() -> dict[str, str]:
     """Return the versions of the libraries whose functions a step calls."""
-    return {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    return {"torch": str(torch.__version__), "transformers": importlib.metadata.version("transformers")}
 
 
 def load_state(folder: Path, into: Mapping[str, torch.Tensor], optional: frozenset[str] = OPTIONAL) -> None:
