@@ -37,7 +37,10 @@ class ActorSpec:
 
 
 def enter(spec: ActorSpec) -> Config:
-    """Make an actor's process one of the daemon's: environment, folder, search path, libraries; return the configuration.
+    """Make an actor's process one of the daemon's: its environment, folder, search path and libraries.
+
+    Returns:
+        The configuration.
 
     Raises:
         ConfigError: If another release is installed here.

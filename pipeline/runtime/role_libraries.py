@@ -35,7 +35,7 @@ _EMBEDDED = "llama"
 
 def load(modules: Iterable[str], model: str) -> None:
     """Import modules of roles, and the code of the actor's type of model ("" for the embedded one)."""
-    with _without_collections(), _hidden(UNUSED):
+    with _without_garbage_collection(), _hidden(UNUSED):
         for name in modules:
             importlib.import_module(name)
         transformers = importlib.import_module("transformers")
@@ -66,8 +66,8 @@ def model_type(model: str) -> str:
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Have no garbage collected: imports make millions of objects and no garbage, and it would take a quarter of them."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector, a quarter of the time of imports: they make millions of objects and no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
