@@ -4,7 +4,7 @@
                                   |
     worker -----------------------+      a connection, for the life of the engine
 
-The import of vLLM takes 9 to 20 s of a core, which each start of an engine would take anew. This process computes
+The import of vLLM takes 9 to 21 s of a core, which each start of an engine would take anew. This process computes
 nothing, has one thread and no CUDA in use, so a fork loses nothing. Roles are not forked from it: vLLM changes
 settings of torch.
 

@@ -29,7 +29,7 @@ A configuration is one file of TOML ([configuration.md](configuration.md)); rewa
 - A batch is counted in rows, which are responses: `buffer.sample_batch_size` is those of a step of one rank. verl and OpenRLHF count prompts in places.
 - A step is one batch with all its updates (`trainer.epochs` x `trainer.mini_batches`); steps, versions, checkpoints and evaluations count it once.
 - Models and data are folders and files of this machine. Nothing is downloaded.
-- GPUs are given to roles, not shared by all of them in turns: `rlhfd plan` shows which fits where.
+- GPUs are given to roles; with `rollout.sleep = true` engine and trainer share one in turns. `rlhfd plan` shows which fits where.
 - `rollout.algorithm = "dapo"`, `"dr_grpo"`, `"rloo"`, `"gspo"`, `"cispo"` or `"reinforce++"` sets the defaults of that algorithm ([losses.md](losses.md#presets-rolloutalgorithm)); a conversion writes the single keys.
 - A run has no end unless `trainer.max_steps` or `trainer.max_epochs` is set. It can be stopped and started again at any time.
 """
