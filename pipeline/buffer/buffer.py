@@ -41,7 +41,7 @@ from pipeline.storage.records import Chosen
 from pipeline.storage.tables import PromptRange
 from pipeline.telemetry.evaluations import EvaluationFile
 
-Spool = Callable[[Ledger, Chosen, list[PromptRange]], None]
+Spool = Callable[[Ledger, Chosen], None]
 """Writes ready rows of a ledger to disk, with the prompts of unfinished tickets."""
 
 log = logging.getLogger(__name__)
@@ -234,23 +234,19 @@ class Buffer:
         """
         for lease in list(self.ledger.leases()):
             self.ledger.requeue(lease)
-        cut = [PromptRange(record.position, record.prompts) for record in self.ledger.reserved_extents()]
         for record in list(self.ledger.reserved_extents()):
-            self._tickets.abandon(record)
+            # With its prompts, in one commit: this process may be killed before the spool is written.
+            self.ledger.totals.round_left += record.prompts
+            self._tickets.abandon(record, again=True)
         rest = [(record, records.ready_rows(record)) for record in self.ledger.sealed_extents()]
         reason = "cleared"
         if spool is not None and self.ledger.totals.tickets:
             try:
-                spool(self.ledger, rest, cut)
+                spool(self.ledger, rest)
                 reason = "spooled"
             except OSError as error:
                 log.error("the spool cannot be written, experiences stay in shared memory: rows=%d bytes=%d: %s",
                           self.ledger.ready, sum(record.nbytes for record, _ in rest), error)  # fmt: skip
-                totals = self.ledger.totals
-                self.ledger.resume(
-                    position=totals.position, redo=cut, versions=[], spool=totals.spool, refilled=totals.refilled,
-                    round_left=totals.round_left + sum(prompts.prompts for prompts in cut),
-                )  # fmt: skip
                 return False
         elif rest:
             log.info("undelivered experiences discarded: %d", self.ledger.ready)

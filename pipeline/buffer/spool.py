@@ -100,13 +100,13 @@ class Spool:
 
     # The end of a run.
 
-    def write(self, ledger: Ledger, chosen: Chosen, cut: list[PromptRange]) -> None:
-        """Write ready rows, and the prompts of unfinished tickets.
+    def write(self, ledger: Ledger, chosen: Chosen) -> None:
+        """Write ready rows, and the prompts that are to be issued again.
 
         Raises:
             OSError: If the file cannot be written.
         """
-        nbytes = extent_file.save(self.path, self._arena, chosen, metadata_of(ledger, cut), self._telemetry)
+        nbytes = extent_file.save(self.path, self._arena, chosen, metadata_of(ledger, []), self._telemetry)
         log.info("undelivered experiences spooled: rows=%d bytes=%d path=%s",
                  sum(len(rows) for _, rows in chosen), nbytes, self.path)  # fmt: skip
 

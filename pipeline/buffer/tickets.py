@@ -275,8 +275,7 @@ class Tickets:
     def _put_off(self, record: ExtentRecord) -> None:
         """End a ticket whose prompts are to come after others; they are issued again after those."""
         self._observer.ticket_ended("reissued")
-        self._allocator.release(Extent(record.offset, record.nbytes))
-        self._ledger.abandon(record, redo=PromptRange(record.position, record.prompts))
+        self.abandon(record, again=True)
 
     def retry_early(self, now_s: float) -> None:
         """Check again the seals that arrived before the `Published` of their weights."""
@@ -333,7 +332,7 @@ class Tickets:
                 f"{self._barren_prompts:,} prompts in a row, a whole epoch, gave no experience; the log says why"
             )
 
-    def abandon(self, record: ExtentRecord) -> None:
-        """End a ticket that gave no rows."""
+    def abandon(self, record: ExtentRecord, *, again: bool = False) -> None:
+        """End a ticket that gave no rows; `again`: its prompts are to be issued again."""
         self._allocator.release(Extent(record.offset, record.nbytes))
-        self._ledger.abandon(record)
+        self._ledger.abandon(record, redo=PromptRange(record.position, record.prompts) if again else None)

@@ -15,6 +15,7 @@ import msgspec
 
 from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
 from pipeline.storage import sealed_json
 from pipeline.storage.files import flush_folder, write_whole
 
@@ -60,6 +61,15 @@ def read_latest(root: Path) -> Latest | None:
     """
     advice = "remove it, or start anew with `rlhfd start --fresh`"
     return sealed_json.read(root / "latest.json", Latest, advice)
+
+
+def saved_version(root: Path) -> int:
+    """Return the policy version of the latest checkpoint, 0 if there is none that can be read."""
+    try:
+        latest = read_latest(root)
+    except ConfigError:
+        latest = None
+    return 0 if latest is None else latest.version
 
 
 def write_latest(root: Path, latest: Latest) -> None:

@@ -23,7 +23,7 @@ import msgspec
 from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, LedgerError
-from pipeline.runtime.latest_checkpoint import read_latest
+from pipeline.runtime.latest_checkpoint import saved_version
 from pipeline.storage.arena import PAGE_BYTES, Arena
 from pipeline.storage.files import UNREADABLE, no_room
 from pipeline.storage.layout import LedgerLayout
@@ -213,11 +213,7 @@ def _refuse_unsaved(folder: Path, config: Config) -> None:
     if newest is None or is_asked_to or kind != "builtin":
         return
     run = Path(found.run.folder)
-    try:
-        latest = read_latest(run / "checkpoints")
-    except ConfigError:
-        latest = None
-    saved = 0 if latest is None else latest.version
+    saved = saved_version(run / "checkpoints")
     if newest.version > saved:
         other_release = "with the release of rlhfd that ran it, since this one cannot read its arena"
         how = other_release if is_same else "as it was configured"

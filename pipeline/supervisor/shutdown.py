@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
+from pipeline.runtime.latest_checkpoint import checkpoints_dir, saved_version
 from pipeline.runtime.messages import Drain
 from pipeline.runtime.role import monotonic_s
 from pipeline.runtime.transport import Outbox
@@ -89,7 +90,10 @@ class Shutdown:
         )
 
     def begin_failed(self) -> None:
-        """Begin the shutdown of a failed run: trainers write a checkpoint if each is up, or waits for a restart."""
+        """Begin the shutdown of a failed run: trainers write a checkpoint if each is up, or waits for a restart.
+
+        Else shared memory stays for the next start, if a training state in it is newer than the last checkpoint.
+        """
         able = all(is_up(slot) or slot.state == "backoff" for slot in self._fleet.of("trainer"))
         self.begin()
         hopeless = ["rollout", "setup"]
@@ -97,6 +101,8 @@ class Shutdown:
             self._unsaved_ranks = []
             self.is_unsaved = self._taken_over
             hopeless.append("trainer")
+            if self._has_unsaved():
+                self._keep(f"the last steps are in no checkpoint: {self._held()}")
         self._fleet.signal(self._fleet.alive(*hopeless), signal.SIGKILL)
 
     def kill_all(self) -> None:
@@ -104,6 +110,13 @@ class Shutdown:
         self._since_s = monotonic_s() if self._since_s is None else self._since_s
         self._is_killed = True
         self._fleet.signal(self._fleet.alive(), signal.SIGKILL)
+
+    def give_up(self) -> None:
+        """Kill all processes at once after an error of the shutdown; what is not on disk stays for the next start."""
+        is_spooled = all(slot.last_exit == ExitCode.OK for slot in self._fleet.of("buffer"))
+        if self._has_unsaved() or (self._has_trained() and not is_spooled):
+            self._keep("the shutdown has failed: steps and rows that are not on disk")
+        self.kill_all()
 
     def child_ended(self, slot: Slot, code: int) -> None:
         """Handle an exit; a process that died before saving its state is restarted."""
@@ -131,6 +144,11 @@ class Shutdown:
             log.warning("buffer ended (%d) before it had written the undelivered rows, restart: %s", code, reason)
         elif code:
             self._keep(f"undelivered rows are not on disk: {slot.cause}: rows")
+
+    def _has_unsaved(self) -> bool:
+        """Return whether shared memory holds a training state that is newer than the last checkpoint."""
+        state = newest_version(Path(self._fleet.folder, _FILES[1]), attempts=_READS)
+        return state is not None and state.version > saved_version(checkpoints_dir(self.config))
 
     def _held(self) -> str:
         """Return what shared memory holds of the end: the weights, and the training state if it is of this version."""
@@ -178,10 +196,11 @@ class Shutdown:
                 log.warning("%s ended (%d) before its last checkpoint, restart: %s", slot.name, code, reason)
             return
         self._unsaved_ranks = []
-        self.fail(
-            ExitCode.FAILED,
-            f"{slot.name} ended ({code}) before its last checkpoint, the next start resumes from the one before",
-        )
+        reason = f"{slot.name} ended ({code}) before its last checkpoint"
+        if self._has_unsaved() and not self._is_killed:
+            self._keep(f"{reason}: {self._held()}")
+        else:
+            self.fail(ExitCode.FAILED, f"{reason}, the next start resumes from the one before")
 
     def _hung_twice(self, slot: Slot) -> bool:
         """Return whether the watchdog killed it for the second time: the next one would hang as well."""

@@ -515,11 +515,11 @@ class Supervisor:
         self._shutdown.begin(complete=complete)
 
     def _abort(self, code: ExitCode, reason: str) -> None:
-        """End a run that cannot continue; trained weights and undelivered rows still go to disk."""
+        """End a run that cannot continue; trained weights and undelivered rows still go to disk, or stay for a start."""
         self._shutdown.fail(code, reason)
         self._news.set()
         if self._shutdown.under_way:
-            self._shutdown.kill_all()
+            self._shutdown.give_up()
             return
         self._status.state = "draining"
         self._shutdown.begin_failed()

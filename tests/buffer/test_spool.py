@@ -464,6 +464,28 @@ def test_rows_and_prompts_of_a_spool_that_cannot_be_written_stay_for_the_next_st
     again.close()
 
 
+def test_prompts_of_cut_tickets_outlive_a_buffer_that_is_killed_while_it_writes_the_spool(starts):
+    first = starts("first")
+    first.serve()
+    first.say(Published(0, 10, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 2))
+    first.seal(first.heard(Ticket)[0], 0, 10)
+    first.say(Drain())
+
+    def killed(*_):
+        raise Killed
+
+    with pytest.raises(Killed):
+        first.buffer.finish(killed)
+    second = starts("second", arena=first.arena_path)
+    second.serve()
+    second.say(Drain())
+    assert second.buffer.finish(second.spool.write)
+    third = starts("third")
+    third.take_in()
+
+    assert (third.ledger.redo, third.ledger.totals.position, third.ledger.ready) == ([PromptRange(2, 4)], 6, 4)
+
+
 def test_each_piece_of_a_spool_that_is_written_or_brought_to_disk_is_progress(starts, monkeypatch):
     monkeypatch.setattr(extent_file, "_FLUSH_BYTES", 1)
     first = starts("first")

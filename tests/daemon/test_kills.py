@@ -25,6 +25,7 @@ from tests.support.daemon import (
     is_alive,
     is_stopped,
     stopping_at_a_checkpoint,
+    telling_reward,
     total,
     wait_until,
 )
@@ -229,6 +230,30 @@ def test_a_run_that_gives_up_while_the_trainer_is_dead_writes_the_checkpoint_of_
 
     latest = read_latest(daemon.run_dir / "checkpoints")
     assert latest is not None and latest.step >= step, daemon.errors
+
+
+def test_the_steps_of_a_run_whose_trainer_dies_too_often_stay_for_the_next_start(tmp_path, task):
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    telling_reward(undisturbed)
+    settings = (*SETTINGS, "trainer.save_every=0", "buffer.max_staleness=0", *telling_reward(tmp_path))
+    with Daemon(tmp_path, *settings, "daemon.restart_limit=1", task=task) as daemon:
+        daemon.wait_step(3)
+        daemon.signal(signal.SIGKILL, "trainer-0")
+
+        assert daemon.wait() == 70, daemon.errors
+        stay = rf"weights and training state of version (\d+) stay in {daemon.shm_dir} for the next start"
+        (step,) = map(int, re.findall(f"the last steps are in no checkpoint: {stay}", daemon.errors))
+        assert step >= 3 and "trainer-0 failed (killed by signal 9) too often: " in daemon.errors.splitlines()[-1]
+
+    most = f"trainer.max_steps={step + 2}"
+    with Daemon(tmp_path, *settings, most, task=task, name="again") as again:
+        ended = again.ended()
+    assert f"resumed from shared memory: version={step} step={step}" in again.errors
+    assert not again.shm_dir.exists()
+
+    with Daemon(undisturbed, *settings, most, task=task) as daemon:
+        assert daemon.ended() == ended
 
 
 @pytest.mark.parametrize("arguments", [(), pytest.param(("--serial",), marks=pytest.mark.variant)])

@@ -22,8 +22,8 @@ from pipeline.runtime.lock import StateLock, user_of
 from pipeline.runtime.run_folder import RunFolder, read_note, runs_of
 from pipeline.runtime.run_start import begin_run, open_run
 from pipeline.storage import weights_header
-from pipeline.storage.weights_header import HEADER, MAGIC, NEWEST, PAGE_BYTES, WeightsVersion, pack_version, slot_mark
 from pipeline.trainer.checkpoints import save_checkpoint
+from tests.support.version_header import write_header
 
 SEQUENCES = 200
 USUAL = 20
@@ -67,14 +67,8 @@ def save(of, step, token, *, keep=0, complete=False):
 
 
 def publish(folder, version):
-    """Write the header of a weights file that holds a version, as the store does."""
-    page = bytearray(PAGE_BYTES)
-    HEADER.pack_into(page, 0, MAGIC, 1, 0, PAGE_BYTES, 0)
-    marks = memoryview(page).cast("Q")
-    marks[NEWEST] = 1
-    for offset, word in enumerate((0, *pack_version(WeightsVersion(version, 1)))):
-        marks[slot_mark(0) + offset] = word
-    (folder / "weights").write_bytes(page)
+    """Write the header of a weights file that holds a version."""
+    write_header(folder / "weights", version)
 
 
 # Names, notes, completion.

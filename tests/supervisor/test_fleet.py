@@ -17,6 +17,7 @@ import pytest
 from pipeline.config.schema import Config, DaemonConfig
 from pipeline.errors import ExitCode
 from pipeline.runtime.child_process import Starter, cache_variables
+from pipeline.runtime.latest_checkpoint import Latest, checkpoints_dir, write_latest
 from pipeline.runtime.messages import Message
 from pipeline.runtime.role import Report
 from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
@@ -25,6 +26,7 @@ from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shutdown import Shutdown
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
+from tests.support.version_header import write_header
 
 
 class Idlers(Fleet):
@@ -233,6 +235,68 @@ async def test_a_rank_that_hangs_again_at_its_last_checkpoint_is_not_started_a_t
 
         assert {rank: len(pids) for rank, pids in fleet.started.items()} == {0: 2, 1: 2}
         assert (shutdown.over, shutdown.exit_code) == (True, ExitCode.FAILED)
+
+
+def hold_steps(fleet: Idlers, config: Config, *, saved: int) -> None:
+    """Let shared memory hold weights and training state of version 3, and the last checkpoint this version."""
+    for name in ("weights", "training"):
+        write_header(Path(fleet.folder, name), 3)
+    checkpoints_dir(config).mkdir(parents=True)
+    write_latest(checkpoints_dir(config), Latest("", saved, saved, 0, False, f"step-{saved:06d}"))
+
+
+def stays(fleet: Idlers) -> str:
+    return f"weights and training state of version 3 stay in {fleet.folder} for the next start"
+
+
+@pytest.mark.parametrize("saved", [2, 3])
+@pytest.mark.parametrize("second", ["starting", "waiting", "failed", "ended"])
+async def test_steps_that_no_rank_can_save_stay_when_a_run_gives_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, second: str, saved: int
+) -> None:
+    fleet = Idlers(tmp_path)
+    config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
+    shutdown = Shutdown(config, fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
+    hold_steps(fleet, config, saved=saved)
+    fleet.start(fleet.ranks[0])
+    fleet.say_ready(fleet.ranks[0])
+    await fleet.until(lambda: fleet.ranks[0].state == "ready")
+    if second == "starting":
+        fleet.start(fleet.ranks[1])
+    fleet.ranks[1].state = second
+    shutdown.fail(ExitCode.GAVE_UP, "trainer-1 failed too often")
+
+    shutdown.begin_failed()
+    await fleet.until(lambda: not fleet.alive())
+
+    assert (shutdown.is_kept, shutdown.exit_code) == (saved == 2, ExitCode.GAVE_UP)
+    assert (f"the last steps are in no checkpoint: {stays(fleet)}" in caplog.text) == shutdown.is_kept
+
+
+async def test_steps_of_ranks_that_cannot_be_started_again_during_a_stop_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stopping(tmp_path) as (fleet, shutdown):
+        hold_steps(fleet, shutdown.config, saved=2)
+        fleet.limit(RestartLimits(starts=1))
+        os.kill(fleet.started[1][0], signal.SIGKILL)
+        await fleet.until(lambda: not fleet.alive())
+
+    assert (shutdown.is_kept, shutdown.exit_code) == (True, ExitCode.FAILED)
+    assert f"trainer-1 ended (-9) before its last checkpoint: {stays(fleet)}" in shutdown.reason
+
+
+@pytest.mark.parametrize(("saved", "spooled"), [(2, True), (3, False), (3, True)])
+async def test_after_an_error_of_the_shutdown_steps_and_rows_that_are_not_on_disk_stay(
+    tmp_path: Path, saved: int, spooled: bool
+) -> None:
+    async with stopping(tmp_path) as (fleet, shutdown):
+        hold_steps(fleet, shutdown.config, saved=saved)
+        fleet.add("buffer", 0, Devices("", ())).last_exit = ExitCode.OK if spooled else None
+
+        shutdown.give_up()
+
+    assert shutdown.is_kept == (saved == 2 or not spooled)
 
 
 async def test_a_buffer_that_hangs_again_at_its_spool_is_not_started_a_third_time(tmp_path: Path) -> None:
