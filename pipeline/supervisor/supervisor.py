@@ -515,7 +515,7 @@ class Supervisor:
         self._shutdown.begin(complete=complete)
 
     def _abort(self, code: ExitCode, reason: str) -> None:
-        """End a run that cannot continue; trained weights and undelivered rows still go to disk, or stay for a start."""
+        """End a run that cannot continue; trained weights and undelivered rows go to disk, or stay in shared memory."""
         self._shutdown.fail(code, reason)
         self._news.set()
         if self._shutdown.under_way:

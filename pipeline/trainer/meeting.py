@@ -38,7 +38,7 @@ _POLL_S = 0.05
 _VERDICT_S = 30.0
 _SIOCGIFADDR = 0x8915
 _DIGESTS = "models"
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def enter_group(config: Config, context: RoleContext, meeting: Meeting | None = 
             _write(_meeting_path(folder, generation), msgspec.json.encode(meeting))
         if context.index and context.index % config.ranks_here == 0:
             refuse_other_models(config, store)
-        for name in _INTERFACES:
+        for name in INTERFACES:
             # By default a machine's address is that of its name, which may be a loopback one.
             os.environ.setdefault(name, _interface_to(meeting.host, meeting.port))
         distributed.init_process_group(

@@ -163,6 +163,8 @@ def join_ranks(config: Config, context: RoleContext, meeting: Meeting | None = N
         return
     if context.index == 0:
         forget_earlier(context.folder, context.generation)
+    # Also where the image of a cluster names another one: nothing of these ranks leaves the machine.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = "nccl" if process_device().type == "cuda" else "gloo"
     distributed.init_process_group(
         backend,

@@ -66,8 +66,9 @@ class Hosts:
         self._link_arguments = (str(seed), str(delay_s), str(loss))
         self._sees = sees
         self._has_ray = ray
-        # Test sessions beside this one have other networks.
-        self._network = f"10.213.{os.getpid() % 256}"
+        # Test sessions beside this one have other networks. Above that of the loopback interface: of two ranks gloo has
+        # the one with the larger address connect to the other one, whose address must be one of the network then.
+        self._network = f"198.18.{os.getpid() % 256}"
         self._rays: dict[int, subprocess.Popen[bytes]] = {}
         self._link: subprocess.Popen[str] | None = None
 

@@ -1,13 +1,17 @@
 """Ranks of several machines that meet: those whose machine has other models than the first one's are refused."""
 
+import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as distributed
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.trainer.meeting import forget_earlier, refuse_other_models, tell_models
+from pipeline.runtime.child_process import child_environment
+from pipeline.trainer import meeting
+from pipeline.trainer.meeting import enter_group, forget_earlier, offer_address, refuse_other_models, tell_models
 from tests.support import tiny
 
 
@@ -19,6 +23,12 @@ def machines(tmp_path_factory):
         tiny.llama(seed).save_pretrained(here / name)
     shutil.copytree(here, there, dirs_exist_ok=True)
     return here, there
+
+
+class OpenStore(distributed.HashStore):
+    """A store of this process, as one with a port."""
+
+    port = 29500
 
 
 @pytest.fixture
@@ -83,6 +93,39 @@ def test_shards_of_another_actor_are_refused(machines, other, store):
 
     with pytest.raises(ConfigError, match=rf"^model\.actor: {other}/actor has other weights here than on the"):
         refuse_other_models(config_of(other, sharding="full"), store)
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [({}, ["eth7", "eth7"]), ({"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1"}, ["ib0", "ib1"])],
+)
+def test_ranks_of_several_machines_speak_by_the_interface_of_their_meeting_or_the_users(
+    machines, tmp_path, monkeypatch, own, found
+):
+    """On the daemon's machine too, with the variables that the supervisor gives a child."""
+    for name in meeting.INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    for name, value in child_environment(gpu="", threads=1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "_interface_to", lambda host, port: "eth7")
+    monkeypatch.setattr(meeting, "_store", lambda *_, **__: OpenStore())
+    seen = []
+    monkeypatch.setattr(
+        distributed, "init_process_group", lambda *_, **__: seen.extend(map(os.environ.get, meeting.INTERFACES))
+    )
+    offer_address(tmp_path, 1, "127.0.0.1")
+    context = SimpleNamespace(
+        report=lambda report: None, folder=tmp_path, generation=1, index=0, stopping=False, in_process_group=False
+    )
+
+    enter_group(config_of(machines[0]), context)
+    for name in meeting.INTERFACES:
+        # What the call has set is undone with the rest.
+        monkeypatch.setenv(name, "")
+
+    assert seen == found
 
 
 def test_files_of_earlier_meetings_are_removed_with_those_that_a_kill_left_half_written(tmp_path):
