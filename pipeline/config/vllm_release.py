@@ -37,6 +37,12 @@ def problem_of_vllm() -> str:
     return ""
 
 
+def refusal_of_vllm() -> str:
+    """Return the message by which an environment without a usable vLLM ends a start, else an empty text."""
+    problem = problem_of_vllm()
+    return problem and f"rollout.engine: {problem}: RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
+
+
 def problem_of_quantization() -> str:
     """Return why the installed release cannot quantize weights, else an empty text; an unknown one is taken."""
     version = installed_version()

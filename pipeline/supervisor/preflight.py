@@ -30,6 +30,7 @@ from pipeline.config.rewards import OwnReward, missing_package, reward_models
 from pipeline.config.schema import Config
 from pipeline.config.sections import missing_tracker
 from pipeline.config.types import BUILTIN_PREFIX
+from pipeline.config.vllm_release import refusal_of_vllm
 from pipeline.config.vocabularies import NO_IMAGES, problem_of_vocabulary
 from pipeline.errors import ConfigError
 from pipeline.prompts.check import check
@@ -289,12 +290,14 @@ def _first_columns(config: Config) -> list[str] | None:
 def findings_of_start(loaded: LoadedConfig) -> tuple[list[str], list[str]]:
     """Return the problems and the notes of a start that need the libraries of models, found in a process of its own.
 
-    The embedded model has none.
+    The embedded model needs the engine alone.
     """
-    if loaded.config.model.actor.startswith(BUILTIN_PREFIX):
-        return [], []
+    config = loaded.config
+    if config.model.actor.startswith(BUILTIN_PREFIX):
+        needs_vllm = config.rollout.engine == "vllm" and config.cluster.engine == "local"
+        return [loaded.placed(refusal)] if needs_vllm and (refusal := refusal_of_vllm()) else [], []
     variables = {} if loaded.path is None else {user_modules.FOLDER_VARIABLE: str(loaded.path.absolute().parent)}
-    config = sort_digits.with_paths(loaded.config)
+    config = sort_digits.with_paths(config)
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", _START_CHECK], input=config.model_dump_json(), capture_output=True, text=True,

@@ -213,6 +213,16 @@ class TestConfig:
             f"{key} is gone: {holds}" for key, holds in DROPPED.items()
         ]
 
+    def test_check_of_the_embedded_run_with_an_engine_that_is_not_installed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pipeline.config.vllm_release.problem_of_vllm", lambda: "vllm is not installed here")
+
+        result = run("config", "check", "--set", "rollout.engine=vllm")
+
+        assert result.exit_code == 78
+        assert "rollout.engine: vllm is not installed here: RLHFD_EXTRAS=vllm bin/rlhfd start" in result.stderr
+
     def test_check_prints_every_error_in_a_line_and_exits_with_78(self, folder: Path) -> None:
         (folder / "config.toml").write_text("\n" * 6 + "[rollout]\ntemprature = 1\n[buffer]\narena_bytes = -5\n")
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pipeline.config.vllm_release import problem_of_quantization, problem_of_vllm
+from pipeline.config.vllm_release import problem_of_quantization, refusal_of_vllm
 from pipeline.errors import ConfigError
-
-_INSTALL = "RLHFD_EXTRAS=vllm bin/rlhfd start makes an environment that has it"
 
 
 def refuse_unsuitable() -> None:
@@ -20,8 +18,8 @@ def refuse_unsuitable() -> None:
     Raises:
         ConfigError: If the environment is refused.
     """
-    if problem := problem_of_vllm():
-        raise ConfigError(f"rollout.engine: {problem}: {_INSTALL}")
+    if refusal := refusal_of_vllm():
+        raise ConfigError(refusal)
 
 
 def refuse_unable_to_quantize() -> None:
