@@ -101,7 +101,7 @@ class Shutdown:
             self._unsaved_ranks = []
             self.is_unsaved = self._taken_over
             hopeless.append("trainer")
-            if self._has_unsaved():
+            if self.has_unsaved():
                 self._keep(f"the last steps are in no checkpoint: {self._held()}")
         self._fleet.signal(self._fleet.alive(*hopeless), signal.SIGKILL)
 
@@ -114,7 +114,7 @@ class Shutdown:
     def give_up(self) -> None:
         """Kill all processes at once after an error of the shutdown; what is not on disk stays for the next start."""
         is_spooled = all(slot.last_exit == ExitCode.OK for slot in self._fleet.of("buffer"))
-        if self._has_unsaved() or (self._has_trained() and not is_spooled):
+        if self.has_unsaved() or (self._has_trained() and not is_spooled):
             self._keep("the shutdown has failed: steps and rows that are not on disk")
         self.kill_all()
 
@@ -145,7 +145,7 @@ class Shutdown:
         elif code:
             self._keep(f"undelivered rows are not on disk: {slot.cause}: rows")
 
-    def _has_unsaved(self) -> bool:
+    def has_unsaved(self) -> bool:
         """Return whether shared memory holds a training state that is newer than the last checkpoint."""
         state = newest_version(Path(self._fleet.folder, _FILES[1]), attempts=_READS)
         return state is not None and state.version > saved_version(checkpoints_dir(self.config))
@@ -197,7 +197,7 @@ class Shutdown:
             return
         self._unsaved_ranks = []
         reason = f"{slot.name} ended ({code}) before its last checkpoint"
-        if self._has_unsaved() and not self._is_killed:
+        if self.has_unsaved() and not self._is_killed:
             self._keep(f"{reason}: {self._held()}")
         else:
             self.fail(ExitCode.FAILED, f"{reason}, the next start resumes from the one before")

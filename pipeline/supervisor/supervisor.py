@@ -504,6 +504,8 @@ class Supervisor:
     def _stop_asked(self, number: signal.Signals) -> None:
         if self._shutdown.under_way:
             log.info("ending at once: second signal")
+            if self._shutdown.has_unsaved():
+                log.warning("the steps since the last checkpoint are given up")
             self._shutdown.kill_all()
         else:
             self._drain(f"{signal.Signals(number).name} received")

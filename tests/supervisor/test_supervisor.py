@@ -1,6 +1,7 @@
 """The supervisor's ticks: rare while the run is paused, and at once when something changes."""
 
 import asyncio
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,18 @@ def test_a_drain_is_news(made):
     supervisor._drain("asked to stop")
 
     assert supervisor._news.is_set()
+
+
+@pytest.mark.parametrize("unsaved", [True, False])
+def test_a_second_signal_says_whether_steps_are_given_up(made, caplog, unsaved):
+    supervisor, killed = made(), []
+    supervisor._shutdown = SimpleNamespace(
+        under_way=True, has_unsaved=lambda: unsaved, kill_all=lambda: killed.append(True)
+    )
+
+    supervisor._stop_asked(signal.SIGINT)
+
+    assert killed and ("the steps since the last checkpoint are given up" in caplog.text) == unsaved
 
 
 def test_a_start_that_fails_after_a_childs_end_ends_the_run(made):
