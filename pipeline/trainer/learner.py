@@ -413,7 +413,9 @@ class Learner:
         row_ratios: list[Tensor] = []
         trained = [self._actor] if self._critic is None else [self._actor, self._critic]
         for batch in batches:
-            parts, is_last = batch.micro_batches(self._micro_batch, self._actor), batch is batches[-1]
+            parts = batch.micro_batches(self._micro_batch, self._actor)
+            # Without an action losses would be 0 / 0.
+            is_last = batch is batches[-1] and totals.actions > 0
             for part, ratios in in_step(parts, batch, row_ratios, self._actor, trained, is_last=is_last):
                 tokens, passed = self._note_size(part)
                 sums[:6] += self._actor_pass(part, totals, ratios, watch)

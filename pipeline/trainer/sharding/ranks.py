@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.models.flat_rows import FlatRows
 from pipeline.models.weights.shards import Shard
 from pipeline.trainer.batch import TrainingBatch
-from pipeline.trainer.sharding.models import is_sharded
+from pipeline.trainer.sharding.models import is_sharded, replica_of
 
 _SIGN = 1 << 63
 
@@ -95,7 +95,8 @@ def in_step(
     """Yield the micro-batches of a batch, on a sharded model as many on every rank.
 
     Each pass of a sharded model is a collective. A rank with fewer micro-batches takes passes of two tokens without an
-    action, whose losses and gradients are 0. Replicas sum their gradients in the last pass of an update alone.
+    action, whose losses and gradients are 0. Replicas sum their gradients in the last pass of an update alone: where no
+    rank has a row of its last batch, they take one without an action for it.
 
     Args:
         parts: The micro-batches of this rank.
@@ -103,7 +104,7 @@ def in_step(
         row_ratios: Takes the importance ratios of the rows.
         actor: The model of the passes.
         trained: The sharded models that get gradients.
-        is_last: Whether the batch is the last one of the update.
+        is_last: Whether the batch is the last one of an update that has actions.
 
     Yields:
         A micro-batch, and the list that takes its importance ratios.
@@ -115,6 +116,9 @@ def in_step(
     most = torch.tensor(len(own), device=next(actor.parameters()).device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     passes = int(most)
+    if is_last and any(replica_of(model).group is not None for model in trained):
+        # FSDP would keep the sums of earlier batches, and add them to those of a later update.
+        passes = max(passes, 1)
     for index in range(passes):
         for model in trained:
             model.set_requires_all_reduce(is_last and index == passes - 1)
