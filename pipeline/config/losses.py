@@ -111,8 +111,8 @@ class LossSection(UpdateSection):
     """Divisor of advantages that are rewards less the mean of their group (dr_grpo, rloo): none, or the standard
     deviation of the rewards of all rows of the step (batch), as with TRL's scale_rewards."""
     loss_rows: LossRows = "trained"
-    """Rows that count in the loss of grpo: those of groups with different scores alone, or all, as in TRL, verl and
-    OpenRLHF: those of equal groups then enlarge the divisors and have a KL and an entropy."""
+    """Rows that count in the loss of grpo: without a KL in the reward those of groups with different scores alone, or
+    all, as in TRL, verl and OpenRLHF: those of equal groups then enlarge the divisors and have a KL and an entropy."""
     mask_cut_responses: bool = False
     """Whether responses that were cut at their maximum length are not trained (DAPO)."""
     importance_correction: ImportanceCorrection = "token"
@@ -152,8 +152,8 @@ class AdvantageSection(LogProbsSection):
     """Tokens before the maximum length of a response over which its reward falls linearly (DAPO); 0: no penalty of
     length."""
     max_refill: int = Field(default=0, ge=0, le=1000)
-    """Dynamic sampling (DAPO): groups whose rewards are all equal are dropped and prompts issued in their place, up to
-    this many times the prompts of a version; 0: such groups stay in the batch."""
+    """Dynamic sampling (DAPO): groups whose rewards are all equal, but for a KL, are dropped and prompts issued in
+    their place, up to this many times the prompts of a version; 0: such groups stay in the batch."""
     reward_scale: RewardScale = "none"
     """Divisor of scores that are trained (gae, dr_grpo, rloo): none, or the running deviation of the scores of the
     steps before the version that samples; reward_clip then bounds the quotient."""
@@ -173,6 +173,14 @@ def log_probs_by(config: Config) -> LogProbsBy:
         return "trainer"
     is_own = config.rollout.engine == "transformers" and config.model.dtype == "float32"
     return "engine" if is_own else "worker"
+
+
+def signals_without_scores(config: Config) -> bool:
+    """Return whether a group of equal scores may have a signal: by a KL in the reward, or by its estimator.
+
+    An estimator of the user's may use more than the scores of the group.
+    """
+    return config.rollout_kl_coef > 0 or config.advantages not in ZERO_WITHOUT_SIGNAL
 
 
 def worker_holds_actor(config: Config) -> bool:

@@ -6,7 +6,7 @@ counted first. So the step does not depend, except for rounding, on micro-batche
 
     PPO   policy and clipped value losses, advantages whitened over the step; critic alone in the first steps;
           the value loss in units of the running deviation of returns (`trainer.normalize_values`)
-    GRPO  policy loss, one advantage a response, plus kl_coef x KL to the reference; groups with equal scores have no
+    GRPO  policy loss, one advantage a response, plus kl_coef x KL to the reference; groups without a signal have no
           gradient and are left out, of the policy's pass too
 
 Policy loss, KL, entropy bonus and aggregation are those of an `Objective` (`pipeline.trainer.loss`). By default the

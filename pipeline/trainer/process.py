@@ -15,7 +15,7 @@ import torch
 import torch.distributed as distributed
 
 from pipeline.config.identity import identity_of, run_dir
-from pipeline.config.losses import ZERO_WITHOUT_SIGNAL, log_probs_by
+from pipeline.config.losses import log_probs_by, signals_without_scores
 from pipeline.config.rewards import may_have_numbers, part_labels
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode
@@ -466,8 +466,7 @@ def objective_of(config: Config) -> Objective:
         whitens=(config.rollout.algorithm == "ppo" and config.trainer.whiten_advantages)
         or config.advantages == "reinforce_baseline",
         response_tokens=config.lengths.response or config.lengths.row,
-        # An estimator of the user's may use more than the scores of the group.
-        equal_groups=config.advantages not in ZERO_WITHOUT_SIGNAL,
+        equal_groups=signals_without_scores(config),
     )
 
 

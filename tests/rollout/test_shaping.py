@@ -118,6 +118,17 @@ def test_the_kl_of_the_reward_has_the_estimator_that_is_configured() -> None:
         torch.testing.assert_close(one.reward, expected)
 
 
+@pytest.mark.parametrize("advantages", ["grpo", "dr_grpo", "rloo"])
+def test_a_kl_in_the_reward_gives_a_group_of_equal_scores_advantages_though_it_counts_as_equal(advantages: str) -> None:
+    made = experience(shaping_of(config(advantages=advantages)), kl_coef=0.3)
+    without = experience(shaping_of(config(advantages=advantages)), kl_coef=0.0)
+
+    assert made.advantages is not None and without.advantages is not None and made.info is not None
+    assert without.advantages[2:].tolist() == [0.0, 0.0]
+    assert made.advantages[2] == -made.advantages[3] != 0
+    assert made.info["group_mixed"].tolist() == [True, True, False, False]
+
+
 def moments_of(*numbers: float) -> Tensor:
     state, values = Moments.new_state(), torch.tensor(numbers, dtype=torch.float64)
     Moments().after(len(values), float(values.sum()), float(values.square().sum())).keep(state)
