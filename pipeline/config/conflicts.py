@@ -123,15 +123,15 @@ def _of_advantages(config: Config) -> Conflicts:
             f"must be 0 unless rollout.advantages is one of {', '.join(ZERO_WITHOUT_SIGNAL)}: with others equal "
             f"rewards carry a signal, got {rollout.max_refill}",
         )
-    if trainer.advantage_scale == "batch" and config.advantages in ("gae", "grpo", "reinforce_baseline"):
+    if trainer.advantage_scale == "batch" and rollout.algorithm == "ppo":
+        message = 'must be "none" with rollout.algorithm = "ppo", whose advantages trainer.whiten_advantages scales'
+        yield ("trainer.advantage_scale", "rollout.algorithm"), message
+    elif trainer.advantage_scale == "batch" and config.advantages in ("grpo", "reinforce_baseline"):
         yield (
             ("trainer.advantage_scale", "rollout.advantages", "rollout.algorithm"),
             'must be "none" unless rollout.advantages is dr_grpo, rloo or your own: those of '
             f'"{config.advantages}" are scaled already',
         )
-    elif trainer.advantage_scale == "batch" and rollout.algorithm == "ppo" and trainer.whiten_advantages:
-        message = 'must be "none" with ppo and trainer.whiten_advantages, which scales them already'
-        yield ("trainer.advantage_scale", "trainer.whiten_advantages", "rollout.algorithm"), message
     if rollout.reward_scale == "running" and config.advantages in ("grpo", "reinforce_baseline"):
         yield (
             ("rollout.reward_scale", "rollout.advantages", "rollout.algorithm"),

@@ -162,10 +162,14 @@ MISTAKES = [
         '2:19: trainer.advantage_scale: must be "none" unless rollout.advantages is dr_grpo, rloo or your own: those '
         'of "grpo" are scaled already',
     ),
-    (
-        '[rollout]\nalgorithm = "ppo"\nadvantages = "mine:own"\n[trainer]\nadvantage_scale = "batch"',
-        '5:19: trainer.advantage_scale: must be "none" with ppo and trainer.whiten_advantages, which scales them '
-        "already",
+    *(
+        (
+            f'[trainer]\nadvantage_scale = "batch"\n{others}\n[rollout]\nalgorithm = "ppo"\n{advantages}',
+            '2:19: trainer.advantage_scale: must be "none" with rollout.algorithm = "ppo", whose advantages '
+            "trainer.whiten_advantages scales",
+        )
+        for others in ("", "whiten_advantages = false")
+        for advantages in ("", 'advantages = "mine:own"')
     ),
     (
         '[trainer]\nadvantage_scale = "group"',
