@@ -112,8 +112,9 @@ class ForkedEngine:
                 raise ConnectionResetError
             self.pid = int(pid)
         elif not self.pid and stop_signal(forkserver := _peer(self._connection)) is not None:
-            # The supervisor starts another one.
-            os.kill(forkserver, signal.SIGKILL)
+            # The supervisor starts another one. It may have died since the look, which the next look finds.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(forkserver, signal.SIGKILL)
         return bool(self.pid)
 
     def wait(self, timeout_s: float) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.runtime import engine_forkserver
 from pipeline.runtime.engine_forkserver import ForkedEngine
 from pipeline.runtime.lifeline import PARENT_VARIABLE
 from tests.support.daemon import END_TIMEOUT_S, is_alive, parent, title, wait_until
@@ -147,6 +148,29 @@ def test_the_import_is_waited_for_and_an_engine_outlives_the_forkserver(tmp_path
             early.told()
             early.link.sendall(b"3")
             assert early.engine.wait(END_TIMEOUT_S) == 3
+
+
+def test_a_stopped_forkserver_that_dies_before_it_is_killed_is_found_to_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importing = tmp_path / "importing"
+    libraries = f"import time\nopen({str(importing)!r}, 'x').close()\ntime.sleep(1000)\n"
+    with contextlib.closing(server_in(tmp_path, libraries)) as server:
+        wait_until(importing.exists, END_TIMEOUT_S, "it listens")
+
+        def dies(pid: int) -> str:
+            server.process.kill()
+            server.process.wait()
+            return "SIGSTOP"
+
+        with contextlib.closing(Worker(server)) as worker:
+            # Before the reset, which has_begun would see first.
+            monkeypatch.setattr(engine_forkserver, "_readable", lambda timeout_s, *descriptors: [])
+            monkeypatch.setattr(engine_forkserver, "stop_signal", dies)
+            assert not worker.engine.has_begun(0.0)
+            monkeypatch.undo()
+            with pytest.raises(ConnectionResetError):
+                worker.engine.has_begun(END_TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
