@@ -9,6 +9,7 @@ Each run has a folder of its own (`pipeline.runtime.run_folder`): `latest.json` 
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -103,11 +104,19 @@ def mark_best(root: Path, folder: Path) -> None:
 
 
 def put_back_replaced(root: Path) -> None:
-    """Put back each checkpoint that was moved away for one of the same step, which a kill left unfinished."""
+    """Put back each checkpoint that was moved away for one of the same step, which a kill left unfinished.
+
+    Several processes may do so at once.
+
+    Raises:
+        OSError: If one cannot be put back.
+    """
     for moved in root.glob(f".step-*{REPLACED}*"):
         target = root / moved.name.partition(REPLACED)[0].removeprefix(".")
         if not target.exists():
-            moved.rename(target)
+            # Without it another process has put it back.
+            with contextlib.suppress(FileNotFoundError):
+                moved.rename(target)
 
 
 def why_anew(config: Config, latest: Latest) -> str:

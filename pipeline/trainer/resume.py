@@ -27,6 +27,7 @@ from pipeline.runtime.latest_checkpoint import (
     Latest,
     checkpoints_dir,
     forget_latest,
+    put_back_replaced,
     read_latest,
     why_anew,
     write_latest,
@@ -131,7 +132,7 @@ class Resumption:
     # After a trainer's death.
 
     def _after_death(self, newest: WeightsVersion) -> Start:
-        latest: Latest | None = self._of_first(lambda: read_latest(self._root))
+        latest: Latest | None = self._of_first(self._latest)
         progress, unusable = None, None
         kept = self._models.versions.kept()
         found = None
@@ -178,7 +179,7 @@ class Resumption:
 
     def _from_checkpoint_or_new(self) -> Start:
         try:
-            latest: Latest | None = self._of_first(lambda: read_latest(self._root))
+            latest: Latest | None = self._of_first(self._latest)
         except ConfigError:
             if self._config.trainer.resume != "never":
                 raise
@@ -200,6 +201,15 @@ class Resumption:
         return Start(progress, note.version, note.step != latest.step, note.latest(folder), note.step)
 
     # Checkpoints.
+
+    def _latest(self) -> Latest | None:
+        """Return the latest checkpoint, which a trainer that died as it replaced it may have left moved away."""
+        try:
+            # By each rank that reads it, so that none waits for another.
+            put_back_replaced(self._root)
+        except OSError as error:
+            raise ConfigError(f"daemon.state_dir: a checkpoint cannot be put back: {error}") from error
+        return read_latest(self._root)
 
     def _newest_usable(self, latest: Latest | None, *, above: int = -1) -> tuple[Path, CheckpointNote, Progress] | None:
         """Restore the newest checkpoint that can be used, of a version above `above`; return None if there is none."""

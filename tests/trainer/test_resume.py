@@ -1,10 +1,13 @@
 """The start of a trainer: with real models, a real learner, a real buffer, and checkpoints on a real disk."""
 
+import errno
 import functools
 import logging
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +20,7 @@ from pipeline.models.critic import Critic
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.runtime import checkpoint_note
 from pipeline.runtime.checkpoint_note import CheckpointNote
-from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
+from pipeline.runtime.latest_checkpoint import REPLACED, checkpoints_dir, put_back_replaced, read_latest
 from pipeline.trainer import resume, update_rules
 from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.learner import Learner
@@ -371,6 +374,50 @@ def test_weights_without_their_state_go_back_to_the_checkpoint(site):
 
     assert start == Start(Progress(2, 7, 20), 2, True, read_latest(site.root), 2)
     assert successor.holds(saved)
+
+
+def test_a_checkpoint_that_a_trainer_died_replacing_is_put_back_for_its_successor(site):
+    saved = site.save(2)
+    site.trainer().publish(3, Progress(3), training=False)
+    model = site.root / "step-000002"
+    model.rename(model.with_name(f".{model.name}{REPLACED}1"))
+    successor = site.trainer(seed=1)
+
+    start = successor.resumption.find()
+
+    assert start == Start(Progress(2, 7, 20), 2, True, read_latest(site.root), 2)
+    assert successor.holds(saved)
+    assert sorted(path.name for path in site.root.iterdir()) == ["latest.json", "step-000002"]
+
+
+def test_ranks_put_a_checkpoint_back_at_once(tmp_path, monkeypatch):
+    moved = tmp_path / f".step-000002{REPLACED}1"
+    moved.mkdir()
+    rename = Path.rename
+
+    def after_another_rank(path, target):
+        rename(path, target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", after_another_rank)
+
+    put_back_replaced(tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_a_checkpoint_that_cannot_be_put_back_is_refused_and_not_passed_over(site, monkeypatch):
+    site.save(2)
+    model = site.root / "step-000002"
+    model.rename(model.with_name(f".{model.name}{REPLACED}1"))
+
+    def refuse(path, target):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+    with pytest.raises(ConfigError, match=r"daemon\.state_dir: a checkpoint cannot be put back: .*Read-only"):
+        site.trainer().resumption.find()
 
 
 def test_a_checkpoint_of_the_very_version_that_is_published_is_no_rollback(site):
