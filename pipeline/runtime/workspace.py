@@ -24,6 +24,7 @@ from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, LedgerError
 from pipeline.runtime.latest_checkpoint import saved_version
+from pipeline.runtime.transport import trainer_name
 from pipeline.storage.arena import PAGE_BYTES, Arena
 from pipeline.storage.files import UNREADABLE, no_room
 from pipeline.storage.layout import LedgerLayout
@@ -170,10 +171,13 @@ class Workspace:
         if not found.run.is_of(config) or arena.layout != layout.identity:
             return None
         # Sockets and locks of dead processes are useless, and ranks would wait for them at an old rendezvous: the
-        # numbers of generations begin again.
+        # numbers of generations begin again. An external trainer lives on with its own: another process would get a
+        # lock under a new inode. Those of a dead one do no harm, the next one takes both.
+        in_use = {trainer_name(rank) for rank in range(config.trainer.world_size)}
         for pattern in ("*.sock", "*.lock", "*.new", "ranks-*"):
             for left in folder.glob(pattern):
-                left.unlink(missing_ok=True)
+                if config.trainer.kind != "external" or left.stem not in in_use:
+                    left.unlink(missing_ok=True)
         return dataclasses.replace(found, taken_over=True)
 
     @classmethod

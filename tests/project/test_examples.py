@@ -16,7 +16,16 @@ import torch
 
 from pipeline import RaggedRows
 from tests.support import tiny
-from tests.support.daemon import SMALL, START_TIMEOUT_S, Daemon, clean_environment, total
+from tests.support.daemon import (
+    END_TIMEOUT_S,
+    SMALL,
+    START_TIMEOUT_S,
+    Daemon,
+    clean_environment,
+    is_alive,
+    total,
+    wait_until,
+)
 from tests.support.experiences import made_up
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +101,50 @@ def test_an_own_trainer_trains_publishes_and_can_be_replaced(tmp_path: Path, tas
         assert total(metrics, "rlhfd_items_trained_total") >= 5 * 32
         assert total(metrics, "rlhfd_items_unaccounted") == 0
         assert daemon.wait() == 0, daemon.errors
+
+
+@pytest.mark.integration
+def test_an_own_trainer_outlives_its_supervisor_and_goes_on_with_the_next_one(tmp_path: Path, task: Path) -> None:
+    settings = (*SMALL, "trainer.kind=external")
+    program = [sys.executable, str(EXAMPLE), "--runtime-dir", str(tmp_path / "run"), "--model", str(task / "model")]
+    output = tmp_path / "trainer.out"
+    with Daemon(tmp_path, *settings, task=task) as daemon:
+        daemon.wait_ready()
+        with output.open("wb") as file:
+            trainer = subprocess.Popen(program, stdout=file, stderr=file, cwd=tmp_path, env=clean_environment())
+        try:
+            daemon.wait_step(2)
+            run_id, family = daemon.status()["run_id"], daemon.family()
+            daemon.signal(signal.SIGKILL)
+            daemon.wait()
+            wait_until(lambda: not any(map(is_alive, family)), END_TIMEOUT_S, "no process of it is left")
+
+            with Daemon(tmp_path, *settings, task=task, name="next") as following:
+                assert following.wait_ready()["run_id"] == run_id
+                step = following.status()["step"]
+                # More than it had leased before.
+                following.wait_step(step + 5)
+                (row,) = [row for row in following.processes() if row["role"] == "trainer"]
+                assert (row["pid"], row["state"]) == (trainer.pid, "connected")
+                second = subprocess.run(
+                    program,
+                    capture_output=True,
+                    text=True,
+                    env=clean_environment(),
+                    timeout=START_TIMEOUT_S,
+                    check=False,
+                )
+                assert second.returncode == 1 and "trainer rank 0 is connected already" in second.stderr
+                metrics = following.metrics()
+                assert total(metrics, "rlhfd_items_unaccounted") == 0
+                following.signal(signal.SIGTERM)
+                assert trainer.wait(END_TIMEOUT_S) == 0, output.read_text()
+                assert following.wait() == 0, following.errors
+        finally:
+            trainer.kill()
+            trainer.wait()
+    versions = [int(version) for version in re.findall(r" version=(\d+)$", output.read_text(), re.MULTILINE)]
+    assert versions == list(range(1, len(versions) + 1)), "one process publishes, without a gap"
 
 
 @pytest.mark.parametrize("holes", [False, True])

@@ -1,5 +1,6 @@
 """The folder in shared memory: made, taken over from a dead supervisor of its run, cleared of another run's files."""
 
+import contextlib
 import os
 import stat
 
@@ -9,7 +10,11 @@ from pipeline.buffer.sizing import checked_layout, limits_of
 from pipeline.config.lengths import row_bytes_bound
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.runtime.messages import Welcome
+from pipeline.runtime.transport import Mailbox, Outbox
 from pipeline.runtime.workspace import Workspace
+from pipeline.trainer.connect import lock_rank
+from tests.support.daemon import END_TIMEOUT_S
 
 
 def config(**buffer):
@@ -52,6 +57,26 @@ def test_what_a_killed_supervisor_left_is_taken_over(folder):
     assert second.arena_path.stat().st_ino == inode
     assert not (folder / "buffer.sock").exists()
     assert not (folder / "ranks-2").exists(), "the second generation of ranks would wait for dead ones there"
+
+
+@pytest.mark.parametrize("kind", ["builtin", "external"])
+def test_a_takeover_leaves_a_living_external_trainer_its_lock_and_its_mailbox(folder, kind):
+    of = Config.model_validate({"trainer": {"kind": kind}, "buffer": {"arena_bytes": 4 << 20}})
+    Workspace.prepare(folder, of, checked_layout(of))
+    (folder / "buffer.sock").touch()
+    lock = lock_rank(folder, 0)
+    with contextlib.closing(Mailbox(folder, "trainer-0")) as mailbox:
+        assert Workspace.prepare(folder, of, checked_layout(of)).taken_over
+
+        left = sorted(path.name for path in folder.iterdir() if path.suffix in (".lock", ".sock"))
+        assert left == ([] if kind == "builtin" else ["trainer-0.lock", "trainer-0.sock"])
+        if kind == "external":
+            with pytest.raises(ConfigError, match="trainer rank 0 is connected already"):
+                lock_rank(folder, 0)
+            with contextlib.closing(Outbox(folder, "trainer-0")) as of_next:
+                of_next.send(Welcome(2))
+                assert mailbox.receive(END_TIMEOUT_S) == [Welcome(2)]
+    os.close(lock)
 
 
 def test_the_arena_of_another_number_of_ranks_is_replaced_and_its_run_is_the_same(folder):
