@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import setproctitle
 
@@ -24,6 +24,8 @@ PARENT_VARIABLE = "RLHFD_PARENT"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SWEEP_S = 3.0
+_OLDER: Final[set[int]] = set()
+"""Descendants from before this process adopted orphans, which are none of its own."""
 
 
 def die_with_parent() -> None:
@@ -92,7 +94,7 @@ def run_guarded(run: Callable[[], object], title: str) -> NoReturn:
             for pid, status in _reaped():
                 if pid == child:
                     code = os.waitstatus_to_exitcode(status)
-        _end_descendants()
+        end_descendants()
         if code is not None and code < 0:
             # Without a core file.
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -110,20 +112,37 @@ def run_guarded(run: Callable[[], object], title: str) -> NoReturn:
         os._exit(1 if code is None else code & 0xFF)
 
 
-def _end_descendants() -> None:
-    """Kill and reap all descendants; one that waits for a device, or is another user's, may live on."""
+def end_descendants(spared: Collection[int] = ()) -> None:
+    """Kill and reap all descendants; one that waits for a device, or is another user's, may live on.
+
+    Args:
+        spared: Children that live on with their descendants. So do those from before `adopt_orphans`.
+    """
     deadline_s = time.monotonic() + _SWEEP_S
-    while time.monotonic() < deadline_s:
-        collected = list(_reaped())
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
+    while time.monotonic() < deadline_s and _has_children():
+        if not (found := _descendants(os.getpid(), {*spared, *_OLDER})):
             return
-        for pid in _descendants(os.getpid()):
+        for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not collected:
+        # No child but these: others of the spared ones are waited for elsewhere.
+        if not sum(map(_is_reaped, found)):
             time.sleep(0.001)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _is_reaped(pid: int) -> bool:
+    """Reap a process if it is a child, and dead; return whether it was."""
+    with contextlib.suppress(ChildProcessError):
+        return bool(os.waitpid(pid, os.WNOHANG)[0])
+    return False
 
 
 def _reaped() -> Iterator[tuple[int, int]]:
@@ -133,14 +152,15 @@ def _reaped() -> Iterator[tuple[int, int]]:
             yield found
 
 
-def _descendants(pid: int) -> list[int]:
-    """Return the children of a process and their descendants."""
+def _descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
+    """Return the children of a process and their descendants, without those that are spared and theirs."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             # The name of the program, in parentheses, may contain spaces.
             parent = int(file.read().rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(name))
+            if int(name) not in spared:
+                children.setdefault(parent, []).append(int(name))
     found = children.get(pid, [])[:]
     for each in found:
         found += children.get(each, ())
@@ -149,6 +169,9 @@ def _descendants(pid: int) -> list[int]:
 
 def adopt_orphans() -> None:
     """Become the parent of all orphaned descendants, in place of init."""
+    # A shell that has executed this program may have left it children.
+    _OLDER.clear()
+    _OLDER.update(_descendants(os.getpid()) if _has_children() else ())
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

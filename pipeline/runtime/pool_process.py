@@ -4,7 +4,7 @@
 
 It never runs code of the user, so it has no thread and no device that a fork could break. Between it and each process
 is a guard, which ends all that its process has started, daemons too: at the end of the process, and at that of the
-forkserver, the worker or the supervisor.
+forkserver, the worker or the supervisor. At the end of a guard that was killed, the forkserver does so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import setproctitle
 
 from pipeline.config import user_modules
 from pipeline.errors import ExitCode, LinkEndedError, RlhfdError
-from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent, run_guarded
+from pipeline.runtime.lifeline import PARENT_VARIABLE, adopt_orphans, die_with_parent, end_descendants, run_guarded
 from pipeline.runtime.link import Link
 
 
@@ -78,6 +78,7 @@ def main(descriptor: int, prepare: Prepare, count: int, title: str, *arguments: 
     gc.freeze()
     gc.enable()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    adopt_orphans()
 
     def fork(index: int, code: int | None = None) -> int:
         # One link a process: the next process must not read the unread rest of a dead one's messages.
@@ -94,8 +95,10 @@ def main(descriptor: int, prepare: Prepare, count: int, title: str, *arguments: 
         guards = {fork(index): index for index in range(count)}
         while True:
             pid, status = os.wait()
-            index = guards.pop(pid)
-            guards[fork(index, os.waitstatus_to_exitcode(status))] = index
+            if (index := guards.pop(pid, None)) is not None:
+                guards[fork(index, os.waitstatus_to_exitcode(status))] = index
+                # A guard that was killed has left behind what it was to end. Last: no successor waits for that.
+                end_descendants(guards)
     except (BrokenPipeError, ConnectionResetError):
         # The worker has exited.
         return

@@ -26,7 +26,7 @@ from pipeline.config.vllm_release import problem_of_vllm
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
 from pipeline.runtime.child_process import allow_descriptors, remove_older_caches
 from pipeline.runtime.control import serve_control
-from pipeline.runtime.lifeline import adopt_orphans, reap_orphans
+from pipeline.runtime.lifeline import adopt_orphans, end_descendants, reap_orphans
 from pipeline.runtime.lock import InstanceLock, InstanceRecord, SharedMemoryLock, StateLock, shm_directory
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.role import count_warnings, monotonic_s
@@ -532,6 +532,8 @@ class Supervisor:
     async def _close(self, control: asyncio.AbstractServer) -> None:
         self._inputs.stop()
         await asyncio.to_thread(self._trackers.close)
+        # Processes that code of the user has started, and whose guards were killed: they were adopted here.
+        end_descendants([slot.child.pid for slot in self._fleet.slots if slot.child is not None])
         self._view.update(self._status.snapshot())
         self._view.stop()
         for line in self._status.summary():

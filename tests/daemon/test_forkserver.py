@@ -92,6 +92,30 @@ def test_the_supervisor_reaps_what_its_descendants_leave_behind(tmp_path, task):
         daemon.wait_until(lambda: not zombies(), "no dead process is left unreaped", 10.0)
 
 
+def test_a_stop_ends_what_a_reward_function_has_started_though_nothing_guards_it_any_more(tmp_path, task):
+    tmp_path.joinpath("starting.py").write_text(
+        "import subprocess\n"
+        "subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "def score(*_, **__):\n"
+        "    return 0.0\n"
+    )
+    with Daemon(tmp_path, *SETTINGS, 'rewards=["starting:score"]', task=task) as daemon:
+        daemon.wait_ready()
+        program = next(pid for pid in daemon.family() if title(pid) == "sleep\x001000")
+        guard = parent(parent(program))
+        pool = parent(guard)
+        assert title(guard).startswith("rlhfd: guard of ") and title(pool).startswith("rlhfd: forkserver of ")
+        os.kill(pool, signal.SIGSTOP)
+        os.kill(guard, signal.SIGKILL)
+        daemon.wait_until(lambda: parent(program) == pool, "its forkserver has adopted it")
+        os.kill(pool, signal.SIGKILL)
+        daemon.wait_until(lambda: parent(program) == daemon.pid, "the supervisor has adopted it")
+
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.errors
+        assert not is_alive(program)
+
+
 @pytest.mark.needs("pandas", "pyarrow", "sklearn")
 def test_beside_scikit_learn_pandas_and_pyarrow_the_forkserver_serves_and_a_killed_role_is_a_fork(tmp_path, task):
     # As an environment's own tools may: the allocator of pyarrow starts a thread.

@@ -16,7 +16,7 @@ import pytest
 from pipeline.errors import DeadlineError, ExitCode, RlhfdError
 from pipeline.rollout.environment import pool
 from tests.rollout.environment import test_pool
-from tests.support.daemon import is_alive, wait_until
+from tests.support.daemon import is_alive, parent, wait_until
 
 Rows, folder, new_pool = test_pool.Rows, test_pool.folder, test_pool.new_pool
 
@@ -132,6 +132,20 @@ def test_programs_that_an_environment_started_end_with_its_process(new_pool) -> 
     programs = programs_of(rows)
     rows.pool.close()
     assert not any(map(is_alive, programs))
+
+
+def test_programs_of_an_environment_end_also_after_a_kill_of_its_guard(new_pool) -> None:
+    rows = Rows(new_pool(processes=2), 2)
+    programs = [list(map(int, answer.observation.split())) for answer in rows.say("program", "program")]
+    (guard,) = {parent(process.pid) for process in rows.pool._pool.processes if process.pid == parent(programs[0][0])}
+
+    os.kill(guard, signal.SIGKILL)
+
+    wait_until(lambda: not any(map(is_alive, programs[0])), 10.0, "their end")
+    assert all(map(is_alive, programs[1])), "those of the other process live on"
+    assert [answer.reward for answer in rows.say("c", "d")] == [2.0, 2.0]
+    rows.pool.close()
+    assert not any(map(is_alive, programs[1]))
 
 
 def test_no_program_of_an_environment_outlives_a_worker_that_is_killed(folder: Path) -> None:
