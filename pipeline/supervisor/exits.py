@@ -74,7 +74,9 @@ class ExitHandler:
     def _rank_ended(self, slot: Slot, code: int) -> None:
         self.to_buffer.send(death_of(slot))
         # A rank that exited by itself while another one died is needed nevertheless: that one restarts, and not alone.
-        has_finished = slot.finished and code in (ExitCode.OK, ExitCode.FAILED) and slot.ended_by != "group"
+        # So does the gateway of a rank that was killed on another machine.
+        by_itself = code == ExitCode.OK or (code == ExitCode.FAILED and not slot.from_outside)
+        has_finished = slot.finished and by_itself and slot.ended_by != "group"
         # Once rank 0 has written the last checkpoint, no other rank is needed.
         if has_finished or 0 in self._finished_ranks:
             self._finished_ranks.add(slot.index)

@@ -130,10 +130,11 @@ class Shutdown:
     def note_unwritten(self, slot: Slot, code: int) -> None:
         """Fail the run if a rank that has taken all of its steps ended without the last checkpoint.
 
-        The error of a rank that another one's death interrupted in a collective is none: both are restarted.
+        The error of a rank that another one's death interrupted in a collective is none: both are restarted. So are
+        ranks of which one was killed on another machine, whose gateway ends by an error.
         """
-        ends = self.under_way or slot.finished
-        if slot.role == "trainer" and code == ExitCode.FAILED and slot.ended_by != "group" and ends:
+        ends, is_own = self.under_way or slot.finished, slot.ended_by != "group" and not slot.from_outside
+        if slot.role == "trainer" and code == ExitCode.FAILED and is_own and ends:
             self._keep(f"{slot.name} has not written the last checkpoint, its error is above: {self._held()}")
 
     def _buffer_ended(self, slot: Slot, code: int) -> None:
@@ -177,7 +178,7 @@ class Shutdown:
     def _must_restart(self, slot: Slot, code: int) -> bool:
         """Return whether a rank ended without saving, or another rank is starting, which needs all ranks."""
         is_needed = any(other.state == "starting" for other in self._unsaved_ranks)
-        return code not in _ENDED_IN_ORDER or slot.ended_by == "group" or is_needed
+        return code not in _ENDED_IN_ORDER or slot.ended_by == "group" or slot.from_outside or is_needed
 
     def _rank_ended(self, slot: Slot, code: int) -> None:
         """Restart all ranks to save the last steps, which are in shared memory; no rank can save them alone."""
@@ -217,6 +218,8 @@ class Shutdown:
         """
         if self._since_s is not None and not self._is_killed:
             is_overdue = now_s - self._since_s > self.config.daemon.drain_timeout_s
+            if is_overdue and any(slot.is_pending for slot in self._unsaved_ranks):
+                self._give_up_ranks()
             working = self._fleet.alive("trainer", "rollout", "setup")
             restarting = [slot for slot in self._unsaved_ranks if slot.state in ("backoff", "waiting")]
             if is_overdue:
@@ -232,6 +235,16 @@ class Shutdown:
                 self._fleet.start(slot)
                 self._to_buffer.send(self._drain_message)
         self.over = not self._fleet.alive()
+
+    def _give_up_ranks(self) -> None:
+        """End ranks that wait for the cluster, which may have no place for them any more."""
+        ranks, self._unsaved_ranks = self._unsaved_ranks, []
+        self._kill("cut at daemon.drain_timeout_s, waiting for the cluster", [slot for slot in ranks if slot.alive])
+        for slot in ranks:
+            if not slot.alive:
+                slot.state = "ended"
+        if self.has_unsaved():
+            self._keep(f"the cluster has no place for the trainer ranks: {self._held()}")
 
     def _kill(self, reason: str, slots: list[Slot]) -> None:
         """Kill processes, once each: an exit is seen some ticks later."""

@@ -73,6 +73,14 @@ def test_training_is_complete_once_every_rank_has_finished(case: Case) -> None:
     assert [rank.state for rank in case.ranks] == ["ended", "ended"]
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_is_killed_on_another_machine_at_its_end_has_not_finished(case: Case, killed: bool) -> None:
+    """Its gateway then ends by an error, as a rank does whose last checkpoint cannot be written."""
+    case.ends(case.ranks[1], ExitCode.FAILED, finished=True, from_outside=killed)
+
+    assert case.ranks[1].state == ("backoff" if killed else "ended")
+
+
 def test_a_rank_that_dies_brings_back_the_one_that_has_finished(case: Case) -> None:
     case.ends(case.ranks[1], 0, finished=True)
 

@@ -286,6 +286,42 @@ async def test_steps_of_ranks_that_cannot_be_started_again_during_a_stop_stay(
     assert f"trainer-1 ended (-9) before its last checkpoint: {stays(fleet)}" in shutdown.reason
 
 
+@pytest.mark.parametrize("saved", [2, 3])
+async def test_ranks_that_wait_for_the_cluster_hold_up_no_stop_and_their_steps_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: int
+) -> None:
+    async with stopping(tmp_path) as (fleet, shutdown):
+        hold_steps(fleet, shutdown.config, saved=saved)
+        fleet.say_ready(fleet.ranks[1], "pending")
+        await fleet.until(lambda: fleet.ranks[1].is_pending)
+        shutdown.advance(time.monotonic() + 0.9 * shutdown.config.daemon.drain_timeout_s)
+        assert len(fleet.alive("trainer")) == 2, "there is time for a place"
+
+        shutdown.advance(time.monotonic() + 1.1 * shutdown.config.daemon.drain_timeout_s)
+        await fleet.until(lambda: not fleet.alive())
+        shutdown.advance(time.monotonic())
+
+        assert (shutdown.over, shutdown.is_kept) == (True, saved == 2)
+        assert ("the cluster has no place for the trainer ranks: " in shutdown.reason) == shutdown.is_kept
+    assert "cut at daemon.drain_timeout_s, waiting for the cluster: trainer-0, trainer-1" in caplog.text
+
+
+async def test_a_rank_that_is_killed_on_another_machine_during_a_stop_comes_back_with_the_others(
+    tmp_path: Path,
+) -> None:
+    async with stopping(tmp_path) as (fleet, shutdown):
+        for rank in fleet.ranks:
+            rank.state = "draining"
+        # Its gateway ends by an error of its own.
+        fleet.ranks[1].from_outside = True
+        shutdown.note_unwritten(fleet.ranks[1], ExitCode.FAILED)
+
+        assert shutdown.exit_code == ExitCode.OK
+        assert shutdown._must_restart(fleet.ranks[1], ExitCode.FAILED)
+        fleet.ranks[1].from_outside = False
+        assert not shutdown._must_restart(fleet.ranks[1], ExitCode.FAILED)
+
+
 @pytest.mark.parametrize(("saved", "spooled"), [(2, True), (3, False), (3, True)])
 async def test_after_an_error_of_the_shutdown_steps_and_rows_that_are_not_on_disk_stay(
     tmp_path: Path, saved: int, spooled: bool
