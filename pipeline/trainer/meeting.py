@@ -13,6 +13,7 @@ one of them is refused: its ranks would train with it, and no number would tell.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import logging
 import os
@@ -34,6 +35,7 @@ from pipeline.runtime.run_inputs import digest_of_model
 from pipeline.trainer.sharding.replicas import TIMEOUT
 
 _POLL_S = 0.05
+_CONNECT = datetime.timedelta(minutes=1)
 # Ray takes some seconds until it reports a lost machine.
 _VERDICT_S = 30.0
 _SIOCGIFADDR = 0x8915
@@ -193,9 +195,13 @@ def leave_the_verdict(context: RoleContext, error: BaseException) -> None:
 
 def _store(host: str, port: int, *, is_master: bool = False) -> Any:
     """Open or enter the store at an address; 0 is a free port."""
-    return distributed.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=is_master, wait_for_workers=False, timeout=TIMEOUT
+    # A store that is there answers at once; the port may be closed between two machines.
+    found_within = TIMEOUT if is_master else _CONNECT
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=is_master, wait_for_workers=False, timeout=found_within
     )
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def _interface_to(host: str, port: int) -> str:

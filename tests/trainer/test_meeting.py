@@ -1,7 +1,9 @@
 """Ranks of several machines that meet: those whose machine has other models than the first one's are refused."""
 
+import datetime
 import os
 import shutil
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +128,16 @@ def test_ranks_of_several_machines_speak_by_the_interface_of_their_meeting_or_th
         monkeypatch.setenv(name, "")
 
     assert seen == found
+
+
+def test_a_store_whose_port_is_closed_is_an_error_within_a_minute(monkeypatch):
+    assert meeting._CONNECT.total_seconds() <= 60
+    monkeypatch.setattr(meeting, "_CONNECT", datetime.timedelta(seconds=1))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+
+        with pytest.raises(distributed.DistError):
+            meeting._store("127.0.0.1", closed.getsockname()[1])
 
 
 def test_files_of_earlier_meetings_are_removed_with_those_that_a_kill_left_half_written(tmp_path):
