@@ -305,8 +305,13 @@ OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"rollout.batch_size": 64, "rollout.n_samples_per_prompt": 8, "train.batch_size": 128,
          "algo.advantage.estimator": "group_norm"},
         {"buffer.sample_batch_size": 512, "trainer.mini_batches": 4, "rollout.num_generations": 8,
-         "rollout.advantages": "grpo", "rollout.kl_coef": 0.01, "trainer.kl_coef": 0.0, "rollout.reward_clip": 10},
+         "rollout.advantages": "grpo", "rollout.kl_coef": 0.01, "trainer.kl_coef": 0.0, "rollout.reward_clip": None},
     ),
+    # OpenRLHF clips a score before it is compared with those of its group with gae alone.
+    ({}, {"rollout.reward_clip": 10}),
+    ({"reward.clip_range": [-5, 5]}, {"rollout.reward_clip": 5}),
+    *(({"algo.advantage.estimator": name, "rollout.n_samples_per_prompt": 8}, {"rollout.reward_clip": None})
+      for name in ("rloo", "dr_grpo", "reinforce_baseline")),
     # The names before 0.10.
     (
         {"rollout_batch_size": 64, "n_samples_per_prompt": 4, "train_batch_size": 64, "pretrain": "m",
@@ -475,6 +480,19 @@ class TestConversions:
         (line,) = [line for line in lost(word, options) if not line.startswith(("model.actor", "prompts.path"))]
 
         assert line.startswith(reason)
+
+    @pytest.mark.parametrize("name", ["group_norm", "rloo", "dr_grpo", "reinforce_baseline"])
+    def test_a_clip_of_scores_that_are_compared_with_their_group_is_not_carried(self, name: str) -> None:
+        options = {"algo.advantage.estimator": name, "rollout.n_samples_per_prompt": 8}
+
+        def lines(bounds: list[int]) -> list[str]:
+            done = converted("openrlhf", {**options, "reward.clip_range": bounds})
+            assert "rollout.reward_clip" not in done.settings
+            return [line.partition(",")[0] for line in done.lost if line.startswith("reward.clip_range")]
+
+        # Of 8 scores none is further than 7 / 8 ** 0.5 = 2.5 deviations from the mean.
+        assert bool(lines([-10, 10])) == bool(lines([-3, 3])) == (name != "group_norm")
+        assert lines([-2, 2]) == ["reward.clip_range = [-2"]
 
     def test_the_end_of_a_cosine_that_is_not_carried_has_its_own_line(self) -> None:
         optim, steps = f"{A}.optim", {"trainer.total_training_steps": 50}

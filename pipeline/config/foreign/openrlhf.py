@@ -85,9 +85,25 @@ def _episodes(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _clip(value: Any, given: Given) -> dict[str, Any]:
+    if not is_ppo(given):
+        # OpenRLHF clips what is left of a score after its group; the default is beyond that of most runs.
+        if "reward.clip_range" not in given or _is_beyond_groups(value, given):
+            return {}
+        raise NotCarriedError(
+            "OpenRLHF clips scores that are compared with their group already, rollout.reward_clip those before: without a group, that is with gae, both are the same"
+        )
     if not isinstance(value, list) or len(value) != 2 or value[0] != -value[1]:
         raise NotCarriedError("rollout.reward_clip is a range around 0: -10 10 is 10")
     return {"rollout.reward_clip": value[1]}
+
+
+def _is_beyond_groups(value: Any, given: Given) -> bool:
+    """Return whether a range has every score that is divided by the deviation of its group."""
+    if given["algo.advantage.estimator"] != "group_norm" or given["algo.advantage.no_std_norm"]:
+        return False
+    low, high = value
+    group = given.count("rollout.n_samples_per_prompt")
+    return bool(min(-low, high) >= (group - 1) / group**0.5)
 
 
 def _bounds(value: Any, given: Given) -> dict[str, Any]:
@@ -257,7 +273,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("algo.dynamic_filtering_enable", "rollout.max_refill", "prompts in the place of groups with equal rewards; of OpenRLHF's range 0 1, and of estimators that compare a group", default=False, to=_filtering, aliases="dynamic_filtering"),
     missing("algo.dynamic_filtering_range", "groups of equal rewards are left out, whatever the reward", key="rollout.max_refill", unless=lambda value, given: not given["algo.dynamic_filtering_enable"] or value == [0, 1], aliases="dynamic_filtering_reward_range"),
     # The rewards.
-    carried("reward.clip_range", "rollout.reward_clip", "OpenRLHF clips to -10 ... 10, rlhfd not", default=[-10, 10], written=True, to=_clip, aliases="reward_clip_range"),
+    carried("reward.clip_range", "rollout.reward_clip", "with gae: OpenRLHF clips to -10 ... 10, rlhfd not; other estimators clip there what is left of a score after its group", default=[-10, 10], written=True, to=_clip, aliases="reward_clip_range"),
     carried("reward.overlong_buffer_len", "rollout.overlong_buffer_tokens", to=lambda value, given: {"rollout.overlong_buffer_tokens": int(value)} if value else {}, aliases="overlong_buffer_len"),
     carried("reward.overlong_penalty_factor", "rollout.overlong_penalty", default=1, to=only_if(lambda given: bool(given["reward.overlong_buffer_len"]), "rollout.overlong_penalty"), aliases="overlong_penalty_factor"),
     missing("reward.stop_properly_penalty_coef", "trainer.mask_cut_responses leaves cut responses out; a reward of your own can punish them", key="trainer.mask_cut_responses", aliases="stop_properly_penalty_coef"),
