@@ -307,6 +307,10 @@ OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"buffer.sample_batch_size": 512, "trainer.mini_batches": 4, "rollout.num_generations": 8,
          "rollout.advantages": "grpo", "rollout.kl_coef": 0.01, "trainer.kl_coef": 0.0, "rollout.reward_clip": None},
     ),
+    *(({"actor.policy_loss_type": "gspo", **mode},
+       {"trainer.policy_loss": "gspo", "trainer.loss_aggregation": "sequence_mean"})
+      for mode in ({}, {"actor.loss_agg_mode": "token-mean"})),
+    ({"loss_agg_mode": "seq-mean-token-mean"}, {"trainer.loss_aggregation": "sequence_mean"}),
     # OpenRLHF clips a score before it is compared with those of its group with gae alone.
     ({}, {"rollout.reward_clip": 10}),
     ({"reward.clip_range": [-5, 5]}, {"rollout.reward_clip": 5}),

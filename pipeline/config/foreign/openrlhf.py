@@ -106,6 +106,14 @@ def _is_beyond_groups(value: Any, given: Given) -> bool:
     return bool(min(-low, high) >= (group - 1) / group**0.5)
 
 
+def _aggregation(value: Any, given: Given) -> dict[str, Any]:
+    if given["actor.policy_loss_type"] == "gspo":
+        # As OpenRLHF does, whatever is set.
+        return {"trainer.loss_aggregation": "sequence_mean"}
+    modes = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+    return dict(by_value("trainer.loss_aggregation", modes, otherwise=" or ".join(modes))(value, given))
+
+
 def _bounds(value: Any, given: Given) -> dict[str, Any]:
     if not isinstance(value, list) or len(value) != 2:
         raise NotCarriedError("must be two numbers")
@@ -245,7 +253,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("train.enable_ema train.ema_beta ptx_coef", "the weights of a checkpoint are those of its step", aliases="enable_ema ema_beta"),
     # The loss.
     carried("actor.policy_loss_type", "trainer.policy_loss", default="ppo", aliases="policy_loss_type"),
-    carried("actor.loss_agg_mode", "trainer.loss_aggregation", default="token-mean", to=by_value("trainer.loss_aggregation", {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}, otherwise="token-mean or seq-mean-token-mean"), aliases="loss_agg_mode"),
+    carried("actor.loss_agg_mode", "trainer.loss_aggregation", "gspo is always aggregated by sequence_mean in OpenRLHF", default="token-mean", to=_aggregation, written=True, aliases="loss_agg_mode"),
     carried("actor.eps_clip", "trainer.clip_range", default=0.2, aliases="eps_clip"),
     carried("actor.eps_clip_low_high", "trainer.clip_low trainer.clip_high", to=_bounds, aliases="eps_clip_low_high"),
     carried("actor.dual_clip", "trainer.dual_clip", aliases="dual_clip"),
