@@ -498,6 +498,17 @@ class TestConversions:
         assert bool(lines([-10, 10])) == bool(lines([-3, 3])) == (name != "group_norm")
         assert lines([-2, 2]) == ["reward.clip_range = [-2"]
 
+    def test_passes_and_updates_of_verls_critic_are_listed_where_they_are_not_the_actors(self) -> None:
+        critic = {"critic.ppo_epochs": 4, "critic.ppo_mini_batch_size": 64}
+
+        assert lost("verl", critic) == [
+            "critic.ppo_epochs = 4: the critic has the actor's passes over the rows of a step",
+            "critic.ppo_mini_batch_size = 64: the critic has the actor's updates",
+        ]
+        assert lost("verl", {**critic, f"{A}.ppo_epochs": 4, f"{A}.ppo_mini_batch_size": 64}) == []
+        assert lost("verl", {"critic.ppo_epochs": 1, "critic.ppo_mini_batch_size": 256}) == [], "the actor's defaults"
+        assert lost("verl", {**critic, "algorithm.adv_estimator": "grpo"}) == [], "GRPO has no critic"
+
     def test_the_end_of_a_cosine_that_is_not_carried_has_its_own_line(self) -> None:
         optim, steps = f"{A}.optim", {"trainer.total_training_steps": 50}
         cosine = {f"{optim}.lr_scheduler_type": "cosine", f"{optim}.min_lr_ratio": 0.2}

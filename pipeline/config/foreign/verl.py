@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -224,6 +225,11 @@ def _responses_of_evaluation(value: Any, given: Given) -> dict[str, Any]:
     return found
 
 
+def _as_the_actor(name: str) -> Callable[[Any, Given], bool]:
+    """Return whether an option of the critic, which is that of the actor in verl if left out, changes nothing."""
+    return lambda value, given: not is_ppo(given) or value == given[f"{_A}{name}"]
+
+
 def _truncation(value: Any, given: Given) -> dict[str, Any]:
     if value in ("right", "middle"):
         raise NotCarriedError("a prompt is cut from the left, or set aside and counted")
@@ -366,6 +372,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_C}model.path", "model.critic", "left out, the actor's backbone with a value head of zeros", to=of_ppo("model.critic")),
     carried(f"{_C}cliprange_value", "trainer.value_clip_range", default=0.5, to=of_ppo("trainer.value_clip_range"), written=True),
     carried("trainer.critic_warmup", "trainer.critic_warmup_steps", "less 1: verl counts steps from 1, and trains the actor from that one on", default=0, to=lambda value, given: {"trainer.critic_warmup_steps": max(0, value - 1)} if is_ppo(given) else {}, written=True),
+    missing(f"{_C}ppo_epochs", "the critic has the actor's passes over the rows of a step", key="trainer.epochs", unless=_as_the_actor("ppo_epochs")),
+    missing(f"{_C}ppo_mini_batch_size", "the critic has the actor's updates", key="trainer.mini_batches", unless=_as_the_actor("ppo_mini_batch_size")),
     needless(f"{_C}enable {_C}strategy {_C}fsdp.* {_C}megatron.* {_C}ppo_* {_C}forward_* {_C}use_dynamic_bsz {_C}rollout_n {_C}shuffle {_C}data_loader_seed {_C}ulysses_sequence_parallel_size {_C}model.fsdp_config.* {_C}model.enable_gradient_checkpointing {_C}model.use_remove_padding {_C}model.use_shm {_C}model.trust_remote_code {_C}model.enable_activation_offload",
              "the critic is trained with the actor's passes, updates and sharding; rollout.algorithm = ppo has one"),
     missing(f"{_C}optim.* {_C}grad_clip {_C}loss_agg_mode {_C}loss_scale_factor {_C}model.*", "the critic has the actor's optimizer, with a learning rate of its own; its loss is the mean over actions", key="trainer.critic_learning_rate", unless=lambda value, given: not is_ppo(given)),
