@@ -437,6 +437,10 @@ class TestConversions:
             ("verl", {"algorithm.adv_estimator": "remax"}, 'algorithm.adv_estimator = "remax": the estimators that'),
             ("verl", {"data.truncation": "right"}, 'data.truncation = "right": a prompt is cut from the left'),
             ("verl", {"data.train_files": ["$x/a"]}, 'data.train_files = ["$x/a"]: the value needs the shell'),
+            *(
+                ("verl", {name: "batch"}, f'{name} = "batch": batch calls the function with lists, data_sources, ')
+                for name in ("reward_model.reward_manager", "reward.reward_manager", "reward.reward_manager.name")
+            ),
             ("verl", {"algorithm.use_pf_ppo": True}, "algorithm.use_pf_ppo = true: rows are trained once"),
             (
                 "openrlhf",
@@ -525,6 +529,7 @@ class TestConversions:
             ("trl", {"repetition_penalty": 1.0, "min_p": None, "optim": "adamw_torch_fused", "push_to_hub": False,
                      "vllm_gpu_memory_utilization": 0.3, "sapo_temperature_pos": 1.0, "logging_steps": 5}),
             ("verl", {"trainer.nnodes": 1, f"{R}.tensor_model_parallel_size": 1, "trainer.val_before_train": False,
+                      "reward_model.reward_manager": "dapo", "reward.reward_manager.name": "naive",
                       f"{A}.policy_loss.kl_cov_ratio": 0.0002, f"{A}.fsdp_config.param_offload": True}),
             ("openrlhf", {"actor.num_nodes": 1, "actor.aux_loss_coef": 0, "ds.zero_stage": 3}),
         ],

@@ -390,8 +390,9 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     *(carried(f"{names}.enable", "rollout.overlong_buffer_tokens", "DAPO's penalty of length", to=_overlong(names)) for names in _OVERLONG),
     *(carried(f"{names}.len", "rollout.overlong_buffer_tokens", to=lambda value, given: {}) for names in _OVERLONG),
     *(carried(f"{names}.penalty_factor", "rollout.overlong_penalty", to=lambda value, given: {}) for names in _OVERLONG),
-    needless("reward_model.overlong_buffer.log reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log reward.reward_kwargs.max_resp_len reward_model.reward_kwargs.max_resp_len reward_model.reward_manager reward.reward_manager.* reward.reward_manager reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async",
+    needless("reward_model.overlong_buffer.log reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log reward.reward_kwargs.max_resp_len reward_model.reward_kwargs.max_resp_len reward.reward_manager.* reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async",
              "rollout.reward_processes rows are scored at a time; every function is known by its parameters"),
+    missing("reward_model.reward_manager reward.reward_manager reward.reward_manager.name", "batch calls the function with lists, data_sources, solution_strs, ground_truths and extra_infos: write it for one row, with data_source, solution_str, ground_truth and extra_info, or as one of rlhfd with @pipeline.batched (docs/rewards.md); the others call it once a row, as here", key="rewards", unless=lambda value, given: value != "batch"),
     missing("reward_model.* reward.reward_model.* reward.*", "the reward model runs in each worker, with the actor's token ids or its own tokenizer (model.reward_tokenizer)", key="model.reward_tokenizer"),
     missing("sandbox_fusion.* reward.sandbox_fusion.*", "the reward `code` runs tests in a process of its own", key="rewards"),
     # The trainer.
