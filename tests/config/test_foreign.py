@@ -259,6 +259,13 @@ VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"data.train_files": ["a.parquet", "b.parquet"], "data.val_files": "c.parquet", "trainer.test_freq": 5},
      {"prompts.sources": [{"path": "a.parquet"}, {"path": "b.parquet"}], "evaluation.files": ["c.parquet"],
       "evaluation.every": 5, "evaluation.temperature": 0.0}),
+    # The evaluation of verl has no filter but its own.
+    ({"data.val_files": "c.parquet", "trainer.test_freq": 5, f"{R}.top_p": 0.9, f"{R}.top_k": 20},
+     {"rollout.top_p": 0.9, "rollout.top_k": 20, "evaluation.top_p": 1.0, "evaluation.top_k": 0}),
+    ({"data.val_files": "c.parquet", "trainer.test_freq": 5, f"{R}.top_p": 0.9, f"{R}.val_kwargs.top_p": 0.7,
+      f"{R}.val_kwargs.top_k": 8}, {"evaluation.top_p": 0.7, "evaluation.top_k": 8}),
+    ({"data.val_files": "c.parquet", "trainer.test_freq": 5}, {"evaluation.top_p": None, "evaluation.top_k": None}),
+    ({f"{R}.top_p": 0.9, f"{R}.top_k": 20}, {"evaluation.top_p": None, "evaluation.top_k": None}),
     ({"custom_reward_function.path": "/x/my_reward.py", "custom_reward_function.name": "f"},
      {"rewards": [{"name": "my_reward:f"}]}),
     ({"reward.custom_reward_function.path": "r.py"}, {"rewards": [{"name": "r:compute_score"}]}),

@@ -156,6 +156,17 @@ def _greedy(value: Any, given: Given) -> dict[str, Any]:
     return {"evaluation.temperature": given[f"{_R}val_kwargs.temperature"] if samples else 0.0}
 
 
+def _sampled(name: str) -> Any:
+    """Return the conversion of a filter of the evaluation's tokens: verl's default is none, here the rollouts'."""
+
+    def convert(value: Any, given: Given) -> dict[str, Any]:
+        if f"{_R}val_kwargs.{name}" not in given and value == given[f"{_R}{name}"]:
+            return {}
+        return dict(_of_evaluation(f"evaluation.{name}")(max(0, value) if name == "top_k" else value, given))
+
+    return convert
+
+
 def _reward(path: str, name: str) -> Any:
     def convert(value: Any, given: Given) -> dict[str, Any]:
         module = PurePosixPath(str(given[path])).stem
@@ -346,8 +357,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_R}val_kwargs.n", "evaluation.num_generations", default=1, to=_responses_of_evaluation),
     carried(f"{_R}val_kwargs.temperature", "evaluation.temperature", "0 unless val_kwargs.do_sample", default=0, to=_greedy, written=True),
     carried(f"{_R}val_kwargs.do_sample", "evaluation.temperature", "false: 0, the most likely token", default=False, to=lambda value, given: {}),
-    carried(f"{_R}val_kwargs.top_p", "evaluation.top_p", default=1.0, to=_of_evaluation("evaluation.top_p")),
-    carried(f"{_R}val_kwargs.top_k", "evaluation.top_k", "-1 is 0 here", default=-1, to=lambda value, given: dict(_of_evaluation("evaluation.top_k")(max(0, value), given))),
+    carried(f"{_R}val_kwargs.top_p", "evaluation.top_p", "left out, that of the rollouts here; 1 in verl", default=1.0, to=_sampled("top_p"), written=True),
+    carried(f"{_R}val_kwargs.top_k", "evaluation.top_k", "-1 is 0 here; left out, that of the rollouts here, -1 in verl", default=-1, to=_sampled("top_k"), written=True),
     carried(f"{_R}multi_turn.max_assistant_turns", "rollout.max_turns", "of an environment (docs/environments.md)"),
     missing(" ".join(f"{_R}multi_turn.{name}" for name in ("enable", "max_user_turns", "max_parallel_calls", "tool_config_path", "interaction_config_path", "max_tool_response_length", "format", "*")), "several turns are an environment of your own", key="rollout.environment", unless=lambda value, given: not given[f"{_R}multi_turn.enable"]),
     # The algorithm.
