@@ -47,6 +47,12 @@ def _kl(value: Any, given: Given) -> dict[str, Any]:
     return {"trainer.kl_coef": value if in_loss else 0.0, "rollout.kl_coef": 0.0 if in_loss else value}
 
 
+def _kl_estimator(value: Any, given: Given) -> dict[str, Any]:
+    # use_kl_estimator_k3, the option's name in earlier releases, is a switch.
+    name = ("k3" if value else "k1") if isinstance(value, bool) else value
+    return {"trainer.kl_estimator" if given["algo.kl.use_loss"] else "rollout.kl_estimator": name}
+
+
 def _prompts(value: Any, given: Given) -> dict[str, Any]:
     names = [name.strip() for name in str(value).split(",")]
     if len(names) == 1:
@@ -275,7 +281,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("vllm_is_truncated_threshold", "trainer.importance_cap", "of OpenRLHF before 0.10", to=only_if(lambda given: bool(given["enable_vllm_is_correction"]), "trainer.importance_cap")),
     carried("algo.kl.init_coef", "rollout.kl_coef trainer.kl_coef", "in the reward, with algo.kl.use_loss in the loss; in the reward of GRPO rlhfd takes the mean of a response, OpenRLHF the sum from each token on", default=0.01, written=True, to=_kl, aliases="init_kl_coef"),
     carried("algo.kl.use_loss", "trainer.kl_coef", "the weight in the loss in place of that in the reward", default=False, to=lambda value, given: {}, aliases="use_kl_loss"),
-    carried("algo.kl.estimator", "rollout.kl_estimator trainer.kl_estimator", "of the weight in force", default="k1", written=True, to=lambda value, given: {"trainer.kl_estimator" if given["algo.kl.use_loss"] else "rollout.kl_estimator": value}, aliases="kl_estimator use_kl_estimator_k3"),
+    carried("algo.kl.estimator", "rollout.kl_estimator trainer.kl_estimator", "of the weight in force", default="k1", written=True, to=_kl_estimator, aliases="kl_estimator use_kl_estimator_k3"),
     missing("algo.kl.target algo.kl.horizon", "the weight in the reward is constant; trainer.kl_coef_target adapts the one in the loss, over 10,000 rows", key="trainer.kl_coef_target", unless=lambda value, given: "algo.kl.target" not in given and "kl_target" not in given, aliases="kl_target kl_horizon"),
     missing("algo.kl.unbiased_gradient", "the KL of the loss is not multiplied by the ratio of the policies"),
     carried("algo.dynamic_filtering_enable", "rollout.max_refill", "prompts in the place of groups with equal rewards; of OpenRLHF's range 0 1, and of estimators that compare a group", default=False, to=_filtering, aliases="dynamic_filtering"),
