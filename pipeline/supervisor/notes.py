@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -135,13 +136,14 @@ def _of_loss(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _of_batch(config: Config) -> Iterator[tuple[str, str]]:
-    batch, group = config.sample_batch_size, config.group_size
-    if batch % group:
-        nearest = f"{batch - batch % group} and {batch - batch % group + group}" if batch > group else str(group)
+    batch, rows, group = config.sample_batch_size, config.rows_per_version, config.group_size
+    if rows % group:
+        least = group // math.gcd(group, rows // batch)
+        nearest = f"{batch - batch % least} and {batch - batch % least + least}" if batch > least else str(least)
         yield (
             "buffer.sample_batch_size",
-            f"{batch} rows are no multiple of the {group} responses to a prompt (rollout.num_generations): groups are "
-            f"divided between batches; multiples are {nearest}",
+            f"{rows} rows{' a version' if rows > batch else ''} are no multiple of the {group} responses to a prompt "
+            f"(rollout.num_generations): groups are divided between batches; multiples are {nearest}",
         )
 
 

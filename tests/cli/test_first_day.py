@@ -471,6 +471,11 @@ def model(folder: Path, **config: int) -> Path:
             "(rollout.num_generations): groups are divided between batches; multiples are 96 and 104",
         ),
         (
+            "[buffer]\nsample_batch_size = 6\n[trainer]\nworld_size = 2\n",
+            "c.toml:2:21: buffer.sample_batch_size: 12 rows a version are no multiple of the 8 responses to a prompt "
+            "(rollout.num_generations): groups are divided between batches; multiples are 4 and 8",
+        ),
+        (
             f'[model]\nactor = "m"\n{OWN}[rollout]\nmax_length = 1024\n',
             "c.toml:2:9: model.actor: the model was made for 512 tokens (max_position_embeddings), rows have up to "
             "1,024 (rollout.max_length)",
@@ -524,6 +529,13 @@ def test_experts_that_get_no_adapters_are_noted(folder: Path, targets: str, is_n
         "stay as they are: they are no linear layers in the model, as with peft's target_modules"
     )
     assert (note in result.stderr.splitlines()) is is_noted, result.stderr
+
+
+def test_groups_that_are_whole_over_all_ranks_are_not_noted(folder: Path) -> None:
+    result = check("[buffer]\nsample_batch_size = 4\n[trainer]\nworld_size = 2\n")
+
+    assert result.exit_code == 0, result.stderr
+    assert "sample_batch_size" not in result.stderr
 
 
 def test_the_kl_of_the_loss_has_an_effect_with_an_external_trainer_too(folder: Path) -> None:
