@@ -438,6 +438,8 @@ class TestConversions:
             ("trl", {"adam_epsilon": 1e-5}, "adam_epsilon = 1e-05: AdamW's epsilon is 1e-8, TRL's default"),
             ("trl", {"beta": 0.1}, "use_bias_correction_kl = true (TRL's default): the KL of the loss is k3"),
             ("trl", {"eval_strategy": "steps"}, 'eval_strategy = "steps": evaluation.files names files of held-out'),
+            ("trl", {"accelerate_config": "zero2"}, 'accelerate_config = "zero2": the num_processes of this file is'),
+            ("trl", {"config_file": "z.yaml"}, 'config_file = "z.yaml": the num_processes of this file is not read'),
             ("trl", {"epsilon": -1}, "epsilon = -1: trainer.clip_range must be greater than 0, got -1"),
             ("trl", {"run_name": "my run"}, 'run_name = "my run": daemon.run_name '),
             ("trl", {"report_to": "comet_ml"}, 'report_to = "comet_ml": no tracker comet_ml: there are tensorboard'),
@@ -538,6 +540,8 @@ class TestConversions:
         [
             ("trl", {"repetition_penalty": 1.0, "min_p": None, "optim": "adamw_torch_fused", "push_to_hub": False,
                      "vllm_gpu_memory_utilization": 0.3, "sapo_temperature_pos": 1.0, "logging_steps": 5}),
+            ("trl", {"accelerate_config": "single_gpu"}),
+            ("trl", {"accelerate_config": "zero2", "num_processes": 2}),
             ("verl", {"trainer.nnodes": 1, f"{R}.tensor_model_parallel_size": 1, "trainer.val_before_train": False,
                       "reward_model.reward_manager": "dapo", "reward.reward_manager.name": "naive",
                       f"{A}.policy_loss.kl_cov_ratio": 0.0002, f"{A}.fsdp_config.param_offload": True}),
@@ -786,7 +790,38 @@ class TestFiles:
             "actor.adam.lr": 1e-6,
         }
         flags = "accelerate launch --num_processes 2 grpo.py --learning_rate 1e-6 --bf16 --report_to wandb"
-        assert self.read(tmp_path, "t.sh", flags, "trl") == {"learning_rate": 1e-6, "bf16": True, "report_to": "wandb"}
+        assert self.read(tmp_path, "t.sh", flags, "trl") == {
+            "num_processes": 2, "learning_rate": 1e-6, "bf16": True, "report_to": "wandb",
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("launcher", "expected"),
+        [
+            ("accelerate launch --config_file z.yaml --num_processes=8 -m trl.scripts.grpo",
+             {"config_file": "z.yaml", "num_processes": 8}),
+            ("echo --num_processes 3; accelerate launch --num-processes 4 grpo.py", {"num_processes": 4}),
+            ("torchrun --nproc_per_node 8 grpo.py", {"num_processes": 8}),
+            ("torchrun --nnodes=2 --nproc-per-node=8 grpo.py", {"num_processes": 16}),
+            ("torchrun --nnodes=$NODES --nproc_per_node=8 grpo.py", {"num_processes": "8 x $NODES"}),
+            ("deepspeed --num_gpus 2 --num_nodes 2 grpo.py", {"num_processes": 4}),
+            ("accelerate launch --num_processes $N grpo.py", {"num_processes": "$N"}),
+            ("torchrun --nproc_per_node 8 grpo.py --num_processes 2", {"num_processes": 2}),
+        ],
+    )  # fmt: skip
+    def test_the_processes_of_the_launcher_are_ranks(
+        self, tmp_path: Path, launcher: str, expected: dict[str, Any]
+    ) -> None:
+        command = f"{launcher} --per_device_train_batch_size 4 --gradient_accumulation_steps 2"
+
+        found = self.read(tmp_path, "run.sh", command, "trl")
+
+        assert found == {**expected, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        count, done = expected["num_processes"], converted("trl", found)
+        assert done.settings["buffer.sample_batch_size"].value == 8
+        if isinstance(count, int):
+            assert done.settings["trainer.world_size"].value == count and lost("trl", found) == []
+        else:
+            assert f'num_processes = "{count}": the value needs the shell' in "\n".join(done.lost)
 
     def test_a_word_that_no_library_reads_as_a_list_is_a_text(self) -> None:
         for word in ("[2026-13-01]", "{" * 2000):

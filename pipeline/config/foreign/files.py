@@ -6,6 +6,7 @@ shell for more stays as it is written, with its ``$``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ from pipeline.errors import ConfigError
 
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_PROCESSES: Final = (("num_processes", ""), ("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes"))
+"""Options of accelerate, torchrun and deepspeed: processes, and the number of machines that have so many each."""
 
 
 class _OfBranch(Computed):
@@ -143,6 +146,8 @@ def _of_script(path: Path, text: str, trainer: Trainer) -> Iterator[tuple[str, A
     if programs and first < len(found) and found[first].text in trainer.others:
         kind = f"{found[first - 1].text} {found[first].text}"
         raise ConfigError(f"{path}: a run of `{kind}`; of {trainer.name} those of `trl grpo` are converted")
+    if programs and trainer.find("num_processes"):
+        yield from _of_launcher(found[: programs[-1]])
     name, values = "", list[Word]()
     for word in _command(found[first:], trainer, is_program=bool(programs)):
         override = _OVERRIDE.fullmatch(word.text)
@@ -167,6 +172,23 @@ def _of_script(path: Path, text: str, trainer: Trainer) -> Iterator[tuple[str, A
             yield override[1], _value(word._replace(text=override[2]))
     if name:
         yield name, _joined(values)
+
+
+def _of_launcher(before: list[Word]) -> Iterator[tuple[str, Any]]:
+    """Yield the processes, and the file, of a launcher; the words are those before the program."""
+    begin = max((number for number, word in enumerate(before) if word.end), default=-1) + 1
+    given: dict[str, Any] = {}
+    for word, following in itertools.pairwise([*before[begin:], Word("")]):
+        name, has_value, value = word.text.partition("=")
+        if name.startswith("--"):
+            given[name[2:].replace("-", "_")] = _value(word._replace(text=value) if has_value else following)
+    if "config_file" in given:
+        yield "config_file", given["config_file"]
+    for name, of_machines in _PROCESSES:
+        if name in given:
+            count, machines = given[name], given.get(of_machines, 1)
+            is_known = isinstance(count, int) and isinstance(machines, int)
+            yield "num_processes", count * machines if is_known else count if machines == 1 else f"{count} x {machines}"
 
 
 def _command(found: list[Word], trainer: Trainer, *, is_program: bool) -> Iterator[Word]:

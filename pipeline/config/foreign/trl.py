@@ -333,7 +333,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("steps_per_generation", "trainer.mini_batches", "updates of a generation: steps_per_generation / gradient_accumulation_steps", to=lambda value, given: {"trainer.mini_batches": _mini_batches(given)}),
     carried("generation_batch_size", "trainer.mini_batches", "as steps_per_generation, in rows of all processes", to=lambda value, given: {"trainer.mini_batches": _mini_batches(given)}),
     carried("num_iterations", "trainer.epochs", "rows are dealt to updates anew in each epoch", default=1),
-    carried("num_processes", "trainer.world_size", "of accelerate: TRL's processes sample and train in turns; here the workers have GPUs of their own (`rlhfd plan`)", default=1),
+    carried("num_processes", "trainer.world_size", "of accelerate, or torchrun's nproc_per_node x nnodes: TRL's processes sample and train in turns; here the workers have GPUs of their own (`rlhfd plan`)", default=1),
+    missing("accelerate_config", "the num_processes of this file is not read (8 in TRL's own): set trainer.world_size to it, buffer.sample_batch_size is the rows of one", key="trainer.world_size", aliases="config_file", unless=lambda value, given: value == "single_gpu" or "num_processes" in given),
     carried("max_steps", "trainer.max_steps", "a step has num_iterations x mini_batches updates, TRL counts updates", default=-1, to=_steps("trainer.max_steps")),
     carried("num_train_epochs", "trainer.max_epochs", "passes over the prompts; max_steps is above it", default=3.0, written=True, to=_epochs),
     # The optimizer.
@@ -398,7 +399,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("fp16", "gradients underflow in float16: bfloat16 or float32", key="model.dtype"),
     carried("torch_compile", "model.compile", "each decoder layer, in training and log-prob passes", default=False),
     needless("tf32 torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache torch_empty_cache_steps auto_find_batch_size", "a pass that does not fit is halved; kernels are those of torch", aliases="use_liger_loss use_liger half_precision_backend fp16_opt_level jit_mode_eval torchdynamo"),
-    needless("fsdp fsdp_config deepspeed parallelism_config accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank debug", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit", aliases="accelerate_config num_machines ddp_launcher"),
+    needless("fsdp fsdp_config deepspeed parallelism_config accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank debug", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit", aliases="num_machines ddp_launcher"),
     needless("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy length_column_name group_by_length ignore_bias_buffers", "prompts are read by position in an endless, seeded order"),
     needless("full_determinism", "on a CPU a run repeats bit for bit; rollout.deterministic is for vLLM on GPUs"),
 )  # fmt: skip
