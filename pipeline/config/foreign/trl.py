@@ -249,6 +249,15 @@ def _sources(one: Any) -> list[dict[str, Any]]:
     return [{"path": str(file), **split} for file in ([files] if isinstance(files, str) else files)]
 
 
+def _peft(value: Any, given: Given) -> dict[str, Any]:
+    if value and "lora_target_modules" not in given:
+        raise NotCarriedError(
+            "without target modules peft chooses by the model, q_proj and v_proj of most; here all linear layers have "
+            "adapters: model.lora_targets"
+        )
+    return {}
+
+
 def _adapters(key: str) -> Any:
     return only_if(lambda given: bool(given["use_peft"]), key)
 
@@ -285,7 +294,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("trust_remote_code", "code of a model's folder is never run; a model that needs it is refused"),
     needless("model_revision attn_implementation", "the folder is the revision; each pass takes the attention kernel that suits it"),
     carried("cast_lm_head_to_fp32", "model.float32_logits", "logits in float32, which is measured at the start where it is left out"),
-    carried("use_peft", "model.lora_rank", "adapters where the rank is above 0", to=lambda value, given: {}),
+    carried("use_peft", "model.lora_rank", "adapters where the rank is above 0", to=_peft),
     carried("lora_r", "model.lora_rank", "with use_peft", default=16, to=_adapters("model.lora_rank"), written=True),
     carried("lora_alpha", "model.lora_alpha", "with use_peft", default=32, to=_adapters("model.lora_alpha")),
     carried("lora_target_modules", "model.lora_targets", "with use_peft; left out, peft chooses by the model, here all linear layers", to=_adapters("model.lora_targets")),
