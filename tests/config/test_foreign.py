@@ -533,6 +533,19 @@ class TestConversions:
         assert lost("verl", {"critic.ppo_epochs": 1, "critic.ppo_mini_batch_size": 256}) == [], "the actor's defaults"
         assert lost("verl", {**critic, "algorithm.adv_estimator": "grpo"}) == [], "GRPO has no critic"
 
+    def test_a_reward_that_is_missing_leaves_the_others_in_place(self) -> None:
+        alone = {"reward_funcs": "trl.rewards.reasoning_accuracy_reward"}
+        options = {"reward_funcs": ["reasoning_accuracy_reward", "think_format_reward"], "reward_weights": [1.0, 0.5]}
+
+        (line,) = (line for line in lost("trl", options) if line.startswith("reward_funcs"))
+        assert "reasoning_accuracy_reward gives 0 to a response without </think>" in line
+        (table,) = values("trl", options)["rewards"]
+        assert (table["name"], table["weight"]) == ("regex", 0.5)
+        assert any("reasoning_accuracy_reward gives 0" in line for line in lost("trl", alone))
+        beside_a_model = {**alone, "reward_model_name_or_path": "r"}
+        assert values("trl", beside_a_model)["model.reward"] == "r"
+        assert sum("gives 0" in line for line in lost("trl", beside_a_model)) == 1
+
     def test_the_end_of_a_cosine_that_is_not_carried_has_its_own_line(self) -> None:
         optim, steps = f"{A}.optim", {"trainer.total_training_steps": 50}
         cosine = {f"{optim}.lr_scheduler_type": "cosine", f"{optim}.min_lr_ratio": 0.2}

@@ -141,7 +141,7 @@ def _carry(done: Conversion, option: Option, name: str, given: Given) -> None:
         found = {key: _checked(key, each) for key, each in option.converted(value, given).items()}
     except NotCarriedError as error:
         done.lost.append(f"{shown}: {error}")
-        return
+        found = dict(error.rest)
     except _NO_VALUE:
         done.lost.append(f"{shown}: no value that {done.trainer.name} takes")
         return

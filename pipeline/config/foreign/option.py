@@ -15,7 +15,15 @@ Kind = Literal["carried", "needless", "missing"]
 
 
 class NotCarriedError(Exception):
-    """A value has no counterpart here; the message is the reason."""
+    """A value has no counterpart here; the message is the reason.
+
+    Attributes:
+        rest: Keys with their values, of the part that has one.
+    """
+
+    def __init__(self, reason: str, rest: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.rest = rest or {}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ _CORRECTIONS = {
     "token_truncate": "token", "token_mask": "token_mask", "sequence_truncate": "sequence",
     "sequence_mask": "sequence_mask",
 }  # fmt: skip
-_REWARDS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
+_REWARDS = {"accuracy_reward": "math"}
+_REASONING: Final = "reasoning_accuracy_reward"
 
 
 def _micro_batches(given: Given) -> int:
@@ -188,7 +189,11 @@ def _correction(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _rewards(value: Any, given: Given) -> dict[str, Any]:
-    """Return the tables of reward model and functions, whose weights stand in this order; also for the model alone."""
+    """Return the tables of reward model and functions, whose weights stand in this order; also for the model alone.
+
+    Raises:
+        NotCarriedError: If the weights are others than the rewards, or a function is not here; it has the other tables.
+    """
     functions = given["reward_funcs"] or []
     names = [functions] if isinstance(functions, str) else list(functions)
     model = given["reward_model_name_or_path"]
@@ -196,18 +201,25 @@ def _rewards(value: Any, given: Given) -> dict[str, Any]:
     if len(weights) != len(names) + (model is not None):
         raise NotCarriedError(f"reward_weights has {len(weights)} for {len(names) + (model is not None)} rewards")
     of_functions = weights[len(weights) - len(names) :]
-    tables = [_function(str(name), weight) for name, weight in zip(names, of_functions, strict=True)]
-    if model is None:
-        return {"rewards": tables}
-    if weights[0] == 1 and not any(table["name"] == "model" for table in tables):
-        return {"model.reward": model, **({"rewards": tables} if tables else {})}
-    return {"rewards": [_model(model, weights[0]), *tables]}
+    here = [(str(name).removeprefix("trl.rewards."), weight) for name, weight in zip(names, of_functions, strict=True)]
+    tables = [_function(name, weight) for name, weight in here if name != _REASONING]
+    found: dict[str, Any] = {"rewards": tables} if tables else {}
+    if model is not None and weights[0] == 1 and not any(table["name"] == "model" for table in tables):
+        found["model.reward"] = model
+    elif model is not None:
+        found["rewards"] = [_model(model, weights[0]), *tables]
+    if len(tables) < len(here):
+        raise NotCarriedError(
+            f"{_REASONING} gives 0 to a response without </think>, which math scores as any other: name a function of "
+            "your own in [[rewards]], or trl.rewards:reasoning_accuracy_reward where TRL is installed",
+            found,
+        )
+    return found
 
 
 def _reward_model(value: Any, given: Given) -> dict[str, Any]:
-    found = _rewards(value, given)
     # Of functions beside it, their option writes both.
-    return {} if given["reward_funcs"] else found
+    return {} if given["reward_funcs"] else _rewards(value, given)
 
 
 def _model(path: str, weight: Any) -> dict[str, Any]:
@@ -218,7 +230,6 @@ def _model(path: str, weight: Any) -> dict[str, Any]:
 def _function(name: str, weight: Any) -> dict[str, Any]:
     if "/" in name:
         return _model(name, weight)
-    name = name.removeprefix("trl.rewards.")
     if name == "think_format_reward":
         found: dict[str, Any] = {"name": "regex", "pattern": r"(?s)\A<think>(?!.*<think>).*?</think>"}
     elif name == "get_soft_overlong_punishment":
@@ -337,7 +348,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("max_tool_calling_iterations", "rollout.max_turns bounds the turns of an environment", key="rollout.max_turns"),
     needless("ds3_gather_for_generation pad_to_multiple_of", "workers have whole weights; rows are not padded"),
     # The rewards.
-    carried("reward_funcs", "rewards", "a function `a.b.c` is `a.b:c`; TRL's signature is called as it is; `accuracy_reward` is `math`, whose parsing differs in detail; a path with `/` is the folder of a reward model", to=_rewards),
+    carried("reward_funcs", "rewards", "a function `a.b.c` is `a.b:c`; TRL's signature is called as it is; `accuracy_reward` is `math`, whose parsing differs in detail, `reasoning_accuracy_reward` is missing; a path with `/` is the folder of a reward model", to=_rewards),
     carried("reward_weights", "rewards", "the weight of each table of rewards, first that of the reward model", to=lambda value, given: {}),
     carried("reward_model_name_or_path", "model.reward rewards", "a folder; with another weight than 1, or beside other models, a table of rewards", to=_reward_model),
     missing("multi_objective_aggregation", "rewards are added up before groups are compared (sum_then_normalize)", off=("sum_then_normalize",)),
