@@ -546,6 +546,13 @@ class TestConversions:
         assert values("trl", beside_a_model)["model.reward"] == "r"
         assert sum("gives 0" in line for line in lost("trl", beside_a_model)) == 1
 
+    def test_cispo_without_its_largest_ratio_is_listed_and_stays_cispo(self) -> None:
+        (line,) = lost("trl", {"loss_type": "cispo"})
+
+        assert line.startswith('loss_type = "cispo": without epsilon_high TRL\'s largest ratio is epsilon, 0.2; here')
+        assert values("trl", {"loss_type": "cispo"})["trainer.policy_loss"] == "cispo"
+        assert lost("trl", {"loss_type": "cispo", "epsilon_high": 5.0}) == []
+
     def test_the_end_of_a_cosine_that_is_not_carried_has_its_own_line(self) -> None:
         optim, steps = f"{A}.optim", {"trainer.total_training_steps": 50}
         cosine = {f"{optim}.lr_scheduler_type": "cosine", f"{optim}.min_lr_ratio": 0.2}

@@ -154,6 +154,12 @@ def _loss(value: Any, given: Given) -> dict[str, Any]:
         found["trainer.dr_grpo_tokens"] = given["max_completion_length"]
     if value == "cispo":
         found |= {"trainer.policy_loss": "cispo", "trainer.clip_low": 1.0}
+        if "epsilon_high" not in given:
+            raise NotCarriedError(
+                f"without epsilon_high TRL's largest ratio is epsilon, {given['epsilon']}; here it is 1 + "
+                "trainer.clip_high, and must be above 1: set it",
+                found,
+            )
     return found
 
 
