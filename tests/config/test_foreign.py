@@ -222,6 +222,7 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"model.reward": None,
          "rewards": [{"name": "model", "path": "r"}, {"name": "model", "path": "models/kind"}]},
     ),
+    ({"dataset_prompt_column": "problem"}, {"prompts.prompt_column": "problem", "prompts.template": "chat"}),
     ({"dataset_name": "a/b", "dataset_config": "c"}, {"prompts.path": "datasets:a/b:c"}),
     (
         {"datasets": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, {"path": "c/d", "split": "test"}]},

@@ -323,7 +323,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("sync_ref_model ref_model_mixup_alpha ref_model_sync_steps", "the reference keeps its weights", unless=lambda value, given: not given["sync_ref_model"]),
     # The prompts.
     carried("dataset_name", "prompts.path", 'a file, a folder, or `"datasets:NAME"` for one in the local cache; nothing is downloaded', to=lambda value, given: {"prompts.path": data_path(str(value), str(given["dataset_config"] or ""))}),
-    carried("dataset_prompt_column", "prompts.prompt_column", "of Open R1's recipes"),
+    carried("dataset_prompt_column", "prompts.prompt_column prompts.template", "of Open R1's recipes, which make a message of the user of each", to=lambda value, given: {"prompts.prompt_column": value, "prompts.template": "chat"}),
     carried("system_prompt", "prompts.system_prompt", "of Open R1's recipes"),
     carried("dataset_config", "prompts.path", 'the subset: `"datasets:NAME:SUBSET"`', to=lambda value, given: {}),
     carried("dataset_train_split", "prompts.split", default="train"),
