@@ -210,7 +210,7 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"reward_model_name_or_path": "r", "reward_funcs": ["accuracy_reward"], "reward_weights": [1.0, 0.5]},
-        {"model.reward": "r", "rewards": [{"name": "math", "weight": 0.5}]},
+        {"model.reward": "r", "rewards": [{"name": "math", "weight": 0.5}], "prompts.answer_column": "solution"},
     ),
     (
         {"reward_funcs": ["models/kind", "./models/brief", "a.b"], "reward_weights": [1.0, 2.0, 0.5]},
@@ -553,6 +553,15 @@ class TestConversions:
         assert line.startswith('loss_type = "cispo": without epsilon_high TRL\'s largest ratio is epsilon, 0.2; here')
         assert values("trl", {"loss_type": "cispo"})["trainer.policy_loss"] == "cispo"
         assert lost("trl", {"loss_type": "cispo", "epsilon_high": 5.0}) == []
+
+    def test_the_solution_is_not_taken_from_functions_that_read_it_by_name(self) -> None:
+        options = {"reward_funcs": ["accuracy_reward", "my.lib.good"]}
+
+        (line,) = (line for line in lost("trl", options) if line.startswith("reward_funcs"))
+        assert "accuracy_reward reads the column solution" in line and "as a column answer, too" in line
+        assert "prompts.answer_column" not in values("trl", options)
+        own = conversion.convert(BY_WORD["trl"], {"reward_funcs": "accuracy_reward"}, {"prompts.answer_column": "a"})
+        assert own.settings["prompts.answer_column"].value == "a"
 
     def test_the_end_of_a_cosine_that_is_not_carried_has_its_own_line(self) -> None:
         optim, steps = f"{A}.optim", {"trainer.total_training_steps": 50}

@@ -214,12 +214,23 @@ def _rewards(value: Any, given: Given) -> dict[str, Any]:
         found["model.reward"] = model
     elif model is not None:
         found["rewards"] = [_model(model, weights[0]), *tables]
+    reasons = []
     if len(tables) < len(here):
-        raise NotCarriedError(
+        reasons.append(
             f"{_REASONING} gives 0 to a response without </think>, which math scores as any other: name a function of "
-            "your own in [[rewards]], or trl.rewards:reasoning_accuracy_reward where TRL is installed",
-            found,
+            "your own in [[rewards]], or trl.rewards:reasoning_accuracy_reward where TRL is installed"
         )
+    if any(name == "accuracy_reward" for name, _ in here):
+        if any(":" in table["name"] for table in tables):
+            # The column of the answer is none that functions get by its name.
+            reasons.append(
+                'accuracy_reward reads the column solution, which prompts.answer_column = "solution" would take from '
+                "the functions of your own: have it as a column answer, too"
+            )
+        else:
+            found["prompts.answer_column"] = "solution"
+    if reasons:
+        raise NotCarriedError("; ".join(reasons), found)
     return found
 
 
@@ -354,7 +365,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("max_tool_calling_iterations", "rollout.max_turns bounds the turns of an environment", key="rollout.max_turns"),
     needless("ds3_gather_for_generation pad_to_multiple_of", "workers have whole weights; rows are not padded"),
     # The rewards.
-    carried("reward_funcs", "rewards", "a function `a.b.c` is `a.b:c`; TRL's signature is called as it is; `accuracy_reward` is `math`, whose parsing differs in detail, `reasoning_accuracy_reward` is missing; a path with `/` is the folder of a reward model", to=_rewards),
+    carried("reward_funcs", "rewards prompts.answer_column", "a function `a.b.c` is `a.b:c`; TRL's signature is called as it is; `accuracy_reward` is `math`, whose parsing differs in detail, of the column `solution`; `reasoning_accuracy_reward` is missing; a path with `/` is the folder of a reward model", to=_rewards),
     carried("reward_weights", "rewards", "the weight of each table of rewards, first that of the reward model", to=lambda value, given: {}),
     carried("reward_model_name_or_path", "model.reward rewards", "a folder; with another weight than 1, or beside other models, a table of rewards", to=_reward_model),
     missing("multi_objective_aggregation", "rewards are added up before groups are compared (sum_then_normalize)", off=("sum_then_normalize",)),
