@@ -2,9 +2,10 @@
 
 It is started as a script and imports nothing of this package. It reads ``{"sources", "token", "cpu_s", "memory_bytes",
 "unisolated"}`` as JSON from its standard input, isolates itself, executes the sources one after the other in one
-namespace, and writes the token to its standard output if the last one ended without an exception. Without sources it
-writes the token and the kind of its isolation. Exit code 97 and the token, then the reason: it could not isolate or
-limit itself, and nothing was executed.
+module, and writes the token to its standard output if the last one ended without an exception. The module is called
+"solution" by the first source, the code of the response, whose ``if __name__ == "__main__":`` does not hold, and
+"__main__" by the tests. Without sources it writes the token and the kind of its isolation. Exit code 97 and the token,
+then the reason: it could not isolate or limit itself, and nothing was executed.
 
     this process    files: those of Python's library alone; no other process, network, user
       its child     limits of CPU, memory, files (setrlimit); a list of the system calls that it may make (seccomp)
@@ -29,6 +30,7 @@ import resource
 import signal
 import struct
 import sys
+import types
 
 REFUSED = 97
 _NOBODY = 65534
@@ -110,10 +112,12 @@ def main() -> None:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
     code = 1
     try:
-        namespace = {"__name__": "__main__"}
+        # Under both names: pickle, typing and dataclasses look a class up in the module that it names.
+        module = sys.modules["solution"] = sys.modules["__main__"] = types.ModuleType("solution")
         for number, source in enumerate(sources):
+            module.__name__ = "__main__" if number else "solution"
             # Each with its own imports from `__future__`, which must be its first statements.
-            exec(compile(source, f"<source {number}>", "exec", dont_inherit=True), namespace)
+            exec(compile(source, f"<source {number}>", "exec", dont_inherit=True), module.__dict__)
         if sources:
             os.write(answer, token)
         else:

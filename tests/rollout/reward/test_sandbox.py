@@ -217,6 +217,33 @@ print('é', flush=True)
     assert answer(SCRIPTS[way], source, is_root=is_root) == (0, TOKEN)
 
 
+@pytest.mark.parametrize(
+    ("source", "tests"),
+    [
+        ("import typing\nclass A:\n    b: 'A'\n", "assert typing.get_type_hints(A) == {'b': A}"),
+        ("class A:\n    b = 1\n", "import pickle\nassert type(pickle.loads(pickle.dumps(A()))) is A"),
+        (
+            "from __future__ import annotations\nimport dataclasses, typing\n@dataclasses.dataclass\nclass A:\n"
+            "    b: int\n    c: typing.ClassVar[int] = 3\n    d: dataclasses.InitVar[int] = 4\n"
+            "    def __post_init__(self, d): self.e = d\n",
+            "assert [field.name for field in dataclasses.fields(A)] == ['b'] and A(1, 2).e == 2",
+        ),
+        ("", "import pickle\nclass B: pass\nassert type(pickle.loads(pickle.dumps(B()))) is B"),
+        ("a = 1", "from solution import a as b\nfrom __main__ import a as c\nassert b == c == 1"),
+    ],
+    ids=["hints", "pickle", "dataclass", "pickle of the tests", "imports"],
+)
+def test_classes_are_found_in_the_module_that_they_name(source: str, tests: str) -> None:
+    assert answer(SCRIPT, source, tests) == (0, TOKEN)
+
+
+def test_the_main_block_of_the_code_does_not_run_and_those_of_the_tests_do() -> None:
+    source = "a = 1\nif __name__ == '__main__':\n    a = int(input())\n"
+    block = "if __name__ == '__main__':\n    a += 1\n"
+
+    assert answer(SCRIPT, source, block, block, "assert a == 3") == (0, TOKEN)
+
+
 def test_the_process_is_the_only_one_of_a_user_without_rights_and_sees_pythons_library_alone(is_root: bool) -> None:
     source = """
 import os, sys
