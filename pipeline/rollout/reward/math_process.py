@@ -25,7 +25,7 @@ from typing import Any, Final, NoReturn
 import setproctitle
 
 from pipeline.rollout.reward.answers import answer_of
-from pipeline.rollout.reward.math_text import is_prose, prepared, quantity_of
+from pipeline.rollout.reward.math_text import changed_of, is_prose, prepared, quantity_of
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 
 READ, RIGHT, WRONG, UNREADABLE, DIED = b"r", b"1", b"0", b"u", b"d"
@@ -126,6 +126,8 @@ def _answer_results(library: Any, text: str, *, is_given: bool = True) -> list[A
     """
     if quantity := quantity_of(text):
         return _results(library, f"${quantity}$")
+    if changed := changed_of(text):
+        return _results(library, f"${changed}$")
     text = prepared(text)
     if not text.strip():
         return []

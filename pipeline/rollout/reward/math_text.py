@@ -55,7 +55,20 @@ _NO_UNITS: Final = re.compile(
 _FACTORS: Final = {
     "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
-_PERCENT: Final = frozenset(("percent", "percentage", "pct", "pct."))
+_PERCENT: Final = frozenset(("percent", "percentage", "pct", "pct.", "%", "\\%"))
+_PART: Final = "half|third|fifth|tenth|hundredth|thousandth"
+_PARTS: Final = "halves|thirds|fifths|tenths|hundredths|thousandths"
+_COUNT: Final = (
+    "(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|"
+    r"eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)(?:-\w+)?"
+)
+_CHANGES: Final = re.compile(
+    rf"""^\s* (?: (?:squared|cubed|factorial|{_PARTS})\b | (?:{_PART})\s*$ )
+    | (?<![\w-]) (?: or|plus|minus|maybe|is\s+wrong | below\s+(?:zero|sea) | and\s+(?:an?\s+)?(?:quarter|{_PART})
+    | (?:and|times|over|choose|point|negative)\s+{_COUNT} ) (?![\w-])""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""Words that make another number of the one before them; not those of "8 quarters", "5 more", "3 negative roots"."""
 _SPACES: Final = re.compile(r"\\[,;:! ]|\\q?quad\b|~|[\u00a0\u2009\u202f]")
 _MARKS: Final = re.compile(r"(\$\$|\\\(|\\\[)((?:[^$\\]|\\(?![()\[\]]))+)(\$\$|\\\)|\\\])")
 _MOST_EXPONENT: Final = 400
@@ -97,6 +110,17 @@ def prepared(text: str) -> str:
     return _TIMES_TEN.sub(_decimal, _SCIENTIFIC.sub(_decimal, text))
 
 
+def changed_of(text: str) -> str:
+    r"""Return a text that is a number and words that make another one of it, as "2 and a half"; empty for any other.
+
+    Its words are plain: in `\text{...}` the library skips them, and reads 2.
+    """
+    bare = _bare(text)
+    found = _QUANTITY.fullmatch(bare)
+    is_changed = found is not None and not re.search(r"\d", found["rest"]) and _CHANGES.search(_words(found["rest"]))
+    return _words(bare) if is_changed else ""
+
+
 def is_prose(text: str) -> bool:
     """Return whether a text has two words in a row, commands of LaTeX aside."""
     return re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,},?\s+[A-Za-z]{2,}", text) is not None
@@ -121,27 +145,34 @@ def _bare(text: str) -> str:
             return text
 
 
+def _words(text: str) -> str:
+    r"""Return a text with that of each `\text{...}` as plain words."""
+    return re.sub(rf"{_TEXT}([^{{}}]*)\}}", r" \1 ", text)
+
+
 def _unit(rest: str) -> tuple[int, str] | None:
     """Return the factor and the percent sign of the text behind a number; None if it is no unit."""
-    factor, percent, at, behind_circle = 1, "", 0, False
+    factor, percent, at, behind_circle, is_leading = 1, "", 0, False, True
+    if _CHANGES.search(_words(rest)):
+        return None
     is_compound = re.search(r"[/²³^]", rest) is not None
     while at < len(rest):
         part = _UNIT_PART.match(rest, at)
         if part is None:
             return None
         kind, is_glued = part.lastgroup, at == 0
-        if kind == "percent" or (kind in ("word", "text") and part[kind].strip().lower() in _PERCENT):
-            percent = "\\%"
-        elif kind in ("word", "text") and part[kind].strip().lower() in _FACTORS:
-            factor *= _FACTORS[part[kind].strip().lower()]
-        elif kind == "word":
-            word = part["word"].rstrip(".")
-            is_known = _UNITS.fullmatch(word) or _UNITS.fullmatch(word.lower())
-            is_letter = word in _LETTERS and (behind_circle or (is_compound and not is_glued))
-            is_word = len(word) > 3 and not _NO_UNITS.fullmatch(word.lower()) and not is_glued
-            if not (is_known or is_letter or is_word or (word == "a" and not is_glued)):
-                return None
-        elif kind == "sign" and is_glued:
+        words = re.findall(r"\\?%|[A-Za-z]+\.?", part["text"]) if kind == "text" else [part[0]]
+        for word in words if kind in ("word", "text", "percent") else ():
+            if word.lower() in _PERCENT:
+                percent = "\\%"
+            # Of "6 eggs per dozen" it is none.
+            elif is_leading and word.lower() in _FACTORS:
+                factor *= _FACTORS[word.lower()]
+            else:
+                is_leading = False
+                if kind == "word" and not _is_unit(word.rstrip("."), is_compound, is_glued, behind_circle):
+                    return None
+        if kind == "sign" and is_glued:
             return None
         behind_circle = kind == "circle" or (behind_circle and kind == "space")
         # A power belongs to a unit: the one of a number alone is another number.
@@ -149,6 +180,14 @@ def _unit(rest: str) -> tuple[int, str] | None:
             return None
         at = part.end()
     return factor, percent
+
+
+def _is_unit(word: str, is_compound: bool, is_glued: bool, behind_circle: bool) -> bool:
+    if _UNITS.fullmatch(word) or _UNITS.fullmatch(word.lower()):
+        return True
+    if word in _LETTERS and (behind_circle or (is_compound and not is_glued)):
+        return True
+    return not is_glued and (word == "a" or (len(word) > 3 and not _NO_UNITS.fullmatch(word.lower())))
 
 
 def _closing(text: str, at: int) -> int:
@@ -169,8 +208,8 @@ def _boxes(text: str) -> str:
         if box.start() < at or (end := _closing(text, box.end())) < 0:
             continue
         content = text[box.end() : end]
-        quantity = quantity_of(content)
-        parts += [text[at : box.start()], f"\\boxed{{{quantity or _unboxed(content)}}}"]
+        read = quantity_of(content) or changed_of(content) or _unboxed(content)
+        parts += [text[at : box.start()], f"\\boxed{{{read}}}"]
         at = end + 1
     return "".join([*parts, text[at:]])
 
@@ -198,7 +237,7 @@ def _dollars(text: str) -> str:
             opens, closes = not content[0].isspace(), not content[-1].isspace()
             is_mark = opens and closes and not text[end + 1 : end + 2].isdigit()
             if is_mark or not (opens or closes):
-                parts += [text[at:start], f"${quantity_of(content) or content}$"]
+                parts += [text[at:start], f"${quantity_of(content) or changed_of(content) or content}$"]
                 at = end + 1
                 continue
         if re.match(r"\s?-?\.?\d", text[start + 1 : start + 4]):
@@ -208,8 +247,8 @@ def _dollars(text: str) -> str:
 
 
 def _marked(found: re.Match[str]) -> str:
-    quantity = quantity_of(found[2])
-    return f"{found[1]}{quantity}{found[3]}" if quantity else found[0]
+    read = quantity_of(found[2]) or changed_of(found[2])
+    return f"{found[1]}{read}{found[3]}" if read else found[0]
 
 
 def _decimal(found: re.Match[str]) -> str:
