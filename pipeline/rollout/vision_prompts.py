@@ -122,11 +122,13 @@ class VisionPrompts:
 
 
 def _read(path: str) -> Any:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     with Image.open(path) as image:
+        # As it is seen: cameras write its rotation beside the pixels.
+        upright = ImageOps.exif_transpose(image)
         # Always three channels: the file may have a palette, gray levels, or an alpha channel.
-        return image.convert("RGB")
+        return upright.convert("RGB")
 
 
 def vision_rows_of(kept: Sequence[tuple[Prompt, RenderedPrompt]]) -> VisionRows:

@@ -113,6 +113,21 @@ def test_a_palette_and_shades_of_gray_are_read_as_three_colours(tmp_path: Path, 
     torch.testing.assert_close(gray.vision["pixel_values"][0], normalized((255, 255, 255)), atol=1e-5, rtol=0)
 
 
+def test_a_photo_is_turned_upright(tmp_path: Path, vision: VisionPrompts) -> None:
+    stored = Image.new("RGB", (16, 8), GREEN)
+    stored.paste(RED, (0, 0, 8, 8))
+    rotation = stored.getexif()
+    # Its left side is its top when it is turned to the right.
+    rotation[0x0112] = 6
+    stored.save(tmp_path / "turned.png", exif=rotation)
+    stored.transpose(Image.Transpose.ROTATE_270).save(tmp_path / "upright.png")
+
+    turned, upright = (vision.render(prompt_of("a", str(tmp_path / name))) for name in ("turned.png", "upright.png"))
+
+    assert turned.vision["image_grid_thws"].tolist() == upright.vision["image_grid_thws"].tolist() == [[1, 4, 2]]
+    assert torch.equal(turned.vision["pixel_values"], upright.vision["pixel_values"])
+
+
 def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, vision: VisionPrompts) -> None:
     whole = tiny_vision.picture(tmp_path / "whole.png", 40, 40).read_bytes()
     (tmp_path / "torn.png").write_bytes(whole[: len(whole) // 2])
