@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 
 # A tag alone on its line would begin a block of HTML, which hides the fences in it; inline text has no fences.
 _MARKDOWN: Final = MarkdownIt("commonmark").disable(["html_block", "inline"])
+_NAMED_FENCE: Final = re.compile(r"^[ \t>]*(?:`{3,}[ \t]*[^`\s][^`\n]*|~{3,}[ \t]*\S.*)$", re.MULTILINE)
 _LANGUAGE: Final = re.compile(r"[{.\s]*([\w+#.-]*)")
 
 
@@ -22,11 +23,13 @@ class Block(NamedTuple):
 
     Attributes:
         start: Offset of its first line in the text.
+        end: Offset of the line behind it.
         language: First word of its info string in lower case, without the braces and the dot of attributes.
         content: Text of the block.
     """
 
     start: int
+    end: int
     language: str
     content: str
 
@@ -94,7 +97,8 @@ def block_of(response: str, tags: Sequence[str], is_language: Callable[[str], bo
     """Return the text of a response's last fenced block in a language, or the answer itself if there is none.
 
     Blocks are those of CommonMark 0.31, in lists and quotations too, that begin in the answer. A block with the
-    language goes before one without any, which goes before the text.
+    language goes before one without any, which goes before the text. One that is left open in the thoughts ends with
+    them.
 
     Args:
         response: The response.
@@ -107,19 +111,14 @@ def block_of(response: str, tags: Sequence[str], is_language: Callable[[str], bo
     text = re.sub(rf"(?m)^([ \t]*(?:`{{3,}}|~{{3,}}))[ \t]*(?=</?(?:{names})>)", r"\1\n", text)
     # As the parser counts lines.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    lines = re.findall(r"[^\n]*\n|[^\n]+", text)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    blocks, outside = [], list(lines)
-    for token in _MARKDOWN.parse(text):
-        if token.type != "fence" or token.map is None:
-            continue
-        first, end = token.map[0], min(token.map[1], len(lines))
-        language = _LANGUAGE.match(token.info)
-        blocks.append(Block(starts[first], language[1].lower() if language else "", token.content))
-        outside[first:end] = [" " * len(line) for line in lines[first:end]]
-    start, end = answer_bounds("".join(outside), tags)
+    blocks = _blocks(text)
+    if at := _end_of_thoughts(text, blocks, tags[:-1]):
+        blocks = [*_blocks(text[:at]), *_blocks(text[at:], at)]
+    outside, behind = [], 0
+    for block in blocks:
+        outside += [text[behind : block.start], " " * (block.end - block.start)]
+        behind = block.end
+    start, end = answer_bounds("".join([*outside, text[behind:]]), tags)
     if not text[start:end].strip():
         start, end = 0, len(text)
     blocks = [block for block in blocks if start <= block.start < end]
@@ -128,3 +127,28 @@ def block_of(response: str, tags: Sequence[str], is_language: Callable[[str], bo
         if found:
             return found[-1]
     return text[start:end]
+
+
+def _blocks(text: str, at: int = 0) -> list[Block]:
+    """Return the blocks of a text that is at an offset of another one."""
+    starts = [at]
+    for line in re.findall(r"[^\n]*\n|[^\n]+", text):
+        starts.append(starts[-1] + len(line))
+    blocks = []
+    for token in _MARKDOWN.parse(text):
+        if token.type == "fence" and token.map is not None:
+            first, end = token.map[0], min(token.map[1], len(starts) - 1)
+            language = _LANGUAGE.match(token.info)
+            blocks.append(Block(starts[first], starts[end], language[1].lower() if language else "", token.content))
+    return blocks
+
+
+def _end_of_thoughts(text: str, blocks: Sequence[Block], tags: Sequence[str]) -> int:
+    """Return where a tag ends the thoughts within a block that goes on to another one; 0 where none does."""
+    mark = re.compile(f"</(?:{'|'.join(map(re.escape, tags))})>")
+    for block in blocks if tags else ():
+        content = text.find("\n", block.start) + 1 or block.end
+        tag = mark.search(text, content, block.end)
+        if tag and _NAMED_FENCE.search(text, tag.end(), block.end):
+            return tag.start()
+    return 0

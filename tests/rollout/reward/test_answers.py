@@ -70,6 +70,10 @@ def test_one_tag_alone_is_that_of_the_answer() -> None:
     "<answer>```python\nx\n```</answer>",
     "</think>```python\nx\n``` </answer>",
     "<think>```python\ny\n```</think><answer>x</answer>",
+    # A fence that is left open in the thoughts.
+    "<think>\n```python\ny\nso.</think>\n<answer>\n```python\nx\n```\n</answer>",
+    "- ```python\n  y\n  so.</think>```python\nx\n```",
+    "~~~\ny\n</think>\n```python\nx\n```\nOutput:\n```text\ny\n```",
     "\u2028\f\n```python\nx\n```",
 ])  # fmt: skip
 def test_the_code_is_the_block_that_a_reader_of_markdown_sees(response: str) -> None:
@@ -83,6 +87,9 @@ def test_the_code_is_the_block_that_a_reader_of_markdown_sees(response: str) -> 
     ("```python\nx\n    ```\n```", "x\n    ```\n"),
     ("  ```python\n  if x:\n      y\n  ```", "if x:\n    y\n"),
     ("```python\nfind('<answer>(.*)</answer>')\n```", "find('<answer>(.*)</answer>')\n"),
+    ("```python\nend = '</think>'\nx\n```", "end = '</think>'\nx\n"),
+    ("```python\nend = '</think>'\n```\n```python\nx\n```", "x\n"),
+    ("<think>y</think>\n```python\nend = '</think>'\nx\n```\n```text\ny\n```", "end = '</think>'\nx\n"),
     # No fences: four spaces, backquotes in the info string, another character at the end.
     ("    ```\n    x\n    ```", "    ```\n    x\n    ```"),
     ("``` `a`\nx", "``` `a`\nx"),
@@ -120,5 +127,14 @@ def test_any_text_has_an_answer_and_a_block(text: str) -> None:
 
 
 def test_a_long_response_is_read_in_time() -> None:
-    for text in ("```\n" * 20_000, "> " * 20_000, "- " * 20_000, "<answer>```" * 5_000, "</answer>" * 10_000):
+    for text in (
+        "```\n" * 20_000,
+        "> " * 20_000,
+        "- " * 20_000,
+        "<answer>```" * 5_000,
+        "</answer>" * 10_000,
+        "```python\n</think>\n" * 5_000,
+        "```python\n</think>\n```python\n```\n" * 5_000,
+        "```\n" + "</think>" * 10_000,
+    ):
         assert isinstance(python_of(text), str)
