@@ -201,7 +201,7 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"reward_funcs": ["accuracy_reward", "my.lib.good"], "reward_weights": [1.0, 0.5]},
-        {"rewards": [{"name": "math"}, {"name": "my.lib:good", "weight": 0.5}]},
+        {"rewards": [{"name": "math"}, {"name": "my.lib:good", "style": "trl", "weight": 0.5}]},
     ),
     ({"reward_model_name_or_path": "r"}, {"model.reward": "r", "rewards": None}),
     (
@@ -215,7 +215,8 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {"reward_funcs": ["models/kind", "./models/brief", "a.b"], "reward_weights": [1.0, 2.0, 0.5]},
         {"rewards": [{"name": "model", "path": "models/kind"},
-                     {"name": "model", "path": "./models/brief", "weight": 2.0}, {"name": "a:b", "weight": 0.5}]},
+                     {"name": "model", "path": "./models/brief", "weight": 2.0},
+                     {"name": "a:b", "style": "trl", "weight": 0.5}]},
     ),
     (
         {"reward_model_name_or_path": "r", "reward_funcs": ["models/kind"]},
@@ -399,6 +400,7 @@ class TestConversions:
         rewards = config_load.load(tmp_path / "run" / "c.toml", [], {}).config.rewards
         paths = [str(getattr(reward, "path", reward.name)) for reward in rewards]
         assert paths == [str(tmp_path / "models" / "kind"), "a:b", "/models/brief"]
+        assert [getattr(reward, "style", None) for reward in rewards] == [None, "trl", None]
 
     def test_what_is_written_is_a_configuration(self, tmp_path: Path, subtests: pytest.Subtests) -> None:
         for word, options, _ in CASES:

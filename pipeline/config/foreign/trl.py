@@ -253,6 +253,9 @@ def _function(name: str, weight: Any) -> dict[str, Any]:
         found = {"name": "length", "limit_tokens": 1280, "buffer_tokens": 256}
     else:
         found = {"name": _REWARDS.get(name) or ":".join(name.rsplit(".", 1))}
+        if ":" in found["name"]:
+            # The parameters of TRL's first example, completion_ids and any others, do not tell.
+            found["style"] = "trl"
     return found if weight == 1 else {**found, "weight": weight}
 
 
@@ -365,7 +368,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("max_tool_calling_iterations", "rollout.max_turns bounds the turns of an environment", key="rollout.max_turns"),
     needless("ds3_gather_for_generation pad_to_multiple_of", "workers have whole weights; rows are not padded"),
     # The rewards.
-    carried("reward_funcs", "rewards prompts.answer_column", "a function `a.b.c` is `a.b:c`; TRL's signature is called as it is; `accuracy_reward` is `math`, whose parsing differs in detail, of the column `solution`; `reasoning_accuracy_reward` is missing; a path with `/` is the folder of a reward model", to=_rewards),
+    carried("reward_funcs", "rewards prompts.answer_column", "a function `a.b.c` is `a.b:c`; it is called as TRL calls it; `accuracy_reward` is `math`, whose parsing differs in detail, of the column `solution`; `reasoning_accuracy_reward` is missing; a path with `/` is the folder of a reward model", to=_rewards),
     carried("reward_weights", "rewards", "the weight of each table of rewards, first that of the reward model", to=lambda value, given: {}),
     carried("reward_model_name_or_path", "model.reward rewards", "a folder; with another weight than 1, or beside other models, a table of rewards", to=_reward_model),
     missing("multi_objective_aggregation", "rewards are added up before groups are compared (sum_then_normalize)", off=("sum_then_normalize",)),
