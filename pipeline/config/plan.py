@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from pipeline.config.evaluation import prompts_per_ticket
 from pipeline.config.losses import worker_holds_actor
 from pipeline.config.model_files import ModelSizes, model_sizes
 from pipeline.config.optimizers import moment_bytes
@@ -195,10 +196,10 @@ def process_bytes(config: Config, role: str) -> int:
 
 
 def checkpoint_bytes(config: Config, models: Models) -> int:
-    """Return the bytes of a checkpoint: the trained weights in `model.dtype`, and the training state."""
-    trained, _ = _trained_and_frozen(config, models)
-    weights_and_copies = WEIGHT_BYTES[config.model.dtype] + COPY_BYTES[config.model.dtype]
-    return weights_and_copies * trained + _moment_bytes(config, models, trained)
+    """Return the bytes of a checkpoint: weights in `model.dtype`, merged and as adapters, and the training state."""
+    trained, frozen = _trained_and_frozen(config, models)
+    weights = WEIGHT_BYTES[config.model.dtype] * (trained + frozen)
+    return weights + COPY_BYTES[config.model.dtype] * trained + _moment_bytes(config, models, trained)
 
 
 def card_bytes(config: Config, role: str, terms: Terms) -> Terms:
@@ -237,8 +238,10 @@ def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards
     wanted = config.trainer.activation_checkpointing
     checkpointed = on_cards if wanted is None else wanted
     tokens = _micro_batch_tokens(config, trained + frozen, on_cards=on_cards, checkpointed=checkpointed)
+    both = [model for model in (actor, models.critic) if model is not None]
+    kept = max(kept_bytes_a_token(model, dtype, checkpointed=checkpointed) for model in both)
     passes = {
-        "activations of a micro-batch": tokens * kept_bytes_a_token(actor, dtype, checkpointed=checkpointed),
+        "activations of a micro-batch": tokens * kept,
         # The logits, their gradient, and one chunk in float32.
         "logits": 3 * 4 * min(_LOGITS, max(tokens - tokens // max(length, 1), 1) * logits),
     }
@@ -253,8 +256,8 @@ def _rank(config: Config, models: Models, trained: int, frozen: int, *, on_cards
             "gradients": GRADIENT_BYTES[dtype] * trained,
             **passes,
         }
-    # The actor's parts have gradients as large. The reference's, which have none, are gathered before the step.
-    gathered = max(2 * _at_once(actor), 0 if reference is None else _at_once(reference))
+    # Parts of a trained model have gradients as large. The reference's, without any, are gathered before the step.
+    gathered = max(*(2 * _at_once(model) for model in both), 0 if reference is None else _at_once(reference))
     return {
         "weights": math.ceil((_SHARD_BYTES * trained + width * frozen) / ranks),
         "moments": math.ceil(_moment_bytes(config, models, trained) / ranks),
@@ -310,7 +313,10 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     terms = {"actor": width * (models.actor.parameters + adapters)} if worker_holds_actor(config) else {}
     a_row = _cache_of_a_row(config, models)
     ticket = config.prompts_per_ticket * config.group_size
-    rows = min(config.rollout.inference_batch_size or ticket, ticket)
+    # A ticket of an evaluation is generated at once, too.
+    held_out = prompts_per_ticket(config) * config.evaluation.num_generations if config.evaluation.files else 0
+    rows = max(ticket, held_out)
+    rows = min(config.rollout.inference_batch_size or rows, rows)
     if config.rollout.engine == "vllm":
         # Each card has its part; on a CPU all ranks are counted.
         parts = config.rollout.tensor_parallel if on_cards else 1
@@ -343,9 +349,12 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
             terms[name] = width * (_gathered(its) if streams else its.parameters)
             here.append(its)
     if on_cards and here:
-        given, length = config.rollout.logits_forward_batch_size, config.lengths.row
-        most = config.rollout.logits_forward_tokens or _PASS_TOKENS
-        tokens = given * length if given else min(most, ticket * length)
+        rollout, length = config.rollout, config.lengths.row
+        given = [size for size in (rollout.inference_batch_size, rollout.logits_forward_batch_size) if size is not None]
+        # A bound of rows stands in place of that of tokens (`pipeline.rollout.model_passes`).
+        tokens = min([ticket, *given]) * length
+        if most := rollout.logits_forward_tokens or (0 if given else _PASS_TOKENS):
+            tokens = min(tokens, most)
         terms["passes over rows"] = max(_pass_bytes(one, width, max(tokens, length)) for one in here) + (
             4 * _PASS_LOGITS * min(_LOGITS, tokens * models.actor.vocabulary)
         )

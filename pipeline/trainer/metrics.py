@@ -210,7 +210,6 @@ class TrainerMetrics(Telemetry):
             self._experiences.inc(len(rows))
             staleness = np.maximum(for_version - rows.columns["info.policy_version"], 0)
             self._staleness.observe_many(staleness.tolist())
-        self._tokens.inc(stats.tokens_trained)
         for histogram, values in (
             (self._ratio, stats.row_importance_ratios), (self._kl, stats.row_kl_nats), (self._gaps, stats.row_gap_nats),
         ):  # fmt: skip
@@ -225,6 +224,8 @@ class TrainerMetrics(Telemetry):
             self._lead(step, stats, row_means)
 
     def _lead(self, step: int, stats: StepStats, row_means: Mapping[str, float]) -> None:
+        # Those of all ranks.
+        self._tokens.inc(stats.tokens_trained)
         for where in stats.nonfinite:
             self._nonfinite[where].inc()
         for name, gauge in self._gauges.items():

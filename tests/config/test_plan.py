@@ -248,6 +248,57 @@ def test_the_rows_of_a_worker_are_at_most_those_of_a_ticket(
     assert found.worker["KV cache"] == rows * 10 * 2 * 32 * 4
 
 
+def test_the_rows_of_a_worker_are_those_of_an_evaluation_where_its_ticket_is_larger(folder: Path) -> None:
+    rollout = {"num_generations": 4, "batch_size": 2, "max_length": 10}
+    evaluation = {"files": [str(folder / "held-out.jsonl")], "batch_size": 5, "num_generations": 3}
+    (folder / "held-out.jsonl").write_text('{"prompt": "1"}\n')
+    config = configured(folder, rollout=rollout, evaluation=evaluation)
+
+    found = needs(config, models_of(config), on_cards=True)
+
+    assert found.worker["KV cache"] == 15 * 10 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("bounds", "tokens"),
+    [
+        ({}, 16_384),
+        # Rows bound a pass in place of tokens.
+        ({"inference_batch_size": 20}, 20 * 1024),
+        ({"inference_batch_size": 20, "logits_forward_batch_size": 18}, 18 * 1024),
+        ({"inference_batch_size": 20, "logits_forward_tokens": 5_000}, 5_000),
+        ({"inference_batch_size": 99}, 32 * 1024),
+    ],
+)
+def test_the_passes_of_a_worker_are_bounded_as_it_bounds_them(
+    folder: Path, bounds: dict[str, int], tokens: int
+) -> None:
+    rollout = {"num_generations": 8, "batch_size": 4, "max_length": 1024, **bounds}
+    config = configured(folder, rollout=rollout)
+    sizes = models_of(config).actor
+
+    found = needs(config, models_of(config), on_cards=True)
+
+    assert found.worker["passes over rows"] == plan._pass_bytes(sizes, 4, tokens) + 4 * plan._PASS_LOGITS * min(
+        plan._LOGITS, tokens * sizes.vocabulary
+    )
+
+
+def test_a_critic_that_is_larger_than_the_actor_bounds_the_passes_of_a_rank(folder: Path, tmp_path: Path) -> None:
+    tiny.llama(0, hidden_size=64, intermediate_size=96).save_pretrained(tmp_path)
+    config = configured(folder, rollout={"algorithm": "ppo"}, trainer={"world_size": 2, "sharding": "full"})
+    models, larger = models_of(config), model_sizes(tmp_path, "model.critic")
+
+    small, large = (
+        needs(config, models._replace(critic=critic), on_cards=True).rank for critic in (models.critic, larger)
+    )
+
+    a_token, more = (plan.kept_bytes_a_token(one, "float32", checkpointed=True) for one in (models.actor, larger))
+    assert more > a_token
+    assert large["activations of a micro-batch"] * a_token == small["activations of a micro-batch"] * more
+    assert large["gathered layers and root"] == 4 * 2 * plan._at_once(larger) > small["gathered layers and root"]
+
+
 @pytest.mark.parametrize(
     ("cache", "on_cards", "nbytes"),
     [
@@ -564,6 +615,15 @@ def test_moments_are_those_of_the_optimizer(folder: Path, optimizer: str, of_mat
     assert found.rank["moments"] == moments
     assert found.shared["training state"] == 2 * (math.ceil(2.125 * total) + moments)
     assert checkpoint_bytes(config, models) == 6 * total + moments
+
+
+def test_a_checkpoint_of_adapters_has_the_merged_model_too(folder: Path) -> None:
+    config = configured(folder, model={"dtype": "bfloat16", "lora_rank": 2})
+    models = models_of(config)
+    adapters = models.actor.adapter_parameters(2, config.model.lora_targets)
+
+    # Weights and adapters in 16 bits; of the adapters float32 copies and moments.
+    assert checkpoint_bytes(config, models) == 2 * models.actor.parameters + (2 + 4 + 8) * adapters
 
 
 def test_a_publish_writes_the_training_state_of_every_nth_version(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A trainer rank's decisions, with a learner that only counts, against a real buffer on a real arena."""
 
+import collections
 import dataclasses
 import json
 import threading
@@ -355,6 +356,19 @@ def test_the_step_behind_the_weights_falls_at_a_rollback_and_counts_on_from_ther
 
     assert reader.read().value("rlhfd_train_step") == 4
     assert reader.read().value("rlhfd_train_steps_total") == 6, "all that were taken"
+
+
+def test_tokens_of_a_step_of_two_ranks_count_once(tmp_path):
+    slab = MetricsSlab.create(tmp_path / "metrics", [SlotName("trainer", rank) for rank in range(2)])
+    for rank in range(2):
+        slab.begin("trainer", rank)
+        metrics = TrainerMetrics(slab.writer("trainer", rank), rank=rank, reward_source="function")
+        metrics.began(0)
+        # Each rank has the tokens of all of them.
+        metrics.stepped(1, dataclasses.replace(_idle([]), tokens_trained=1000), [], 0, collections.defaultdict(float))
+
+    assert MetricsReader(slab).read().value("rlhfd_tokens_total", kind="trained") == 1000
+    slab.close()
 
 
 def test_updates_and_kl_of_a_step_are_exported(bench):
