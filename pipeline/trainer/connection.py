@@ -220,15 +220,18 @@ class Connection:
             DeadlineError: If no batch arrives within `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        has_heard = False
         self.acknowledge()
         while not self.draining:
             if (batch := self.poll(device=device, ragged=ragged)) is not None:
                 return batch
             left_s = 1.0 if deadline is None else deadline - time.monotonic()
-            if left_s <= 0:
+            # Within no time at all, too, a batch is taken that is there.
+            if left_s <= 0 and has_heard:
                 raise DeadlineError(f"no batch for trainer rank {self.rank} within {timeout_s:g} s")
             with contextlib.nullcontext() if self._metrics is None else self._metrics.waiting():
-                self.receive(min(left_s, 1.0))
+                self.receive(max(0.0, min(left_s, 1.0)))
+            has_heard = True
         return None
 
     def poll(self, *, device: str | torch.device = "cpu", ragged: bool = False) -> Batch | None:
@@ -329,7 +332,8 @@ class Connection:
         Raises:
             WeightsError: If no weights are published, or they are of another model.
         """
-        return self.versions.restore(joined(models))
+        # Adapters by peft's names, as `publish` takes them.
+        return self.versions.restore(joined({name: without_peft_names(state) for name, state in models.items()}))
 
     def restore_training(self, version: WeightsVersion, into: Mapping[str, torch.Tensor]) -> bool:
         """Copy the `training` tensors that were published with a version.

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from pipeline.errors import DeadlineError
+from pipeline.errors import DeadlineError, WeightsError
 from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.runtime.messages import Exhausted, Lease, Published, Welcome
@@ -178,6 +178,29 @@ def test_a_wait_that_comes_to_nothing_ends_at_its_deadline(house):
 
     with pytest.raises(DeadlineError, match=r"no batch for trainer rank 0 within 0\.01 s"):
         connection.take(timeout_s=0.01)
+
+
+def test_a_batch_that_is_there_is_taken_within_no_time(house):
+    connection = house.connect()
+    for _ in range(4):
+        house.turn()
+        with contextlib.suppress(DeadlineError):
+            assert connection.take(timeout_s=0, ragged=house.ragged) is not None
+            return
+    pytest.fail("no batch came")
+
+
+def test_a_training_state_of_other_names_is_refused_and_an_empty_one_is_none(house):
+    connection = house.connect()
+    weights, moment = {"w": torch.ones(3)}, {"m": torch.full((3,), 2.0)}
+    connection.publish(actor=weights, training={})
+
+    published = connection.publish(actor=weights, training=moment)
+
+    found = {"m": torch.zeros(3)}
+    assert connection.restore_training(published, found) and found["m"].tolist() == [2.0] * 3
+    with pytest.raises(WeightsError, match="the training state has other names than the one published first: v"):
+        connection.publish(actor=weights, training={**moment, "v": torch.ones(3)})
 
 
 def test_closing_hands_back_what_was_not_trained(house):

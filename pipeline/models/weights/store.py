@@ -189,6 +189,7 @@ class WeightsPublisher:
         self.slot_of = self._mapping.slot_of
         self.version = self._mapping.version
         self.slots = self._mapping.slots
+        self.names = frozenset(spec.name for spec in self._mapping.specs)
         self._slots = self._mapping.all_slots()
 
     @property

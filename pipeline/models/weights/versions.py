@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.errors import ConfigError, UnreachableError
+from pipeline.errors import ConfigError, UnreachableError, WeightsError
 from pipeline.models.weights.held import HeldVersion
 from pipeline.models.weights.shards import Alone, Group, Shard, as_shards
 from pipeline.models.weights.slot_copy import combined
@@ -226,10 +226,24 @@ class PolicyVersions:
         return self._weights.slot(slot).digests(blocks)
 
     def begin_state(self, state: Mapping[str, Tensor]) -> int | None:
-        """Begin a training state of these names, shapes and dtypes; return its slot, None without room for it."""
+        """Begin a training state of these names, shapes and dtypes.
+
+        Returns:
+            Its slot; None if it is empty, or there is no room for it.
+
+        Raises:
+            WeightsError: If its names are others than those of the first one.
+        """
+        if not state:
+            return None
         if self._training is None and self._has_room:
             self._training = self._training_publisher(state)
-        return None if self._training is None else self._training.begin(spared=self._kept_age())
+        if self._training is None:
+            return None
+        if others := self._training.names ^ state.keys():
+            shown = ", ".join(sorted(others)[:3])
+            raise WeightsError(f"the training state has other names than the one published first: {shown}")
+        return self._training.begin(spared=self._kept_age())
 
     def write_state(self, slot: int, state: Mapping[str, Tensor | Shard]) -> list[int]:
         """Write tensors of a training state, or ranges of them; return the digests as `write_part`."""

@@ -74,14 +74,16 @@ def response_lengths(
     if not num_actions:
         raise ShapeError("no response token in 0 columns")
     columns = torch.arange(1, num_actions + 1, device=responses.device)
-    ends = torch.where(responses != pad_token_id, columns, 0).amax(dim=1).clamp(min=1)
+    last = torch.where(responses != pad_token_id, columns, 0).amax(dim=1).clamp(min=1)
     eos = torch.isin(responses, torch.tensor(list(eos_token_ids), dtype=responses.dtype, device=responses.device))
-    ends = _first_end(eos, columns, ends)
+    ends = _first_end(eos, columns, last)
     stop_ends = torch.full_like(ends, num_actions + 1)
     for stop in stop_sequences:
         found = _ends_of(responses, stop)
         stop_ends = torch.minimum(stop_ends, _first_end(found, columns, stop_ends))
-    return torch.where(stop_ends <= num_actions, stop_ends, ends)
+    # The padding behind an eos was not sampled, whatever stop it looks like.
+    is_padding = eos.gather(1, last.unsqueeze(1) - 1).squeeze(1) & (stop_ends > last)
+    return torch.where((stop_ends <= num_actions) & ~is_padding, stop_ends, ends)
 
 
 def _ends_of(responses: Tensor, stop: Sequence[int]) -> Tensor:

@@ -84,7 +84,8 @@ def policy_loss(
         RuntimeError: If the inputs do not broadcast.
     """
     shapes = [tuple(each.shape) for each in (log_probs, old_log_probs, advantages)]
-    if torch.broadcast_shapes(*shapes) != mask.shape:
+    # One value a row would be one a column.
+    if any(len(shape) != mask.dim() for shape in shapes) or torch.broadcast_shapes(*shapes) != mask.shape:
         raise ShapeError(f"log-probs and advantages {shapes} and mask {tuple(mask.shape)} differ in shape")
     log_probs, old_log_probs, advantages = (
         each.expand(mask.shape)[mask] for each in (log_probs, old_log_probs, advantages)
@@ -126,6 +127,8 @@ def value_loss(
         ShapeError: If the inputs broadcast to another shape than the mask's.
         RuntimeError: If the inputs do not broadcast.
     """
+    if any(each.dim() != mask.dim() for each in (values, old_values, returns)):
+        raise ShapeError(f"values and returns have one value a row, the mask is {tuple(mask.shape)}")
     # Filled before the arithmetic: NaN times the zero gradient of a masked element is NaN.
     values, old_values, returns = (each.masked_fill(~mask, 0.0) for each in (values, old_values, returns))
     return masked_mean(value_losses(values, old_values, returns, clip_range), mask, denominator) / 2

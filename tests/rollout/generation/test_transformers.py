@@ -482,6 +482,8 @@ def test_other_stop_token_ids_are_refused(given: Any) -> None:
         ([5, 9, 7, 8, 0, 0], ((7, 8), (9,)), 2),  # the first of the alternatives
         ([5, 1, 6, 1, 0, 0], ((7, 8),), 2),  # else the first eos
         ([5, 6, 6, 0, 0, 0], ((7, 8),), 3),  # else the padding goes
+        ([5, 1, 0, 0, 0, 0], ((0,),), 2),  # padding behind an eos is no stop
+        ([5, 6, 0, 0, 0, 0], ((0,),), 3),  # and without one its first token is
         ([5, 0, 6, 0, 0, 0], (), 3),  # but not inside
         ([5, 6, 5, 6, 5, 6], ((7, 8),), 6),  # cut off at the limit: all of it
         ([7, 7, 8, 7, 8, 8], ((7, 7, 8, 7, 8, 8, 8),), 6),  # a stop longer than the response

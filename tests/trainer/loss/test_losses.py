@@ -40,6 +40,19 @@ def test_masked_mean_counts_masked_elements_only() -> None:
         masked_mean(row(1, 2), flags(1, 1, 1))
 
 
+def test_values_of_rows_are_none_of_columns() -> None:
+    """Of two rows with two actions each they would be taken along the other dimension."""
+    zeros, mask = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
+    of_rows = torch.tensor([1.0, -1.0])
+
+    with pytest.raises(ShapeError):
+        policy_loss(zeros, zeros, of_rows, mask, 0.2)
+    with pytest.raises(ShapeError):
+        value_loss(zeros, zeros, of_rows, mask, 0.2)
+    # With a column of their own they are those of rows.
+    assert policy_loss(zeros, zeros, of_rows.unsqueeze(1), mask, 0.2).loss == 0
+
+
 def test_policy_loss_by_hand() -> None:
     # ratio, advantage -> -min(r A, clip(r, 0.8, 1.2) A)
     ratios = (1.0, 1.5, 1.5, 0.5, 0.5, 1.1)
