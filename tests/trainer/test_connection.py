@@ -190,6 +190,16 @@ def test_a_batch_that_is_there_is_taken_within_no_time(house):
     pytest.fail("no batch came")
 
 
+def test_adapters_are_restored_by_the_names_of_peft_by_which_they_are_published(house):
+    connection, name = house.connect(), "base_model.model.model.layers.0.q_proj.lora_A.weight"
+    connection.publish(actor={name: torch.ones(3)})
+
+    found = {name: torch.zeros(3)}
+    connection.restore(actor=found)
+
+    assert found[name].tolist() == [1.0] * 3
+
+
 def test_a_training_state_of_other_names_is_refused_and_an_empty_one_is_none(house):
     connection = house.connect()
     weights, moment = {"w": torch.ones(3)}, {"m": torch.full((3,), 2.0)}
