@@ -157,6 +157,22 @@ def test_an_open_file_descriptor_is_found_until_it_is_closed() -> None:
     assert leaks_of(before) == []
 
 
+def test_a_variable_that_is_set_changed_or_removed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEAKS_CHANGED", "LEAKS_REMOVED"):
+        monkeypatch.setenv(name, "before")
+    before = Holdings.now()
+
+    monkeypatch.setenv("LEAKS_SET", "after")
+    monkeypatch.setenv("LEAKS_CHANGED", "after")
+    monkeypatch.delenv("LEAKS_REMOVED")
+
+    assert leaks_of(before) == [
+        "variable LEAKS_CHANGED is 'after', it was 'before'",
+        "variable LEAKS_REMOVED is None, it was 'before'",
+        "variable LEAKS_SET is 'after', it was None",
+    ]
+
+
 def test_what_cuda_keeps_open_is_no_leak_of_the_test_that_uses_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a library in CUDA's place that opens a pipe at its first use."""
     pipes: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Resources of this process outside itself - processes, shared memory, file descriptors - before a test and after it.
+"""Processes, shared memory, file descriptors and variables of the environment, before a test and after it.
 
 Processes are ours by parent, or by a mark in the environment that descendants inherit: an orphan, whose parent died, is
 found by it. A segment counts only if no live process of another owner holds it, and it is not that of a runtime
@@ -15,7 +15,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,11 +67,12 @@ class Holdings:
     pids: frozenset[int]
     segments: frozenset[Path]
     descriptors: frozenset[tuple[int, str]]
+    variables: Mapping[str, str]
 
     @classmethod
     def now(cls) -> Holdings:
         """Take the snapshot."""
-        return cls(frozenset(_pids()), frozenset(_segments()), frozenset(_descriptors()))
+        return cls(frozenset(_pids()), frozenset(_segments()), frozenset(_descriptors()), _variables())
 
     def leaks(self, *, descriptors: bool = True, grace_s: float = _GRACE_S) -> list[str]:
         """Return a line for each resource that still exists after `grace_s`; processes among them are killed.
@@ -96,7 +97,13 @@ class Holdings:
             *(f"process {pid} is still running: {command}" for pid, command in processes.items()),
             *(f"shared memory is left: {path}" for path in segments),
             *(f"file descriptor {number} is still open: {target}" for number, target in opened),
+            *self._changed_variables(),
         ]
+
+    def _changed_variables(self) -> list[str]:
+        now = _variables()
+        names = sorted(name for name in self.variables | now if self.variables.get(name) != now.get(name))
+        return [f"variable {name} is {now.get(name)!r}, it was {self.variables.get(name)!r}" for name in names]
 
     def _is_leaked(self, pid: int) -> bool:
         if pid in self.pids or not _is_ours(pid):
@@ -179,6 +186,10 @@ def _is_held_by_others(segment: Path) -> bool:
                     if os.readlink(link).startswith(needle):
                         return True
     return False
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 
 
 def _descriptors() -> set[tuple[int, str]]:

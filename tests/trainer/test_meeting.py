@@ -106,7 +106,9 @@ def test_ranks_of_several_machines_speak_by_the_interface_of_their_meeting_or_th
 ):
     """On the daemon's machine too, with the variables that the supervisor gives a child."""
     for name in meeting.INTERFACES:
-        monkeypatch.delenv(name, raising=False)
+        # Noted first: what the call sets is undone with the rest.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     for name, value in child_environment(gpu="", threads=1).items():
@@ -123,9 +125,6 @@ def test_ranks_of_several_machines_speak_by_the_interface_of_their_meeting_or_th
     )
 
     enter_group(config_of(machines[0]), context)
-    for name in meeting.INTERFACES:
-        # What the call has set is undone with the rest.
-        monkeypatch.setenv(name, "")
 
     assert seen == found
 

@@ -71,3 +71,23 @@ def finish(engine, count):
         assert time.monotonic() < deadline_s, engine.load
         ended |= {completed.key: completed.responses for completed in engine.step()}
     return ended
+
+
+def begin(engine, *requests, running=None):
+    """Submit requests, and return while all their rows run, or `running` of them: none has ended by then.
+
+    The engine goes on for a few steps at a time until it reports so many rows.
+    """
+    running = sum(request.group_size for request in requests) if running is None else running
+    deadline_s = time.monotonic() + 120
+    engine.pause()
+    for request in requests:
+        engine.submit(request)
+    while engine.load.running != running:
+        assert time.monotonic() < deadline_s, engine.load
+        engine.resume()
+        time.sleep(0.005)
+        engine.pause()
+        # A report comes each 0.1 s at most.
+        time.sleep(0.05)
+    engine.resume()

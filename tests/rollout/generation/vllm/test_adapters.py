@@ -9,7 +9,7 @@ from pipeline.models.lora import adapt, adapter_of
 from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.rollout.generation.interface import Span
 from pipeline.rollout.generation.vllm.engine import lora_of
-from tests.rollout.generation.vllm.models import finish, log_probs_of, small_llama
+from tests.rollout.generation.vllm.models import begin, finish, log_probs_of, small_llama
 from tests.rollout.generation.vllm.test_engine import PROMPT, ids, request, run, settings
 from tests.support.daemon import is_alive, wait_until
 from tests.support.vllm_engines import forked_engine
@@ -84,8 +84,7 @@ def test_adapters_are_in_force_by_their_version_alone_and_only_whole_ones_of_the
     assert ids(again) == ids(of_second)
 
     # In flight: the tokens stay, and those that follow are of the new version given all before them.
-    engine.submit(request(room=380, eos_token_ids=()))
-    wait_until(lambda: (engine.step(), engine.load.running == 4)[1], 60, "they run")
+    begin(engine, request(room=380, eos_token_ids=()))
     engine.fetch_weights(path, (1, 0))
     for response in finish(engine, 1)[0]:
         before, after = response.spans

@@ -24,7 +24,7 @@ from pipeline.rollout.generation.interface import Request, Sampling, Span
 from pipeline.rollout.generation.vllm import new_engine, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.generation.weights import ModelWeights
-from tests.rollout.generation.vllm.models import EOS, finish, log_probs_of, small_llama
+from tests.rollout.generation.vllm.models import EOS, begin, finish, log_probs_of, small_llama
 from tests.support.daemon import is_alive, wait_until
 from tests.support.proving import prove
 from tests.support.told import Told
@@ -168,10 +168,10 @@ def test_a_cancelled_request_never_comes_out_and_its_key_is_free_again(engine):
 def test_the_load_counts_what_runs_what_waits_and_the_free_cache(engine):
     assert (engine.load.running, engine.load.waiting, engine.load.free_cache) == (0, 0, 1.0)
 
-    for key in range(4):
-        engine.submit(request(key, room=300, eos_token_ids=()))
-    assert engine.load.running + engine.load.waiting == 16, "those on their way wait"
-    wait_until(lambda: (engine.step(), engine.load.running == MAX_ROWS)[1], 60, "a report with all rows")
+    first, *others = (request(key, room=300, eos_token_ids=()) for key in range(4))
+    engine.submit(first)
+    assert engine.load.running + engine.load.waiting == 4, "those on their way wait"
+    begin(engine, *others, running=MAX_ROWS)
 
     load = engine.load
     assert (load.running, load.waiting, load.room_rows) == (MAX_ROWS, 16 - MAX_ROWS, MAX_ROWS)
@@ -254,8 +254,7 @@ def test_new_weights_are_in_force_from_the_next_request_on_a_cached_prompt_too(e
 def test_an_update_in_flight_keeps_the_tokens_and_each_span_knows_its_version(engine, models, stop_sequences):
     long = request(room=380, eos_token_ids=(), stop_sequences=stop_sequences)
     undisturbed = run(engine, long)[0]
-    engine.submit(long)
-    wait_until(lambda: (engine.step(), engine.load.running == 4)[1], 60, "they run")
+    begin(engine, long)
 
     engine.update_weights(models.second.state_dict(), 1)
     responses = finish(engine, 1)[0]
@@ -419,8 +418,7 @@ def test_tokens_and_prefix_hits_are_counted_and_a_killed_engine_raises_one_clear
 
 def test_an_update_in_flight_is_no_preemption(engine, models):
     before = engine.load.counts.preemptions
-    engine.submit(request(room=380, eos_token_ids=()))
-    wait_until(lambda: (engine.step(), engine.load.running == 4)[1], 60, "they run")
+    begin(engine, request(room=380, eos_token_ids=()))
 
     engine.update_weights(models.second.state_dict(), 1)
     finish(engine, 1)

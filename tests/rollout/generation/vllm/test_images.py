@@ -20,9 +20,8 @@ from pipeline.rollout.generation.vllm import images, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.generation.vllm.images import sight_of
 from pipeline.runtime.link import Link
-from tests.rollout.generation.vllm.models import finish, small_vl
+from tests.rollout.generation.vllm.models import begin, finish, small_vl
 from tests.support import tiny, tiny_vision
-from tests.support.daemon import wait_until
 from tests.support.vllm_engines import forked_engine
 
 # The first one is longer than a block of the cache.
@@ -273,9 +272,7 @@ def test_an_update_in_flight_looks_at_the_images_again(seeing):
     first, second = small_vl(kind, 0), with_another_encoder(small_vl(kind, 0))
     engine.update_weights(first.state_dict(), 4)
     asked = requests(ONE, TWO, room=200)
-    for one in asked:
-        engine.submit(one)
-    wait_until(lambda: (engine.step(), engine.load.running == 6)[1], 60, "they run")
+    begin(engine, *asked)
 
     engine.update_weights(second.state_dict(), 5)
     ended = finish(engine, 2)

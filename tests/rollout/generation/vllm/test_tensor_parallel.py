@@ -21,7 +21,7 @@ from pipeline.errors import EngineKilledError, WeightsError, WeightsMismatchErro
 from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.rollout.generation.interface import Span
 from pipeline.rollout.generation.vllm.engine import VllmEngine
-from tests.rollout.generation.vllm.models import finish, log_probs_of, small_llama
+from tests.rollout.generation.vllm.models import begin, finish, log_probs_of, small_llama
 from tests.rollout.generation.vllm.test_engine import PROMPT, Weights, request, run, settings, stepped_from
 from tests.support.daemon import descendants, is_alive, wait_until
 from tests.support.proving import prove
@@ -96,8 +96,7 @@ def test_published_weights_reach_each_rank_and_the_log_probs_are_those_of_the_wh
 
 def test_weights_change_in_flight_between_two_steps_of_all_ranks(engine, models):
     engine.update_weights(models.first.state_dict(), 6)
-    engine.submit(request(room=200, eos_token_ids=()))
-    wait_until(lambda: (engine.step(), engine.load.running == 4)[1], 60, "they run")
+    begin(engine, request(room=200, eos_token_ids=()))
 
     engine.update_weights(models.second.state_dict(), 7)
     responses = finish(engine, 1)[0]
@@ -135,8 +134,7 @@ def test_a_killed_rank_ends_the_engine_by_the_same_signal_and_nothing_is_left(en
     assert len(ranks) == RANKS
     assert len(shared) >= 3 and all(name.endswith("(deleted)") for name in shared), "one to the ranks, one from each"
 
-    engine.submit(request(room=380, eos_token_ids=()))
-    wait_until(lambda: (engine.step(), engine.load.running == 4)[1], 60, "they run")
+    begin(engine, request(room=380, eos_token_ids=()))
     os.kill(ranks[1], signal.SIGKILL)
 
     with pytest.raises(EngineKilledError, match="engine vllm: its process was killed by signal 9"):
