@@ -55,7 +55,7 @@ class DaemonConfig(Section):
     log_format: Literal["text", "json"] = "text"
     """Log lines as text for people, or as JSON."""
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", json_schema_extra=LIVE)
-    """Lowest level that is logged."""
+    """Lowest level that is logged; a running vLLM keeps that of its start."""
     log_texts: bool = False
     """Whether the log quotes the errors and return values of reward functions and chat templates, which may contain
     prompts, responses and answers."""

@@ -419,13 +419,14 @@ class InstanceStatus:
         }
 
     def _sample_memory(self) -> None:
-        for kind, path in (
-            ("buffer", self.workspace.arena_path),
-            ("weights", self.workspace.weights_path),
-            ("metrics", self.workspace.metrics_path),
+        workspace = self.workspace
+        for kind, paths in (
+            ("buffer", [workspace.arena_path]),
+            ("weights", [workspace.weights_path, *workspace.folder.glob("training*")]),
+            ("metrics", [workspace.metrics_path]),
         ):
-            if path.exists():
-                self._writer.gauge("rlhfd_shm_bytes", kind=kind).set(path.stat().st_size)
+            if sizes := [path.stat().st_size for path in paths if path.exists()]:
+                self._writer.gauge("rlhfd_shm_bytes", kind=kind).set(sum(sizes))
         # The supervisor's next tick ends a run whose folder was removed.
         with contextlib.suppress(FileNotFoundError):
             system = os.statvfs(self.workspace.folder)

@@ -283,7 +283,8 @@ class Supervisor:
         self._slab = MetricsSlab.reopen(self.workspace.metrics_path, slots)
         self._slab.survive_truncation()
         folder = self.workspace.folder
-        self._sizes = Sizes(folder / name for name in (METRICS, ARENA, "weights", "training"))
+        states = ["training", *(f"training-{rank}" for rank in range(1, config.ranks_here))]
+        self._sizes = Sizes(folder / name for name in (METRICS, ARENA, "weights", *states))
         self._slab.begin("supervisor")
         writer = self._slab.writer("supervisor")
         count_warnings(writer)

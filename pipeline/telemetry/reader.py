@@ -163,9 +163,12 @@ class MetricsReader:
         ]
 
     def _read_heartbeats(self, indices: Sequence[int], heartbeats: _Growing) -> None:
-        for index in indices:
-            role, worker = self._slab.layout.slots[index]
-            if self._slab.is_live(role, worker) and (beat_s := self._slab.progress(role, worker).beat_s):
+        slots = [self._slab.layout.slots[index] for index in indices]
+        live = {slot: self._slab.progress(*slot) for slot in slots if self._slab.is_live(*slot)}
+        # A rank that waits in a collective is as alive as the ranks that it waits for.
+        others_s = max((found.beat_s for found in live.values() if not found.in_collective), default=0.0)
+        for (role, worker), found in live.items():
+            if beat_s := max(found.beat_s, others_s) if found.in_collective else found.beat_s:
                 # In whole milliseconds: the two clocks are not read at the same moment.
                 heartbeats[role, str(worker)] = round(time.time() - time.monotonic() + beat_s, 3)
 

@@ -185,8 +185,8 @@ class TrainerMetrics(Telemetry):
             step: Optimizer steps behind its weights.
             steps_before: Steps of earlier instances of the run, whose counters are gone.
         """
-        self._version.set(version)
         if self._leads:
+            self._version.set(version)
             # Absent until now: a reader that saw 0 first would take the steps before for a rate.
             self._steps = self._writer.counter("rlhfd_train_steps_total")
             self._steps.inc(steps_before)

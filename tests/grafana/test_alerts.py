@@ -98,6 +98,13 @@ CASES = {
             # Ready for a moment every eight minutes: a process that is not ready has an alert of its own.
             {"rlhfd_items_trained_total": "100x80", "rlhfd_ready": "0x15 1 0x15 1 0x15 1 0x15 1"},
             {"rlhfd_items_trained_total": "100x80", "rlhfd_ready": "1x80", "rlhfd_paused": "1x80"},
+            # A long evaluation, one prompt in five minutes.
+            {
+                "rlhfd_items_trained_total": "100x80",
+                "rlhfd_ready": "1x80",
+                'rlhfd_evaluation_under_way_prompts{state="all"}': "40x80",
+                'rlhfd_evaluation_under_way_prompts{state="done"}': "0x8 1x8 2x8 3x8 4x8 5x8 6x8 7x8 8x8",
+            },
         ),
         "ready, and no row was trained for 15 minutes",
     ),

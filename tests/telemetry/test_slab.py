@@ -193,6 +193,25 @@ def test_slot_tells_its_pid_incarnation_and_progress(slab: MetricsSlab) -> None:
     assert slab.progress("rollout").working_on == -1
 
 
+def test_a_rank_in_a_collective_is_as_alive_as_those_that_it_waits_for(tmp_path: Path) -> None:
+    slab = MetricsSlab.create(tmp_path / "metrics", [SlotName("trainer", rank) for rank in range(2)])
+    first, second = begun(slab, "trainer", 0), begun(slab, "trainer", 1)
+    name = "rlhfd_process_last_heartbeat_timestamp_seconds"
+    first.set_in_collective(True)
+    time.sleep(0.05)
+    second.beat()
+
+    shown = [value(slab, name, role="trainer", worker=str(rank)) for rank in range(2)]
+    assert shown[0] == pytest.approx(shown[1], abs=0.01)
+    second.set_in_collective(True)
+    time.sleep(0.05)
+    second.beat()
+    # All wait in it: each shows its own.
+    shown = [value(slab, name, role="trainer", worker=str(rank)) for rank in range(2)]
+    assert shown[1] - shown[0] > 0.04
+    slab.close()
+
+
 def test_dead_slot_keeps_its_counts_and_loses_its_gauges(slab: MetricsSlab) -> None:
     writer = begun(slab, "trainer")
     writer.counter(STEPS).inc(3)

@@ -217,11 +217,18 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """One connection, aborted if it does not send a whole request in time."""
+    """One connection, aborted if it does not send each of its requests whole in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._due = self.loop.call_later(_REQUEST_TIMEOUT_S, self._cut_silent)
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._due.cancel()
+        elif self._due.cancelled():
+            self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._due.cancel()
@@ -235,9 +242,8 @@ class _Connection(H11Protocol):
             self.cycle.disconnected = True
             self.transport.abort()
 
-    def _cut_silent(self) -> None:
-        if self.cycle is None:
-            self.transport.abort()
+    def _expect_request(self) -> None:
+        self._due = self.loop.call_later(_REQUEST_TIMEOUT_S, self.transport.abort)
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -6,11 +6,12 @@ const WIDTH = 1000, HEIGHT = 100;
 export const ORDER = [
   "generate", "environment", "train", "logprob", "ref_logprob", "value", "reward", "seal", "publish", "fetch_weights",
   "start", "other",
-  "wait_ticket_full", "wait_ticket_staleness", "asleep", "wait_card", "wait_data",
+  "wait_ticket_full", "wait_ticket_staleness", "wait_ticket_paused", "asleep", "wait_card", "wait_data",
 ];
 export const NAMES = {
   ref_logprob: "reference log-prob", logprob: "log-prob", fetch_weights: "fetch weights", wait_data: "wait for work",
   wait_ticket_full: "buffer is full", wait_ticket_staleness: "staleness bound",
+  wait_ticket_paused: "paused",
   asleep: "engine asleep", wait_card: "wait for the card",
 };
 const isWait = (activity) => activity.startsWith("wait_") || activity === "asleep";
