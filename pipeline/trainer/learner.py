@@ -390,7 +390,7 @@ class Learner:
 
         while True:
             parts = batch.micro_batches(self._micro_batch, model)
-            if (found := log_probs_of_batch(model, batch, parts, of_part)) is not None:
+            if (found := log_probs_of_batch(model, batch, parts, of_part, meeting=self._meet)) is not None:
                 return found
             self._micro_batch.halve(*self._part_shape)
 
@@ -416,17 +416,22 @@ class Learner:
             parts = batch.micro_batches(self._micro_batch, self._actor)
             # Without an action losses would be 0 / 0.
             is_last = batch is batches[-1] and totals.actions > 0
-            for part, ratios in in_step(parts, batch, row_ratios, self._actor, trained, is_last=is_last):
+            taken = in_step(parts, batch, row_ratios, self._actor, trained, is_last=is_last, meeting=self._meet)
+            for part, ratios in taken:
                 tokens, passed = self._note_size(part)
                 sums[:6] += self._actor_pass(part, totals, ratios, watch)
                 if self._critic is not None:
                     sums[6] += self._critic_pass(part, totals.actions, watch)
                 sums[7] += tokens
                 sums[8] += passed
-        # Once an update, in the last phase of the passes: a rank whose device hangs is found there, and not among those
-        # that wait for it in "reduce".
+        # In the last phase of the passes: a rank whose device hangs is found there, and not among those that wait for it
+        # in "reduce".
         self._clock.wait()
         return sums, row_ratios
+
+    def _meet(self) -> None:
+        self._clock.wait()
+        self._telemetry.phase("reduce")
 
     def _note_size(self, part: TrainingBatch) -> tuple[int, int]:
         """Return the tokens of a micro-batch and those of its pass; note the shape of the pass, for a halved bound."""

@@ -53,6 +53,8 @@ def log_probs_of_batch(
     batch: TrainingBatch,
     parts: Iterator[TrainingBatch],
     log_probs_of: Callable[[TrainingBatch], Tensor],
+    *,
+    meeting: Callable[[], None],
 ) -> Tensor | None:
     """Return a model's log-probs of all actions, ``(N,)`` float32; on shards a collective.
 
@@ -61,13 +63,14 @@ def log_probs_of_batch(
         batch: Result of `TrainingBatch.to_score`.
         parts: Micro-batches of the batch.
         log_probs_of: Returns the model's log-probs of a micro-batch.
+        meeting: See `in_step`.
 
     Returns:
         None if a pass ran out of the device's memory.
     """
     found = torch.zeros(batch.advantages.shape, device=batch.advantages.device)
     try:
-        for part, _ in in_step(parts, batch, [], model):
+        for part, _ in in_step(parts, batch, [], model, meeting=meeting):
             assert part.log_probs is not None
             found[part.log_probs.long()] = log_probs_of(part).float()
     except torch.OutOfMemoryError:

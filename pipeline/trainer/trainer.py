@@ -299,7 +299,7 @@ class Trainer:
         self._batches = []
         every = self.save_every
         # On a full disk the next attempt is at the next due checkpoint, not at each step.
-        is_due = bool(every) and self.step // every > self.tried_step // every
+        is_due = self._models.due(bool(every) and self.step // every > self.tried_step // every)
         # A step counts once its version is published: a killed trainer's successor takes it again before.
         counted = functools.partial(self._metrics.stepped, self.step, stats, gathered, last.for_version, means)
         if self.step % self._config.publish_every == 0 or self._took_last_step:
@@ -311,7 +311,7 @@ class Trainer:
         self._warnings.look(stats, means["cut_ratio"])
         if self._took_last_step:
             self._publishing.finish()
-        if self._models.due(is_due and self.step == self._published_step):
+        if is_due and self.step == self._published_step:
             self.checkpoint()
 
     def _dealt(self) -> list[RaggedRows]:

@@ -120,7 +120,9 @@ def test_a_pass_of_another_rank_alone_writes_nothing() -> None:
     batch = TrainingBatch.of(RaggedRows.of(experience_of(tiny.llama(), "grpo")), "grpo", CPU).to_score()
     part = _without_actions(batch)
 
-    found = log_probs_of_batch(tiny.llama(), batch, iter([part]), lambda each: torch.ones_like(each.advantages).float())
+    found = log_probs_of_batch(
+        tiny.llama(), batch, iter([part]), lambda each: torch.ones_like(each.advantages).float(), meeting=lambda: None
+    )
 
     assert (len(part), len(part.advantages), part.flat.lengths.tolist()) == (1, 0, [2])
     assert found is not None and found.shape == batch.advantages.shape and not found.any()

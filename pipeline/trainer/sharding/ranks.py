@@ -91,6 +91,7 @@ def in_step(
     trained: Sequence[Any] = (),
     *,
     is_last: bool = True,
+    meeting: Callable[[], None],
 ) -> Iterator[tuple[TrainingBatch, list[Tensor]]]:
     """Yield the micro-batches of a batch, on a sharded model as many on every rank.
 
@@ -105,6 +106,7 @@ def in_step(
         actor: The model of the passes.
         trained: The sharded models that get gradients.
         is_last: Whether the batch is the last one of an update that has actions.
+        meeting: Called before this rank waits for the others, one of which may write a checkpoint first.
 
     Yields:
         A micro-batch, and the list that takes its importance ratios.
@@ -114,6 +116,7 @@ def in_step(
         return
     own = list(parts)
     most = torch.tensor(len(own), device=next(actor.parameters()).device)
+    meeting()
     dist.all_reduce(most, dist.ReduceOp.MAX)
     passes = int(most)
     if is_last and any(replica_of(model).group is not None for model in trained):

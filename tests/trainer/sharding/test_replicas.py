@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pipeline.experience.ragged import ragged_rows
 from pipeline.experience.types import Experience
+from pipeline.progress import Telemetry
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.sharding.ranks import RankGroup, in_step
@@ -28,13 +29,31 @@ ORDERS = ((True, False), (False, True), (False, False), (True, False))
 """For each step, for each of its batches, whether its rows are trained."""
 
 
-def learner_of(models: dict[str, Any], name: str, process_group: Any = None) -> Learner:
+class Phases(Telemetry):
+    """The phase of a step, and those in which this rank has waited for the largest number of passes of all ranks."""
+
+    def __init__(self) -> None:
+        self.waits: set[str] = set()
+        self._phase = ""
+        self._all_reduce = dist.all_reduce
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+        if op == dist.ReduceOp.MAX:
+            self.waits.add(self._phase)
+        return self._all_reduce(tensor, op, **options)
+
+
+def learner_of(models: dict[str, Any], name: str, process_group: Any = None, **options: Any) -> Learner:
     return Learner(
         crew.TRAINER.model_copy(update={"mask_cut_responses": True}),
         crew.algorithm_of(name),
         models["actor"],
         models.get("critic"),
         process_group=process_group,
+        **options,
     )
 
 
@@ -56,10 +75,10 @@ def steps(learner: Learner, folder: Path, name: str, rows: slice) -> list[dict[s
     return found
 
 
-def passes(model: Any, experience: Experience, trained: list[Any]) -> int:
+def passes(model: Any, experience: Experience, trained: list[Any], phases: Phases) -> int:
     """Return how many passes a last batch without a row takes."""
     batch = TrainingBatch.of(ragged_rows(experience), "grpo", crew.CPU)
-    return len(list(in_step(iter(()), batch, [], model, trained)))
+    return len(list(in_step(iter(()), batch, [], model, trained, meeting=lambda: phases.phase("reduce"))))
 
 
 def train_rank(rank: int, directory: str) -> None:
@@ -67,18 +86,21 @@ def train_rank(rank: int, directory: str) -> None:
     folder = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
     try:
-        results = {}
+        results: dict[Any, Any] = {}
+        phases = Phases()
+        dist.all_reduce = phases.all_reduce  # type: ignore[assignment]
         for replicas in (1, 2):
             replica = Replica.of(crew.CPU, replicas)
             for name in CASES:
                 models = crew.sharded_models(folder / name, name, replica)
-                learner = learner_of(models, name, dist.group.WORLD)
+                learner = learner_of(models, name, dist.group.WORLD, telemetry=phases)
                 found = steps(learner, folder, name, crew.ROWS[2][rank])
                 weights = crew.whole_tensors(models, RankGroup(crew.CPU, process_group=replica.group))
                 (first, *_) = next(batches(folder, name, slice(8)))
                 actor = models["actor"]
-                taken = passes(actor, first, []), passes(actor, first, [actor])
+                taken = tuple(passes(actor, first, trained, phases) for trained in ([], [actor]))
                 results[replicas, name] = {"steps": found, "weights": weights, "passes": taken}
+        results["waits"] = phases.waits
         if rank == 0:
             torch.save(results, folder / "results.pt")
     finally:
@@ -99,6 +121,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path) -> Any:
     forked_ranks.run(2, f"{__name__}:train_rank", folder, timeout_s=300)
     return torch.load(folder / "results.pt", weights_only=False)
+
+
+def test_a_rank_that_waits_for_the_passes_of_another_is_no_hung_one(results: Any) -> None:
+    """The other one's replica may write a checkpoint for longer than `daemon.hang_timeout_s`."""
+    assert results["waits"] == {"reduce"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
