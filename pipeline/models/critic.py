@@ -31,7 +31,9 @@ class Critic(nn.Module):
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
         self.backbone = backbone
-        hidden_size = backbone.config.get_text_config().hidden_size
+        text = backbone.config.get_text_config()
+        # Some models of the kind OPT project their last states.
+        hidden_size = getattr(text, "word_embed_proj_dim", text.hidden_size)
         # float32 for a backbone of any dtype: bfloat16 values near 1 have steps of 0.008.
         self.value_head = nn.Linear(hidden_size, 1, device=backbone.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)

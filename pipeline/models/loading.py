@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, FieldError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import VALUE_HEAD_FILE, Critic
 from pipeline.models.layer_streaming import stream_layers
@@ -316,8 +316,8 @@ def load_reward_model(
         A callable with `input_ids` and `attention_mask`, ``(B, S)``, that returns the scores, ``(B,)`` float32.
 
     Raises:
-        ConfigError: If the directory is missing or does not load, its model does not have exactly one label, or `dtype`
-            is not a torch dtype.
+        ConfigError: If the directory is missing or does not load, its model does not have exactly one label, its score
+            of a row depends on the rows beside it, or `dtype` is not a torch dtype.
     """
     _go_offline()
     from transformers import AutoModelForSequenceClassification
@@ -325,7 +325,12 @@ def load_reward_model(
     model = _load(AutoModelForSequenceClassification, path, field, device, dtype=_torch_dtype(dtype))
     if model.config.num_labels != 1:
         raise ConfigError(f"{field}: the model in {path} has {model.config.num_labels} labels, a reward model has 1")
-    return SequenceReward(model)
+    reward = SequenceReward(model)
+    try:
+        reward.check()
+    except FieldError as error:
+        raise ConfigError(f"{field}: {path} cannot be a reward model: {error}") from None
+    return reward
 
 
 def _go_offline() -> None:

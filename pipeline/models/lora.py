@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -82,13 +82,13 @@ def target_layers(actor: nn.Module, targets: Sequence[str] | str) -> list[nn.Lin
     """
     if isinstance(targets, str):
         within = [module for layer in decoder_layers(actor) for module in layer.modules()]
-        if not (chosen := [module for module in within if isinstance(module, nn.Linear)]):
+        if not (chosen := [module for module in within if _is_linear(module)]):
             raise ConfigError(
                 f"model.lora_targets: a {type(actor).__name__} has no decoder layers with linear layers for "
                 f'"{targets}": list their names'
             )
         return chosen
-    linears = {name: module for name, module in actor.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in actor.named_modules() if _is_linear(module)}
     if unknown := set(targets) - {name.rpartition(".")[2] for name in linears}:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
         hint = "; the experts of a mixture have no adapters" if "experts" in _parts(actor) else ""
@@ -96,6 +96,12 @@ def target_layers(actor: nn.Module, targets: Sequence[str] | str) -> list[nn.Lin
             f"model.lora_targets: no linear layer is called {min(unknown)!r}, only {', '.join(kinds)}{hint}"
         )
     return [layer for name, layer in linears.items() if name.rpartition(".")[2] in targets]
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a linear layer; routers of some models are one with another forward."""
+    is_plain = type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and (is_plain or not type(module).__module__.startswith("transformers.models"))
 
 
 def _parts(model: nn.Module) -> set[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from pipeline.errors import FieldError
 from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.inputs import accepted_keywords, position_ids_from_mask
 from pipeline.models.position_limits import check_rows
@@ -14,18 +16,27 @@ from pipeline.models.position_limits import check_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_SHORT, _LONG = (7, 9, 6), (8, 6, 7, 9, 8, 7, 6, 9)
+"""Rows of tokens that every model has."""
+
+_LEAST_TOLERANCE = 1e-3
+
 
 class SequenceReward:
-    """A sequence-classification model as a reward function: one score a row, read at the last real token.
+    """A sequence-classification model as a reward function: one score a row, of the row alone.
 
     Args:
         model: A model with one label. If it has a ``score`` head, the head is applied at the last attended token. The
             model's own ``logits`` come from the token before the last one equal to the pad token, which may be the
-            stop.
+            stop. Another model gets rows padded on the right, or on the left if its scores are of each row alone there,
+            and counts their positions by itself: those of some encoders do not begin at 0.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self._scores: Callable[[Tensor, Tensor], Tensor] | None = None
+        if hasattr(model, "score"):
+            self._scores = self._at_last_token
 
     @without_cudnn_attention()
     @torch.no_grad()
@@ -40,20 +51,64 @@ class SequenceReward:
             ``(B,)`` float32.
 
         Raises:
-            FieldError: If the positions of a row would depend on the rows beside it.
+            FieldError: If the positions of a row would depend on the rows beside it; from the first call of a model
+                without a ``score`` head as `check`.
         """
         device = self.model.device
         input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
         check_rows(self.model, (attention_mask != 0).sum(dim=1))
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if self._scores is None:
+            self.check()
+        assert self._scores is not None
+        return self._scores(input_ids, attention_mask).float()
+
+    @without_cudnn_attention()
+    @torch.no_grad()
+    def check(self) -> None:
+        """Refuse a model that gives a short row another score beside a longer one, by passes of a few tokens.
+
+        Raises:
+            FieldError: If it does, or takes no row without a stop token.
+        """
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            raise FieldError(f"a {type(self.model).__name__} scores rows that end with its stop token alone")
+        ways = [self._at_last_token] if self._scores else [self._padded_right, self._padded_left]
+        self._scores = next((scores for scores in ways if self._are_of_rows_alone(scores)), None)
+        if self._scores is None:
+            raise FieldError(f"a {type(self.model).__name__} gives a row another score beside a longer row")
+
+    def _are_of_rows_alone(self, scores: Callable[[Tensor, Tensor], Tensor]) -> bool:
+        device, padding = self.model.device, len(_LONG) - len(_SHORT)
+        pad, ones = (0,) * padding, (1,) * len(_SHORT)
+        beside = torch.tensor([_SHORT + pad, pad + _SHORT, _LONG], device=device)
+        mask = torch.tensor([ones + pad, pad + ones, (1,) * len(_LONG)], device=device)
+        alone = scores(beside[:1, : len(_SHORT)], mask[:1, : len(_SHORT)])
+        tolerance = max(8 * torch.finfo(alone.dtype).eps, _LEAST_TOLERANCE)
+        return bool(torch.allclose(alone, scores(beside, mask)[:2], rtol=tolerance, atol=tolerance))
+
+    def _at_last_token(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        model: Any = self.model
+        backbone = model.base_model
         positions = {"position_ids": position_ids_from_mask(attention_mask)}
-        score = getattr(self.model, "score", None)
-        if score is None:
-            logits: Tensor = self.model(**inputs, **accepted_keywords(self.model, positions)).logits
-            return logits[:, 0].float()
-        backbone = self.model.base_model
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         hidden = backbone(**inputs, **accepted_keywords(backbone, positions)).last_hidden_state
-        columns = torch.arange(input_ids.shape[1], device=device)
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         last = torch.where(attention_mask != 0, columns, 0).amax(dim=1)
-        scores: Tensor = score(hidden[torch.arange(len(hidden), device=device), last])
-        return scores[:, 0].float()
+        scores: Tensor = model.score(hidden[torch.arange(len(hidden), device=hidden.device), last])
+        return scores[:, 0]
+
+    def _padded_right(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self._logits(input_ids, attention_mask, is_padding_first=False)
+
+    def _padded_left(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self._logits(input_ids, attention_mask, is_padding_first=True)
+
+    def _logits(self, input_ids: Tensor, attention_mask: Tensor, *, is_padding_first: bool) -> Tensor:
+        mask = attention_mask != 0
+        # Stable: the tokens of a row stay in order.
+        order = mask.long().argsort(dim=1, descending=not is_padding_first, stable=True)
+        mask = mask.gather(1, order)
+        padding = getattr(self.model.config, "pad_token_id", None) or 0
+        ids = input_ids.gather(1, order).masked_fill(~mask, padding)
+        logits: Tensor = self.model(input_ids=ids, attention_mask=mask.long()).logits
+        return logits[:, 0]

@@ -117,7 +117,7 @@ def varlen_attention(
         query: ``(1, heads, T, size)``.
         key: ``(1, KV heads, T, size)``; each head of keys serves an equal number of query heads.
         value: As `key`.
-        attention_mask: Read in a padded pass alone.
+        attention_mask: Of a padded pass; one element in a packed one.
         scaling: Factor of the scores; None for 1 / sqrt(size).
         cu_seq_lens_q: ``(B + 1,)`` int32, the starts of the rows, and T; None in a padded pass, which sdpa computes.
         max_length_q: Tokens of the longest row, read in a compiled pass.
@@ -127,12 +127,15 @@ def varlen_attention(
         **keywords: Other arguments of transformers' attention.
 
     Raises:
-        FieldError: If the layer slides a window, caps its scores or adds to them.
+        FieldError: If the layer slides a window, caps its scores, adds to them or changes the mask.
     """
-    if (cu_seq_lens_q is not None or prefix_layout is not None) and (
-        other := [name for name in _OTHER_ATTENTION if keywords.get(name) is not None]
-    ):
-        raise FieldError(f"{type(module).__name__} has {other[0]}, with which rows cannot be packed")
+    if cu_seq_lens_q is not None or prefix_layout is not None:
+        other = [name for name in _OTHER_ATTENTION if keywords.get(name) is not None]
+        # The mask of a packed pass has one element; a layer that adds to it makes a larger one.
+        if attention_mask is not None and attention_mask.numel() > 1:
+            other.append("a mask of its own")
+        if other:
+            raise FieldError(f"{type(module).__name__} has {other[0]}, with which rows cannot be packed")
     if prefix_layout is not None:
         tokens = sum(prefix_layout.prompt_lengths)
         parts = query[:, :, :tokens], key[:, :, :tokens], value[:, :, :tokens]

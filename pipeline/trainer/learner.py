@@ -424,8 +424,8 @@ class Learner:
                     sums[6] += self._critic_pass(part, totals.actions, watch)
                 sums[7] += tokens
                 sums[8] += passed
-        # In the last phase of the passes: a rank whose device hangs is found there, and not among those that wait for it
-        # in "reduce".
+        # In the last phase of the passes: a rank whose device hangs is found there, and not among those that wait for
+        # it in "reduce".
         self._clock.wait()
         return sums, row_ratios
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from pipeline.config.sections import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.models.chunked_log_probs import plain_head
 from pipeline.models.critic import Critic
 from pipeline.models.loading import ignores_padding, load_actor
 from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.lora import adapt, adapter_of
 from pipeline.models.packing import prepare_packing
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.rollout.generation.blocking import BlockingEngine
@@ -56,11 +58,11 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "gpt_neox": {}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "cohere": {}, "cohere2": WINDOW,
     "starcoder2": {}, "seed_oss": {}, "mixtral": EXPERTS, "qwen2_moe": EXPERTS, "qwen3_moe": EXPERTS, "olmoe": EXPERTS,
     "granitemoe": EXPERTS, "gpt_oss": {**EXPERTS, **WINDOW}, "deepseek_v3": {**EXPERTS, **LATENT},
-    "stablelm": {}, "nemotron": {}, "bloom": {"n_layer": 3, "n_head": 4}, "llama4_text": EXPERTS,
+    "stablelm": {}, "nemotron": {}, "bloom": {"n_layer": 3, "n_head": 4}, "llama4_text": EXPERTS, "doge": {},
 }  # fmt: skip
 """Families whose layers all have attention."""
-UNPACKED = {"stablelm", "nemotron", "bloom", "gpt_oss", "llama4_text"}
-"""Models whose packed rows would attend to each other, or count tokens from the start of a pass."""
+UNPACKED = {"stablelm", "nemotron", "bloom", "gpt_oss", "llama4_text", "doge"}
+"""Models whose packed rows would attend to each other, count tokens from the start of a pass or lose their mask."""
 UNSHARED = {*UNPACKED, "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "qwen2_moe"}
 """Models that compute a prompt once a row: their layers slide a window, or do not pass the layout on to attention."""
 OTHERS: dict[str, dict[str, Any]] = {
@@ -173,7 +175,8 @@ def test_a_family_with_attention_gives_the_log_probs_of_a_row_alone_however_it_i
         check_shared(model)
     if family in UNPACKED:
         with pytest.raises(
-            ConfigError, match=r"^trainer\.packing: .* (attend to the row before it|from the start of a pass)"
+            ConfigError,
+            match=r"^trainer\.packing: .* (attend to the row before it|from the start of a pass|has a mask of its own)",
         ):
             prepare_packing([model], CPU)
     else:
@@ -193,6 +196,35 @@ def test_a_family_that_keeps_a_state_is_sampled_by_generate_and_not_packed(famil
         prepare_packing([model], CPU)
     with pytest.raises(ConfigError, match=r"^trainer\.shared_prefix: "):
         prepare_shared_prefix([model], CPU, True, key="trainer.shared_prefix")
+
+
+def test_the_router_of_a_llama_4_is_no_layer_that_can_be_adapted() -> None:
+    """It is a linear layer by its class, and returns two tensors."""
+    model = built("llama4_text", EXPERTS)
+    ids, mask, actions = ragged()
+    expected = action_log_probs(model, ids, mask, actions.shape[1])
+
+    adapt(model, ModelConfig(lora_rank=2, lora_targets="all-linear"), seed=0)
+
+    torch.testing.assert_close(action_log_probs(model, ids, mask, actions.shape[1]), expected)
+    parts = {part for name in adapter_of(model) for part in name.split(".")}
+    assert {"q_proj", "down_proj"} <= parts and "router" not in parts
+
+
+def test_a_critic_of_a_model_that_projects_its_states_has_a_head_of_their_size() -> None:
+    model = built("opt", {"ffn_dim": 64, "word_embed_proj_dim": 16})
+    ids, mask, _ = ragged()
+
+    assert Critic.from_actor(model)(ids, mask).shape == ids.shape
+
+
+def test_a_model_without_a_cache_is_sampled_by_its_own_generate() -> None:
+    model = built("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64})
+
+    rows = sampled(model, [[5, 9], [7, 3, 11, 2]])
+
+    assert not can_replace_generate(model)
+    assert [len(row) > 0 for row, _ in rows] == [True] * 4
 
 
 def test_the_part_of_a_llama_4_below_its_head_is_found_for_chunked_logits_and_for_a_critic() -> None:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    FNetConfig,
+    FNetForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForSequenceClassification,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+)
 
 from pipeline.config.model_files import problem_of_model
 from pipeline.config.schema import Config
@@ -365,6 +380,60 @@ def test_a_reward_model_reads_the_stop_even_where_pad_is_eos() -> None:
     hidden = model.model(input_ids=row[:, :4]).last_hidden_state[0, -1]
     torch.testing.assert_close(score, model.score(hidden)[0])
     assert not torch.allclose(score, model(input_ids=row, attention_mask=mask).logits[0, 0])
+
+
+def encoder_reward(kind: str, seed: int = 3) -> Any:
+    """A sequence-classification model without a head for the last token."""
+    sizes = {"vocab_size": tiny.VOCABULARY_SIZE, "num_labels": 1, "pad_token_id": 1}
+    layers = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config, model_class = {
+        "roberta": (RobertaConfig(**sizes, **layers, max_position_embeddings=30), RobertaForSequenceClassification),
+        "bert": (BertConfig(**sizes, **layers, max_position_embeddings=30), BertForSequenceClassification),
+        "xlnet": (XLNetConfig(**sizes, d_model=16, n_layer=1, n_head=2, d_inner=24), XLNetForSequenceClassification),
+        "fnet": (FNetConfig(**sizes, **layers, max_position_embeddings=30), FNetForSequenceClassification),
+        "t5": (
+            T5Config(**sizes, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=1),
+            T5ForSequenceClassification,
+        ),
+    }[kind]  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, 0.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlnet"])
+@torch.no_grad()
+def test_a_reward_encoder_gives_a_row_the_score_that_it_has_alone(tmp_path: Path, kind: str) -> None:
+    """Positions of roberta begin behind the number of its padding token, and xlnet reads its last column."""
+    model = encoder_reward(kind)
+    model.save_pretrained(tmp_path)
+    short, long = torch.tensor([5, 9, 3, 7]), torch.tensor([6, 2, 8, 8, 4, 5, 9, 7])
+    # Padding of another tokenizer on both sides, as of a short prompt and a short response.
+    rows = torch.stack([torch.cat([torch.full((1,), 40), short, torch.full((3,), 40)]), long])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0, 0], [1] * 8])
+
+    scores = load_reward_model(tmp_path, dtype="float32", device="cpu")(input_ids=rows, attention_mask=mask)
+
+    alone = [model(input_ids=row[None], attention_mask=torch.ones(1, len(row))).logits[0, 0] for row in (short, long)]
+    torch.testing.assert_close(scores, torch.stack(alone))
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("fnet", "a FNetForSequenceClassification gives a row another score beside a longer row"),
+        ("t5", "a T5ForSequenceClassification scores rows that end with its stop token alone"),
+    ],
+)
+def test_a_reward_model_whose_scores_are_not_of_a_row_alone_is_refused(tmp_path: Path, kind: str, problem: str) -> None:
+    encoder_reward(kind).save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match=rf"^model\.reward: {tmp_path} cannot be a reward model: {problem}$"):
+        load_reward_model(tmp_path, dtype="float32", device="cpu")
 
 
 def test_a_reward_directory_loads_and_needs_one_label(tmp_path: Path) -> None:

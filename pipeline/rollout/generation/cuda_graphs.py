@@ -415,7 +415,10 @@ class CudaGraphDecoder:
 
 
 def can_run_fixed_shapes(model: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Return whether a model attends by sdpa, and every layer attends to all earlier tokens."""
+    """Return whether a model attends by sdpa, and every layer attends to all earlier tokens, by the mask alone."""
+    if getattr(model.config.get_text_config(), "alibi", False):
+        # Its biases come from a mask of two dimensions.
+        return False
     return (model.config._attn_implementation == "sdpa" or uses_varlen_attention(model)) and all(
         isinstance(layer, PreallocatedLayer) and layer.is_initialized for layer in cache.layers
     )

@@ -9,6 +9,7 @@ measured about 50 times faster than coati's loop, and twice as fast as ``generat
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 import os
@@ -71,7 +72,8 @@ def can_replace_generate(actor: object) -> bool:
         return False
     cached: bool = type(actor)._supports_default_dynamic_cache()  # type: ignore[misc]
     # Of some models that keep a state the cache of earlier transformers does not tell it.
-    if not cached or actor.config.is_encoder_decoder or getattr(actor, "_is_stateful", False):
+    takes_cache = "past_key_values" in inspect.signature(type(actor).forward).parameters
+    if not cached or not takes_cache or actor.config.is_encoder_decoder or getattr(actor, "_is_stateful", False):
         return False
     layers = DynamicCache(config=actor.config.get_text_config(decoder=True)).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

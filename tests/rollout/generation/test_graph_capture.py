@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import FalconConfig, FalconForCausalLM, MistralConfig, MistralForCausalLM
 
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.inputs import cache_keyword
@@ -438,6 +438,14 @@ def test_only_full_attention_by_sdpa_has_fixed_shapes() -> None:
     assert not any(isinstance(layer, PreallocatedLayer) for layer in cache.layers), "a window drops old tokens"
     windows(input_ids=PROMPTS, use_cache=True, **{cache_keyword(windows): cache})
     assert not cuda_graphs.can_run_fixed_shapes(windows, cache)
+
+    biased = FalconForCausalLM(
+        FalconConfig(vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                     alibi=True)
+    ).eval()  # fmt: skip
+    cache = preallocated_cache(biased.config)
+    biased(input_ids=PROMPTS, use_cache=True, **{cache_keyword(biased): cache})
+    assert not cuda_graphs.can_run_fixed_shapes(biased, cache), "biases are made from a mask of two dimensions"
 
 
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (17, 32), (32, 32), (33, 64), (97, 128)])
