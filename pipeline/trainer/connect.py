@@ -23,6 +23,18 @@ from pipeline.trainer.publish_check import PublishCheck
 _CONNECT_TIMEOUT_S = 30.0
 _LOCK_TIMEOUT_S, _POLL_S = 0.5, 0.01
 
+_locks: set[int] = set()
+"""Descriptors of the ranks of this process. A lock is held while any copy of its descriptor is open: not by a child."""
+
+
+def _after_fork() -> None:
+    for descriptor in _locks:
+        os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 
 def connect(
     runtime_dir: str | os.PathLike[str] = "run/rlhfd", *, rank: int = 0, world_size: int = 1, prefetch: int = 2
@@ -92,7 +104,9 @@ def open_connection(
     """
     opened = contextlib.ExitStack()
     try:
-        opened.callback(os.close, lock_rank(folder, rank))
+        descriptor = lock_rank(folder, rank)
+        _locks.add(descriptor)
+        opened.callback(_unlock, descriptor)
         arena = opened.enter_context(contextlib.closing(Arena(folder / "arena")))
         arena.populate()
         mailbox = opened.enter_context(contextlib.closing(Mailbox(folder, trainer_name(rank), traffic)))
@@ -110,6 +124,11 @@ def open_connection(
         # Else the rank would be connected as long as this process lives, and no later attempt could be.
         opened.close()
         raise
+
+
+def _unlock(descriptor: int) -> None:
+    _locks.discard(descriptor)
+    os.close(descriptor)
 
 
 def lock_rank(folder: Path, rank: int) -> int:

@@ -12,6 +12,7 @@ which is one store in shared memory. If its trainer dies before both, the batch 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -120,7 +121,7 @@ class Connection:
         self._on_close = on_close
         self._check = check
         self._metrics = metrics
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._session = BufferSession(
             receiver, sender, rank=rank, world_size=world_size, prefetch=prefetch,
             newest=self.newest() if rank == 0 else None,
@@ -444,8 +445,8 @@ class Connection:
     # The end.
 
     def close(self) -> None:
-        """Hand back the leases that are not trained, then disconnect."""
-        if self._closed:
+        """Hand back the leases that are not trained, then disconnect. No effect in a fork of the process."""
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._prefetcher.close()

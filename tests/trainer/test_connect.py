@@ -1,5 +1,6 @@
 """Connections over ZeroMQ that fail halfway hold nothing: the next attempt of the same process succeeds."""
 
+import contextlib
 import os
 
 import pytest
@@ -59,6 +60,28 @@ def test_a_rank_whose_wait_for_the_buffer_is_interrupted_is_not_connected(folder
         connecting.connect(folder)
 
     assert is_free(folder)
+
+
+def test_a_child_of_a_connected_rank_neither_holds_nor_ends_the_connection(folder):
+    """As a worker of a data loader, which may outlive the rank."""
+    connection = open_connection(folder, rank=0, world_size=1)
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        with contextlib.suppress(BaseException), connection:
+            os.read(reads, 1)
+        os._exit(0)
+    try:
+        with pytest.raises(ConfigError, match="trainer rank 0 is connected already"):
+            lock_rank(folder, 0)
+        connection.close()
+        assert is_free(folder), "the child lives"
+        with open_connection(folder, rank=0, world_size=1):
+            os.write(writes, b".")
+            assert os.waitpid(child, 0)[1] == 0
+            assert (folder / "trainer-0.sock").exists()
+    finally:
+        os.close(writes)
+        os.close(reads)
 
 
 def test_a_rank_that_could_get_no_batch_is_refused(folder):
