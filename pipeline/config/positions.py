@@ -17,14 +17,24 @@ from pipeline.config.model_files import model_type, text_settings
 POSITION_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 """Names of a model's number of positions in config.json."""
 
-_TABLES: Final = frozenset({
-    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small",
-    "camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "flaubert", "git", "gpt2",
-    "gpt_bigcode", "gpt_neo", "gptj", "imagegpt", "led", "marian", "mbart", "megatron-bert", "mpt", "mvp", "openai-gpt",
-    "opt", "pegasus", "plbart", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "trocr", "xlm",
-    "xlm-roberta", "xlm-roberta-xl", "xmod",
+_BEHIND_PADDING: Final = frozenset({
+    "camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
+})  # fmt: skip
+"""Types of models whose first token has the position behind the number of the padding token, by default 1."""
+
+_TABLES: Final = _BEHIND_PADDING | frozenset({
+    "albert", "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot",
+    "blenderbot-small",
+    "codegen", "cpmant", "ctrl", "distilbert", "electra", "ernie", "flaubert", "git", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gptj", "imagegpt", "layoutlm", "led", "lilt", "luke", "marian", "markuplm", "mbart", "megatron-bert", "mpt", "mvp",
+    "openai-gpt", "opt", "pegasus", "plbart", "prophetnet", "rembert", "roc_bert", "roformer", "splinter",
+    "squeezebert", "tapas", "trocr", "xlm",
 })  # fmt: skip
 """Types of models with a table of positions: there is nothing beyond its end."""
+
+_TABLES_BY_SETTING: Final = ("deberta", "deberta-v2")
+"""Types that have one unless ``position_biased_input`` is false."""
 
 _LONG: Final = ("longrope", "su")
 _LLAMA_4: Final = ("llama4", "llama4_text")
@@ -75,9 +85,15 @@ def row_limit(described: Mapping[str, Any]) -> PositionLimit | None:
         described: config.json, or its text part.
     """
     limits = []
-    positions = positions_of(described)
-    if positions is not None and described.get("model_type") in _TABLES:
-        limits.append(PositionLimit(positions[1], f"its table of positions ends there ({positions[0]})"))
+    positions, kind_of_model = positions_of(described), described.get("model_type")
+    has_table = kind_of_model in _TABLES or (
+        kind_of_model in _TABLES_BY_SETTING and described.get("position_biased_input", True) is not False
+    )
+    if positions is not None and has_table:
+        name, tokens = positions
+        padding = described.get("pad_token_id", 1) if kind_of_model in _BEHIND_PADDING else -1
+        tokens -= 1 + (padding if type(padding) is int else 1)
+        limits.append(PositionLimit(max(1, tokens), f"its table of positions ends there ({name})"))
     if (rope := rope_boundary(described)) is not None:
         kind, boundary = rope
         reason = f'beyond it the positions of a row depend on the rows beside it (rope_type "{kind}")'

@@ -148,7 +148,11 @@ def _head_makes_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, d
     finally:
         hook.remove()
     states = getattr(outputs[0], "last_hidden_state", None) if outputs else None
-    return states is not None and bool(logits.any()) and torch.equal(head(states).float(), logits.float())
+    try:
+        return states is not None and bool(logits.any()) and torch.equal(head(states).float(), logits.float())
+    except RuntimeError:
+        # The states of some models are of another dtype or size than the head takes.
+        return False
 
 
 class _Forward:

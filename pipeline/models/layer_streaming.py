@@ -106,18 +106,24 @@ def stream_layers(model: nn.Module, device: torch.device, copier: InOrder | Side
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that transformers marks for checkpointing, of the largest stack of them; [] without one."""
+    """Return the layers that transformers marks for checkpointing, of the decoder's largest stack; [] without one."""
+    owner: Any = getattr(model, "backbone", model)
+    decoder = owner.get_decoder() if hasattr(owner, "get_decoder") else None
+    # A vision-language model has another stack for its images, which may be larger.
+    stacks = _stacks(decoder) if isinstance(decoder, nn.Module) else []
+    return max(stacks or _stacks(model), key=_parameters, default=[])
+
+
+def _stacks(module: nn.Module) -> list[list[nn.Module]]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    stacks = [
-        list(module)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    return [
+        list(layers)
+        for layers in module.modules()
+        if isinstance(layers, nn.ModuleList)
+        and len(layers)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
     ]
-    # A vision-language model has another stack for its images.
-    return max(stacks, key=_parameters, default=[])
 
 
 class _Layer:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +104,19 @@ def shell(path: str | Path, *, dtype: str | torch.dtype, field: str, has_head: b
     with _named("model", path, field), torch.device("meta"):
         described = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         model: PreTrainedModel = (auto_class if has_head else AutoModel).from_config(described, dtype=resolved)
+    _keep_float32(model, resolved)
     return model
+
+
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give the tensors that a model keeps in float32 that dtype, as where its weights are loaded."""
+    names = {
+        *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ()),
+        *((model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else ()),
+    }
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if names and any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in names):
+            tensor.data = tensor.data.float()
 
 
 def _class_of(path: str | Path, field: str) -> Any:

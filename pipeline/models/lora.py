@@ -316,7 +316,7 @@ def read_adapter(folder: Path, settings: LoraSettings, shapes: Mapping[str, tupl
     return state
 
 
-_STARTS = (True, False, "gaussian")
+_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of peft's ``init_lora_weights`` that leave the base model as it is."""
 
 

@@ -83,6 +83,9 @@ def _problems_of_models(loaded: LoadedConfig) -> Problems:
             found = sorted(folder.glob("snapshots/*/config.json"))
             advice = f"take {found[-1].parent}" if found else "not a model that transformers saved"
             yield key, f"no config.json in {folder}: {advice}"
+        elif (folder / "adapter_config.json").is_file():
+            # transformers would load the adapter's base model, by the name in that file.
+            yield key, f"{folder} has config.json and adapter_config.json: remove the one that is not used"
         else:
             is_actor, row = key == "model.actor", config.lengths.row
             engine = config.rollout.engine if is_actor else ""

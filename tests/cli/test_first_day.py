@@ -224,6 +224,18 @@ def test_an_adapter_is_not_taken_for_a_model(folder: Path) -> None:
     assert "adapter is a LoRA adapter: merge it into its model first" in result.stderr
 
 
+def test_a_model_with_the_description_of_an_adapter_beside_it_is_refused(folder: Path) -> None:
+    """Transformers would load the adapter's base model in its place."""
+    (folder / "both").mkdir()
+    for name in ("adapter_config.json", "config.json"):
+        (folder / "both" / name).write_text("{}")
+
+    result = check('[model]\nactor = "both"\n')
+
+    assert result.exit_code == ExitCode.BAD_CONFIG
+    assert "both has config.json and adapter_config.json: remove the one that is not used" in result.stderr
+
+
 def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     """Return a change of the weights' file."""
     return lambda folder: (path := folder / "model.safetensors").write_bytes(change(path.read_bytes()))

@@ -16,7 +16,7 @@ from pipeline.config.sections import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.models.chunked_log_probs import plain_head
 from pipeline.models.critic import Critic
-from pipeline.models.loading import ignores_padding, load_actor
+from pipeline.models.loading import ignores_padding, load_actor, shell
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.lora import adapt, adapter_of
 from pipeline.models.packing import prepare_packing
@@ -216,6 +216,30 @@ def test_a_critic_of_a_model_that_projects_its_states_has_a_head_of_their_size()
     ids, mask, _ = ragged()
 
     assert Critic.from_actor(model)(ids, mask).shape == ids.shape
+
+
+def test_a_state_space_model_in_16_bits_loads(tmp_path: Any) -> None:
+    """Its last states are float32, and its head is not."""
+    built("mamba", {"state_size": 4}).save_pretrained(tmp_path)
+
+    model = load_actor(tmp_path, dtype="bfloat16", device="cpu")
+
+    ids, mask, actions = ragged()
+    found = action_log_probs(model, ids, mask, actions.shape[1])
+    assert plain_head(model, CPU) is None and bool(found[actions].isfinite().all())
+
+
+def test_a_model_without_weights_has_the_dtypes_of_a_loaded_one(tmp_path: Any) -> None:
+    """Deepseek's router keeps a bias in float32."""
+    built("deepseek_v3", {**EXPERTS, **LATENT}).save_pretrained(tmp_path)
+
+    loaded = load_actor(tmp_path, dtype="bfloat16", device="cpu").state_dict()
+
+    described = shell(tmp_path, dtype="bfloat16", field="model.actor").state_dict()
+    assert {name: tensor.dtype for name, tensor in described.items()} == {
+        name: tensor.dtype for name, tensor in loaded.items()
+    }
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.bfloat16, torch.float32}
 
 
 def test_a_model_without_a_cache_is_sampled_by_its_own_generate() -> None:

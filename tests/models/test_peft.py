@@ -124,13 +124,17 @@ def test_all_linear_layers_are_those_of_peft(make: Any) -> None:
     assert not any("lm_head" in name for name in adapter_of(ours))
 
 
-def test_of_a_vision_language_model_the_decoder_alone_is_adapted_and_peft_finds_the_same(tmp_path: Path) -> None:
-    ours = adapt(tiny_vision.relative("qwen2_5_vl"), settings(), seed=1)
+# The vision tower of 30 layers is larger than the decoder, as in models of less than a billion.
+@pytest.mark.parametrize("depth", [2, 30])
+def test_of_a_vision_language_model_the_decoder_alone_is_adapted_and_peft_finds_the_same(
+    tmp_path: Path, depth: int
+) -> None:
+    ours = adapt(tiny_vision.relative("qwen2_5_vl", depth=depth), settings(), seed=1)
     names = {name.rpartition(".lora_")[0] for name in adapter_of(ours)}
     fill(adapter_of(ours))
     Saved(ours, settings()).save_pretrained(tmp_path)
 
-    its = peft.PeftModel.from_pretrained(tiny_vision.relative("qwen2_5_vl"), tmp_path / "adapter")
+    its = peft.PeftModel.from_pretrained(tiny_vision.relative("qwen2_5_vl", depth=depth), tmp_path / "adapter")
 
     assert names and all("language_model" in name for name in names)
     linears = {name for name, one in ours.named_modules() if isinstance(one, nn.Linear) and "visual" in name}
@@ -192,6 +196,17 @@ def test_an_adapter_of_other_settings_is_refused_in_one_line(
         adapt(tiny.qwen2(), settings(lora_adapter=str(folder), **changes), seed=1)
 
     assert str(refused.value) == f"model.lora_adapter: {folder} {problem}"
+
+
+@pytest.mark.parametrize("start", [True, "gaussian", "eva", "orthogonal"])
+def test_an_adapter_begun_in_a_way_that_keeps_the_base_model_is_taken(
+    adapter: Path, tmp_path: Path, start: object
+) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": start}))
+    (tmp_path / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+
+    adapt(tiny.qwen2(), settings(lora_adapter=str(tmp_path)), seed=1)
 
 
 def test_an_adapter_that_cannot_be_read_is_refused(adapter: Path, tmp_path: Path) -> None:

@@ -233,6 +233,11 @@ LIMITS: list[tuple[dict[str, Any], int | None, str]] = [
     ({"model_type": "gpt2", "n_positions": 1024}, 1024, "its table of positions ends there (n_positions)"),
     ({"model_type": "opt", "max_position_embeddings": 2048}, 2048, "(max_position_embeddings)"),
     ({"model_type": "mpt", "max_seq_len": 2048}, 2048, "(max_seq_len)"),
+    ({"model_type": "roberta", "max_position_embeddings": 514}, 512, "(max_position_embeddings)"),
+    ({"model_type": "longformer", "max_position_embeddings": 4098, "pad_token_id": 1}, 4096, "positions ends there"),
+    ({"model_type": "distilbert", "max_position_embeddings": 512, "pad_token_id": 0}, 512, "positions ends there"),
+    ({"model_type": "deberta-v2", "max_position_embeddings": 512}, 512, "positions ends there"),
+    ({"model_type": "deberta-v2", "max_position_embeddings": 512, "position_biased_input": False}, None, ""),
     ({"model_type": "llama4_text", "floor_scale": 8192}, 4031, "(floor_scale)"),
     ({"model_type": "llama4_text", "attn_temperature_tuning": False}, None, ""),
 ]  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.config import user_modules
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, WeightsError, WeightsMismatchError
 from pipeline.models.loading import load_actor, load_tokenizer
@@ -34,6 +35,7 @@ def node_of(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv(user_modules.FOLDER_VARIABLE, "")
     level, threads, made = logging.getLogger().level, torch.get_num_threads(), []
 
     def node(settings, **spec):

@@ -70,11 +70,11 @@ def model(seed: int = 0, patch: int = PATCH) -> Qwen2VLForConditionalGeneration:
     return seeded(Qwen2VLForConditionalGeneration, config, seed)
 
 
-def relative(kind: str, seed: int = 0) -> PreTrainedModel:
+def relative(kind: str, seed: int = 0, depth: int = 2) -> PreTrainedModel:
     """A Qwen2.5-VL ("qwen2_5_vl", windows of attention) or Qwen3-VL ("qwen3_vl", features into several layers)."""
     sight = {
         **SIGHT,
-        "depth": 2,
+        "depth": depth,
         "hidden_size": 32,
         "out_hidden_size": 64,
         "intermediate_size": 48,
