@@ -106,7 +106,9 @@ def _in_folder(folder: Path, split: str, field: str) -> list[Path]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
+    """Return the data files of a folder; hidden ones, such as those of ``.ipynb_checkpoints``, are copies of tools."""
+    found = (path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
+    return sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts))
 
 
 def _saved_splits(folder: Path) -> list[str] | None:
@@ -141,13 +143,16 @@ def _own_split(state: dict[str, Any]) -> str:
 
 
 def _splits_in(path: Path) -> list[str]:
-    """Return the names of splits in the name of a file, or else in those of its folders."""
-    if named := re.fullmatch(r"(.+)-\d{5}-of-\d{5}", path.stem):
-        return [named[1]]
-    for part in (path.stem, *reversed(path.parent.parts)):
+    """Return the names of splits in the name of a file, or else in those of its folders.
+
+    A name with the number of its part is a split itself: ``train_sft-00000-of-00002`` is none of the split train.
+    """
+    numbered = re.fullmatch(r"(.+)-\d{5}-of-\d{5}", path.stem)
+    own = [numbered[1]] if numbered else []
+    for part in (*(own or [path.stem]), *reversed(path.parent.parts)):
         if words := [word for word in re.split(r"[^A-Za-z0-9]+", part) if word in _SPLITS]:
-            return [part, *words]
-    return []
+            return own if part in own else [*own, part, *words]
+    return own
 
 
 def _no_split(folder: Path, split: str, splits: list[str]) -> str:

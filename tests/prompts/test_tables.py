@@ -226,6 +226,7 @@ def test_json_lines_are_read_without_pyarrow(tmp_path: Path) -> None:
         ("train.jsonl", "test.jsonl"),
         ("data/train-00000-of-00002.parquet", "data/test-00000-of-00001.parquet"),
         ("train/part.parquet", "test/part.parquet"),
+        ("train/part-00000-of-00002.parquet", "test/part-00000-of-00001.parquet"),
         ("my_train_rows.arrow", "my_test_rows.arrow"),
     ],
 )
@@ -253,6 +254,22 @@ def test_a_folder_without_names_of_splits_is_one_split(tmp_path: Path) -> None:
     with closing(PromptSource(tmp_path / "rows", 3)) as source:
         locations = {source.at(position).index: source.at(position).location for position in range(50)}
     assert locations[25] == f"{tmp_path}/rows/0002.jsonl:6"
+
+
+def test_hidden_copies_of_a_folders_files_are_no_rows(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows" / "train.jsonl", ROWS)
+    write_lines(tmp_path / "rows" / ".ipynb_checkpoints" / "train-checkpoint.jsonl", ROWS[:9])
+    write_lines(tmp_path / "rows" / "._train.jsonl", ROWS[:9])
+
+    assert sequence(PromptsConfig(path=str(tmp_path / "rows"))) == expected(tmp_path)
+
+
+def test_a_numbered_file_of_another_name_is_not_in_the_split_that_it_begins_with(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows" / "data" / "train-00000-of-00001.jsonl", ROWS)
+    write_lines(tmp_path / "rows" / "data" / "train_sft-00000-of-00001.jsonl", ROWS[:9])
+
+    assert sequence(PromptsConfig(path=str(tmp_path / "rows"))) == expected(tmp_path)
+    assert check(PromptsConfig(path=str(tmp_path / "rows"), split="train_sft")) == 9
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
