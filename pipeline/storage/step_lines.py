@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class StepLines:
-    """A file of lines, opened at once. A line that cannot be written waits for the next one; the run goes on.
+    """A file of lines, opened at once. A line that cannot be written waits for the next one, a flush or the close.
 
     Attributes:
-        lost: Lines that were given up, because too many waited for a disk with room.
+        lost: Lines that were given up, because too many waited for a disk with room, or until the close.
         found_bytes: Size of the file that was found at the opening.
         last: The last line that was found at the opening, without those removed; empty if there was none.
     """
@@ -70,6 +70,9 @@ class StepLines:
         if len(self._waiting) > _MOST_WAITING:
             del self._waiting[0]
             self.lost += 1
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
         try:
             if self._descriptor < 0:
                 self._open()
@@ -93,6 +96,8 @@ class StepLines:
 
     def flush(self) -> None:
         """Flush all lines to disk: a checkpoint must not be on disk without the lines of its steps."""
+        if self._waiting:
+            self._write_waiting()
         if self._descriptor < 0:
             return
         try:
@@ -101,7 +106,13 @@ class StepLines:
             log.warning("the lines of steps were not flushed: path=%s error=%s", self._path, error.strerror)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; lines that wait are written now, or lost."""
+        if self._waiting:
+            self._write_waiting()
+        if self._waiting:
+            self.lost += len(self._waiting)
+            log.warning("lines of steps are lost: path=%s lines=%d", self._path, len(self._waiting))
+            self._waiting.clear()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -165,6 +165,43 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
     assert (logged("was not written"), logged("written again")) == (1, 1)
 
 
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_lines_that_wait_are_written_before_the_checkpoint_of_their_step_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    step_log = StepLog(tmp_path / "metrics.jsonl", after_step=0)
+    step_log.taken(taken(1))
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", refuse)
+        step_log.taken(taken(2))
+
+    getattr(step_log, end)()
+
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2] and step_log.lost == 0
+    step_log.close()
+
+
+def test_lines_that_are_lost_with_the_end_of_a_trainer_are_counted_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "metrics.jsonl"
+    step_log = StepLog(path, after_step=0)
+    monkeypatch.setattr(os, "write", refuse)
+    step_log.taken(taken(1))
+    step_log.taken(taken(2))
+
+    step_log.close()
+
+    assert step_log.lost == 2
+    assert caplog.messages[-1] == f"lines of steps are lost: path={path} lines=2"
+
+
 def test_lines_wait_for_a_file_that_a_start_cannot_open_and_each_is_there_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
