@@ -4,7 +4,8 @@
 
 Models and tokenizer must be the same: what a checkpoint holds was learned with them, and adapters fit one base alone.
 Prompts, templates, reward code and a tokenizer of the reward model's own may change, which is said. An input that is
-missing on either side is not compared.
+missing on either side is not compared. Of a folder of prompts, or a data set by name, the files of the split count,
+not the images that rows name.
 
 A model's weights of at most 1 GiB are read whole. Of larger ones each file's size and header count, each tensor of at
 most 64 KiB, and 4 KiB at the begin, in the middle and at the end of each other tensor: some seconds for hundreds of
@@ -13,6 +14,7 @@ gigabytes. Training changes every matrix nearly everywhere; a change of a few ro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -26,10 +28,12 @@ import xxhash
 
 from pipeline import sort_digits
 from pipeline.config import user_modules
+from pipeline.config.evaluation import held_out
 from pipeline.config.identity import run_dir
 from pipeline.config.rewards import REWARD_NAMES, RewardModel, reward_functions, reward_models
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.prompts.files import files_of
 from pipeline.storage import sealed_json
 from pipeline.storage.files import UNREADABLE, write_whole
 
@@ -82,12 +86,16 @@ def inputs_of(config: Config) -> dict[str, str]:
         if name in digests and model.tokenizer == "own":
             files = _matching(found[name], (*_VOCABULARY, *_TEMPLATE))
             digests[name.replace("model.reward", "reward tokenizer", 1)] = _digest_of_files(files)
-    prompts = [source.path for source in config.prompts.files]
-    for key, sources in (("prompts", prompts), ("evaluation.files", list(map(str, config.evaluation.files)))):
-        for source in map(Path, sources):
-            if source.exists() and own not in source.parents:
-                files = sorted(source.rglob("*")) if source.is_dir() else [source]
-                digests[f"{key} {source}"] = _digest_of_files([file for file in files if file.is_file()])
+    sources = [("prompts", source) for source in config.prompts.files]
+    for file in config.evaluation.files:
+        sources += [("evaluation.files", source) for source in held_out(config, file).files]
+    rows: dict[str, list[Path]] = {}
+    for key, prompts in sources:
+        # A source that cannot be read is refused elsewhere.
+        with contextlib.suppress(ConfigError):
+            files = [] if own in Path(prompts.path).parents else files_of(prompts)
+            rows.setdefault(f"{key} {prompts.path}", []).extend(file for file in files if file.is_file())
+    digests |= {key: _digest_of_files(list(dict.fromkeys(files))) for key, files in rows.items() if files}
     return digests | code_of(config)
 
 
@@ -148,7 +156,7 @@ def note(config: Config) -> None:
 
 
 def digest_of_model(folder: Path) -> str:
-    """Return a digest of the configuration and the weights in a model's folder.
+    """Return a digest of a model's weights: every file of its folder that may hold some, its configuration not.
 
     Raises:
         OSError: If a file cannot be read.

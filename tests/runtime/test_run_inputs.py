@@ -184,6 +184,51 @@ def test_other_prompts_rewards_and_templates_are_said_once(site, caplog, file, s
     assert not caplog.records
 
 
+def test_of_a_folder_of_prompts_the_files_of_its_split_count(site, caplog):
+    folder = site / "rows"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"prompt": "a"}\n')
+    (folder / "test.jsonl").write_text('{"prompt": "b"}\n')
+    (folder / "1.png").write_bytes(b"1")
+    of = config(site)
+    of = of.model_copy(update={"prompts": of.prompts.model_copy(update={"path": str(folder)})})
+    start(of, site)
+    save(of, 5, "a")
+    (folder / "test.jsonl").write_text('{"prompt": "c"}\n')
+    (folder / "1.png").write_bytes(b"2")
+    start(of, site)
+    assert not caplog.records, "another split, and a file without rows"
+    (folder / "train.jsonl").write_text('{"prompt": "c"}\n')
+
+    start(of, site)
+
+    assert caplog.messages == [
+        f"changed since the run's last start: prompts {folder} (`rlhfd start --fresh` starts anew)"
+    ]
+
+
+def test_other_prompts_of_a_data_set_by_name_are_said(site, caplog, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(site / "hub"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(site / "datasets"))
+    folder = site / "hub" / "datasets--a--b"
+    rows = folder / "snapshots" / "rev1" / "train.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text('{"prompt": "a"}\n')
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("rev1")
+    of = config(site)
+    of = of.model_copy(update={"prompts": of.prompts.model_copy(update={"path": "datasets:a/b"})})
+    start(of, site)
+    save(of, 5, "a")
+    rows.write_text('{"prompt": "c"}\n')
+
+    start(of, site)
+
+    assert caplog.messages == [
+        "changed since the run's last start: prompts datasets:a/b (`rlhfd start --fresh` starts anew)"
+    ]
+
+
 def test_a_run_without_anything_to_go_on_from_takes_the_files_as_they_are(site, caplog):
     of = config(site)
     start(of, site)
