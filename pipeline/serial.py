@@ -27,6 +27,7 @@ from pipeline.config.identity import run_dir, run_name
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ExitCode, RlhfdError
+from pipeline.prompts.source import prompts_at_most
 from pipeline.rollout.process import new_worker
 from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
@@ -232,7 +233,10 @@ class _Serial:
         config = self._config.changed("rollout", workers=1)
         metrics = self._buffer_metrics
         self._spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
-        return new_buffer(config, ledger, self._arena, self._transport.send, metrics, evaluations=self._evaluations)
+        return new_buffer(
+            config, ledger, self._arena, self._transport.send, metrics,
+            prompts=prompts_at_most(config.prompts), evaluations=self._evaluations,
+        )  # fmt: skip
 
     def _new_trainer(self, workspace: Workspace) -> Trainer:
         torch.set_num_threads(self._config.trainer.threads)

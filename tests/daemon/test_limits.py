@@ -376,11 +376,14 @@ def prompt_file(folder: Path, count: int) -> Path:
     return path
 
 
-def test_a_whole_epoch_that_gives_nothing_ends_the_run_and_says_so(tmp_path: Path, task: Path) -> None:
+@pytest.mark.parametrize("arguments", [(), ("--serial",)], ids=["daemon", "serial"])
+def test_a_whole_epoch_that_gives_nothing_ends_the_run_and_says_so(
+    tmp_path: Path, task: Path, arguments: tuple[str, ...]
+) -> None:
     path = prompt_file(tmp_path, 3)
     settings = (f"prompts.path={path}", 'rewards=["rewards_of_test:fails_after_the_start"]')
 
-    with Daemon(tmp_path, *SMALL_ARENA, *settings, task=task) as daemon:
+    with Daemon(tmp_path, *SMALL_ARENA, *settings, task=task, arguments=arguments) as daemon:
         assert daemon.wait() == GAVE_UP, daemon.errors
 
     assert re.search(r"\d prompts in a row, a whole epoch, gave no experience; the log says why$", daemon.errors, re.M)
