@@ -53,15 +53,16 @@ def checked_layout(config: Config) -> LedgerLayout:
     """Return the ledger's layout for this configuration.
 
     Raises:
-        ConfigError: If the arena is too small for the configured batches, or the ledger for the leases.
+        ConfigError: If the arena is too small for the configured batches, or the ledger for tickets or leases.
     """
     refuse_sizes(config)
     return ledger_layout(config)
 
 
 def refuse_sizes(config: Config) -> None:
-    """Raise ConfigError if memory of these sizes cannot hold the configured batches or leases."""
+    """Raise ConfigError if memory of these sizes cannot hold the configured batches, tickets or leases."""
     refuse_small_arena(config, limits_of(config))
+    refuse_small_tickets(config)
     refuse_many_leases(config)
 
 
@@ -77,6 +78,22 @@ def refuse_small_arena(config: Config, limits: Limits) -> None:
             f"{rows} rows {kind} take up to {needed_bytes:,} B, {limits.row_bytes:,} B each; "
             f'arena_bytes = "{-(-needed_bytes >> 20)}MiB" is enough'
         )
+
+
+def refuse_small_tickets(config: Config) -> None:
+    """Raise ConfigError if a batch, or the rows of a version, would be more tickets than the ledger holds."""
+    layout = ledger_layout(config)
+    rows = layout.rows_per_extent
+    # One transaction ends a batch. The built-in trainer holds all batches of a version until it is published.
+    parts = [("a batch", config.sample_batch_size, layout.most_changed)]
+    if config.trainer.kind == "builtin":
+        parts.append(("what a version is trained on", config.rows_per_version, layout.extents))
+    for part, part_rows, most in parts:
+        if (tickets := -(-part_rows // rows)) > most:
+            raise ConfigError(
+                f"rollout.batch_size: {part}, {part_rows:,} rows, would be {tickets:,} tickets of {rows:,} rows; the "
+                f"ledger has room for {most:,}: a larger rollout.batch_size makes fewer"
+            )
 
 
 def refuse_many_leases(config: Config) -> None:

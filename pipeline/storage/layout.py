@@ -7,6 +7,7 @@ import xxhash
 from pipeline.errors import LedgerError
 from pipeline.storage.records import (
     EXTENT_BYTES,
+    EXTENT_WRITTEN_BYTES,
     ITEM_BYTES,
     LAYOUT_VERSION,
     TOTALS_BYTES,
@@ -14,7 +15,7 @@ from pipeline.storage.records import (
     ExtentState,
     Totals,
 )
-from pipeline.storage.redo_log import REDO_LOG_HEADER_BYTES, RedoLog
+from pipeline.storage.redo_log import REDO_LOG_HEADER_BYTES, WRITE_HEADER_BYTES, RedoLog
 from pipeline.storage.tables import (
     VACANT_BYTES,
     VERSION_BYTES,
@@ -55,6 +56,12 @@ class LedgerLayout:
         self.nbytes = self.items_offset + extents * rows_per_extent * ITEM_BYTES
         text = f"{LAYOUT_VERSION}:{extents}:{rows_per_extent}"
         self.identity = xxhash.xxh3_64_intdigest(text.encode()) >> 1
+
+    @property
+    def most_changed(self) -> int:
+        """Full extents that one transaction can end, as that of a trained batch does."""
+        each_bytes = 2 * WRITE_HEADER_BYTES + EXTENT_WRITTEN_BYTES + self.rows_per_extent * ITEM_BYTES
+        return (self.redo_log_bytes - REDO_LOG_HEADER_BYTES - WRITE_HEADER_BYTES - TOTALS_BYTES) // each_bytes
 
 
 class LedgerMemory:

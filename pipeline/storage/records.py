@@ -18,6 +18,8 @@ _TOTALS = struct.Struct("<16q")
 _EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
 _ITEM = struct.Struct("<BBBxI")
 ITEM_BYTES = _ITEM.size
+EXTENT_WRITTEN_BYTES = _EXTENT.size
+"""Bytes of `ExtentRecord.pack`, which a record of `EXTENT_BYTES` begins with."""
 EXTENT_BYTES = 128
 TOTALS_BYTES = 128
 

@@ -19,6 +19,7 @@ from pipeline.errors import LedgerError
 REDO_LOG_HEADER_BYTES = 32
 _COMMITTED, _APPLIED, _LENGTH, _CHECKSUM = range(4)
 _WRITE = struct.Struct("<QI")
+WRITE_HEADER_BYTES = _WRITE.size
 
 
 class RedoLog:

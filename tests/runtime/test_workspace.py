@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError
 from pipeline.runtime.messages import Welcome
 from pipeline.runtime.transport import Mailbox, Outbox
 from pipeline.runtime.workspace import Workspace
+from pipeline.storage.ledger import Ledger
 from pipeline.trainer.connect import lock_rank
 from tests.support.daemon import END_TIMEOUT_S
 
@@ -191,6 +192,42 @@ def test_more_batches_at_once_than_there_are_leases_are_refused(folder):
 
     with pytest.raises(ConfigError, match=r"2 ranks would hold 4,098 batches at once, .* at most 4,096"):
         Workspace.prepare(folder, greedy, checked_layout(greedy))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "rows", "trainer", "message"),
+    [
+        ({"algorithm": "ppo", "batch_size": 1}, 8736, {}, ""),
+        ({"algorithm": "ppo", "batch_size": 1}, 8737, {}, r"a batch, 8,737 rows, would be 8,737 tickets of 1 rows; "),
+        ({"batch_size": 1, "num_generations": 8}, 47656, {}, ""),
+        ({"batch_size": 1, "num_generations": 8}, 51200, {}, r"would be 6,400 tickets of 8 rows; .* room for 5,957: "),
+        ({"algorithm": "ppo", "batch_size": 1}, 8192, {"gradient_accumulation_steps": 2}, ""),
+        (
+            {"algorithm": "ppo", "batch_size": 1}, 8192, {"gradient_accumulation_steps": 3},
+            r"what a version is trained on, 24,576 rows, would be 24,576 tickets of 1 rows; .* room for 16,384: ",
+        ),
+    ],
+)  # fmt: skip
+def test_more_tickets_in_a_batch_or_version_than_the_ledger_holds_are_refused(rollout, rows, trainer, message):
+    of = Config.model_validate(
+        {"rollout": rollout, "trainer": trainer, "buffer": {"sample_batch_size": rows, "arena_bytes": 1 << 34}}
+    )
+
+    if message:
+        with pytest.raises(ConfigError, match=rf"^rollout\.batch_size: .*{message}"):
+            checked_layout(of)
+        return
+    layout = checked_layout(of)
+    ledger = Ledger(memoryview(bytearray(layout.nbytes)), layout)
+    ledger.publish(0, 1, 0)
+    for place in range(0, rows, layout.rows_per_extent):
+        record = ledger.reserve(rows=layout.rows_per_extent, prompts=1, offset=64 * place, nbytes=64, owner=0)
+        ledger.seal(
+            record, rows=record.rows, nbytes=64, checksum=1, policy_version=0, fingerprint=1, now_s=0.0
+        )  # fmt: skip
+    ledger.acknowledge(ledger.lease(ledger.index.oldest_rows(rows)))
+    assert ledger.totals.trained == rows
+    ledger.close()
 
 
 def test_a_link_or_a_file_under_its_name_is_refused_and_what_it_leads_to_is_left_alone(folder, tmp_path):
