@@ -34,7 +34,7 @@ from pipeline.experience.batching import make_experience_batch, split_experience
 from pipeline.experience.checks import check_kinds, check_travels
 from pipeline.experience.types import BufferItem, Experience
 from pipeline.replay.client import CALL_S, ROWS_PER_EXTENT, Link, LinkPool, Settings, make_folder, sweep
-from pipeline.replay.rows import rows_on_cpu
+from pipeline.replay.rows import counted_alike, rows_on_cpu
 from pipeline.replay.server import ReplayServer
 from pipeline.replay.writer import RowWriter
 from pipeline.runtime.messages import Ack, Ask, Books, Damaged, Lease, WantBatch
@@ -292,9 +292,8 @@ class DetachedReplayBuffer:
         try:
             if damaged:
                 raise DecodeError(reason)
-            experience = codec.gather_padded(
-                [(readers[part.ticket], part.rows) for part in lease.parts], pin_memory=device.type == "cuda"
-            )
+            parts = [(readers[part.ticket], part.rows) for part in lease.parts]
+            experience = codec.gather_padded(counted_alike(parts), pin_memory=device.type == "cuda")
         except (DecodeError, FieldError) as error:
             tickets = damaged or [part.ticket for part in lease.parts]
             link.end(Damaged(link.name, lease.lease, tickets, str(error)))

@@ -9,8 +9,11 @@ import msgspec
 import torch
 
 from pipeline.errors import ShapeError
+from pipeline.experience.codec import Extents
 from pipeline.experience.extent_format import ExtentHeader, FieldHeader
-from pipeline.experience.types import Experience
+from pipeline.experience.types import VISION_FIELDS, Experience
+
+_COUNTS = tuple(f"info.{name}" for _, _, name in VISION_FIELDS)
 
 
 class RowKind(msgspec.Struct, frozen=True):
@@ -31,11 +34,13 @@ class RowKind(msgspec.Struct, frozen=True):
 def kinds_of(header: ExtentHeader) -> dict[str, RowKind]:
     """Return the schemas that all rows of a buffer share with the rows of an extent, by part.
 
-    The fields of a row are one part. Images and videos are one part each, present only if a row of the extent has any:
-    rows without images match rows with images.
+    The fields of a row are one part. Images, videos and their counts are one part each, present only if a row of the
+    extent has any: rows without images match rows with images.
     """
     vision = header.vision is not None
-    kinds = {"fields": _kind(header.fields, vision)}
+    counts = [field for field in header.fields if vision and field.name in _COUNTS]
+    kinds = {"fields": _kind(tuple(field for field in header.fields if field not in counts), vision)}
+    kinds |= {field.name: _kind((field,), vision) for field in counts}
     for medium in header.vision.media if header.vision else []:
         if medium.patches:
             kinds[medium.pixels.name] = _kind((medium.pixels, medium.grids), vision)
@@ -44,6 +49,19 @@ def kinds_of(header: ExtentHeader) -> dict[str, RowKind]:
 
 def _kind(fields: tuple[FieldHeader, ...], vision: bool) -> RowKind:
     return RowKind({field.name: (field.dtype, field.columns, field.tail) for field in fields}, vision)
+
+
+def counted_alike(parts: Extents) -> Extents:
+    """Return extents without the counts of images that only some of them have; a batch has counts by its grids."""
+    names = [name for name in _COUNTS if len({name in reader.rows.named for reader, _ in parts}) > 1]
+    alike = []
+    for reader, chosen in parts if names else ():
+        # Another thread may gather the reader itself.
+        reader = copy.copy(reader)
+        for name in names:
+            reader.leave_out(name)
+        alike.append((reader, chosen))
+    return alike or parts
 
 
 def rows_on_cpu(experience: Experience) -> Experience:

@@ -147,6 +147,26 @@ def test_images_go_with_their_rows_and_rows_may_have_none():
         assert batch.raw_images == [None, None, [b"2" * 90_000], [b"3", b"33"]]
 
 
+def uncounted(experience):
+    """Return rows whose `info` has no count of images, as that of rows without images."""
+    return dataclasses.replace(experience, info={"number": experience.info["number"]})
+
+
+@pytest.mark.parametrize("with_images_first", [True, False])
+def test_rows_without_images_and_without_their_count_go_in_beside_others(with_images_first):
+    batches = [with_images([0, 1], [1, 2]), uncounted(with_images([2, 3], [0, 0]))]
+    with buffer_of(4) as buffer:
+        for experience in batches if with_images_first else batches[::-1]:
+            buffer.append(experience)
+
+        batch = buffer.sample()
+
+    order = numbers_of(batch)
+    assert sorted(order) == [0, 1, 2, 3]
+    assert batch.info["image_num"].tolist() == [{0: 1, 1: 2}.get(number, 0) for number in order]
+    assert batch.pixel_values[:, 0].tolist() == [0.0] * 4 + [1.0] * 8
+
+
 def test_the_largest_batch_of_single_rows_fits_into_the_books():
     layout = LedgerLayout(extents=8192, rows_per_extent=1)
     ledger = Ledger(memoryview(bytearray(layout.nbytes)), layout)
