@@ -28,7 +28,15 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline.errors import BufferClosedError, DeadlineError, DecodeError, FieldError, ShapeError
+from pipeline.errors import (
+    BufferClosedError,
+    DeadlineError,
+    DecodeError,
+    FieldError,
+    RlhfdError,
+    ShapeError,
+    UnreachableError,
+)
 from pipeline.experience import codec
 from pipeline.experience.batching import make_experience_batch, split_experience_batch
 from pipeline.experience.checks import check_kinds, check_travels
@@ -111,8 +119,8 @@ class DetachedReplayBuffer:
             sample_batch_size: Rows of a batch.
             limit: Full batches in the queue at which `append` waits until one is taken; 0 for no limit but the arena.
                 An append is never split, so the last append may exceed the limit.
-            arena_bytes: Shared memory for the rows, allocated at once, together with some 17 MB for the ledger. While
-                the arena is full, `append` waits.
+            arena_bytes: Shared memory for the rows, allocated at once, together with the ledger's: 18 MB, more for
+                a `sample_batch_size` above 1,024, 138 MB for 8,192. While the arena is full, `append` waits.
             timeout_s: Longest wait of `append` and `sample`, in seconds; None for no limit.
 
         Raises:
@@ -178,7 +186,8 @@ class DetachedReplayBuffer:
     def append(self, experience: Experience, *, timeout_s: float | None = None) -> None:
         """Add the rows of a batch; once this returns they survive the death of this process.
 
-        All rows are added, or none. More than `ROWS_PER_EXTENT` rows are added as several appends of at most that many.
+        All rows are added, or none. More than `ROWS_PER_EXTENT` (1,024) rows are added as several appends of at most
+        that many; an error at a later one says how many rows are added by then.
 
         Args:
             experience: A batch on any device, padded or packed; it is not changed. All rows of a buffer have the same
@@ -191,7 +200,7 @@ class DetachedReplayBuffer:
         Raises:
             ArenaFullError: If the rows do not fit, and never will; the message has the sizes.
             BufferClosedError: If the buffer is closed.
-            DeadlineError: If there is no room in time; nothing is added.
+            DeadlineError: If there is no room in time.
             FieldError: If a field or a value of `info` is not a tensor, a field differs from the rows before in dtype
                 or shape, a number under the action mask is NaN or infinite, or `experience` is not an `Experience`.
             ShapeError: If there is no row, or fields disagree on their shape.
@@ -210,7 +219,12 @@ class DetachedReplayBuffer:
             return
         items = split_experience_batch(experience)
         for start in range(0, len(items), ROWS_PER_EXTENT):
-            self._writer.write(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
+            try:
+                self._writer.write(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
+            except RlhfdError as error:
+                if not start:
+                    raise
+                raise type(error)(f"the first {start:,} of {len(items):,} rows are added: {error}") from error
 
     def extend(self, items: Sequence[BufferItem], *, timeout_s: float | None = None) -> None:
         """Add rows, padded or not, of equal or different lengths; otherwise as `append`.
@@ -348,7 +362,8 @@ class DetachedReplayBuffer:
         if self._owned and drain_s > 0:
             try:
                 self._ask("drain", deadline_s=time.monotonic() + drain_s)
-            except DeadlineError as error:
+            except (DeadlineError, BufferClosedError, UnreachableError) as error:
+                # Also of a server that was given up: the folder goes in any case.
                 log.warning("replay buffer closed before it was empty: %s", error)
         self._end()
         self._readers = {}

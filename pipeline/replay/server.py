@@ -38,12 +38,26 @@ class ReplayServer:
     """The server process and the folder, held by the owner. Closed once, by the process that made it."""
 
     def __init__(self, folder: Path, lock: int) -> None:
+        """Start the server; if that fails, the folder is removed.
+
+        Args:
+            folder: The buffer's folder, made by `make_folder`.
+            lock: Descriptor of the owner's lock.
+
+        Raises:
+            OSError: If no process can be started.
+        """
         self.folder = folder
         self.owner_pid = os.getpid()
         self._lock = lock
         self._closing = threading.Event()
         self._starts: collections.deque[float] = collections.deque(maxlen=_MOST_STARTS)
-        self._process = self._start()
+        try:
+            self._process = self._start()
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            unlock(lock)
+            raise
         self._watcher = threading.Thread(target=self._watch, name="rlhfd-replay-watch", daemon=True)
         self._watcher.start()
 

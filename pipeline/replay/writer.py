@@ -47,24 +47,20 @@ class RowWriter:
             FieldError: If a field cannot be stored, or differs from the rows before in dtype or shape.
             ShapeError: If fields disagree on their shape.
         """
-        nbytes = self._room_for(experience)
+        nbytes, is_bound = bytes_bound(experience), True
+        if nbytes > self._arena.payload_bytes:
+            nbytes, is_bound = _encoded_bytes(experience, nbytes), False
         while True:
             try:
                 self._write(experience, nbytes, deadline_s)
                 return
             except _TooSmallError:
                 nbytes *= 2
-
-    def _room_for(self, experience: Experience) -> int:
-        nbytes = bytes_bound(experience)
-        if nbytes <= self._arena.payload_bytes:
-            return nbytes
-        try:
-            # Padding takes no room: the encoded size may be much smaller.
-            return codec.encode(experience, memoryview(bytearray(nbytes)), checksum=False).nbytes
-        except ArenaFullError:
-            # Raw images make the batch larger than its bound.
-            return nbytes
+            except ArenaFullError:
+                # Padding takes no room: the encoded size may be much smaller than the bound.
+                if not is_bound or (encoded_bytes := _encoded_bytes(experience, nbytes)) == nbytes:
+                    raise
+                nbytes, is_bound = encoded_bytes, False
 
     def _write(self, experience: Experience, nbytes: int, deadline_s: float) -> None:
         rows = len(experience.sequences)
@@ -97,6 +93,14 @@ class RowWriter:
             return msgspec.json.decode((self._folder / f"{part}.kind").read_bytes(), type=RowKind)
         except FileNotFoundError:
             raise BufferClosedError(f"replay buffer {self._folder.name}: closed by its owner") from None
+
+
+def _encoded_bytes(experience: Experience, most_bytes: int) -> int:
+    """Return the size of an experience in the arena; `most_bytes` if raw images make it larger than that."""
+    try:
+        return codec.encode(experience, memoryview(bytearray(most_bytes)), checksum=False).nbytes
+    except ArenaFullError:
+        return most_bytes
 
 
 class _TooSmallError(Exception):

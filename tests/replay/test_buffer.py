@@ -26,7 +26,7 @@ from pipeline.errors import (
 )
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import BufferItem, Experience, ExperienceVL
-from pipeline.replay.client import ROWS_PER_EXTENT, sweep
+from pipeline.replay.client import ROWS_PER_EXTENT, make_folder, sweep
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
 from tests.support.daemon import is_alive
@@ -186,6 +186,14 @@ def test_more_rows_than_an_extent_takes_go_in_in_order():
         assert numbers_of(buffer.sample()) + numbers_of(buffer.sample()) == [*range(2600)]
 
 
+def test_of_more_rows_than_an_extent_takes_an_error_says_how_many_are_added():
+    with buffer_of(512, limit=2) as buffer:
+        with pytest.raises(DeadlineError, match=r"^the first 1,024 of 2,048 rows are added: no room for 1024 rows: "):
+            buffer.append(numbered(range(2048)), timeout_s=0.5)
+
+        assert buffer.stats().ready == 1024
+
+
 def test_flush_clear_and_the_books():
     with buffer_of(4) as buffer:
         buffer.append(numbered(range(6)))
@@ -224,6 +232,24 @@ def test_experience_that_never_fits_is_an_error_at_once():
         wide.attention_mask[:, :2990] = 0
         buffer.append(wide)
         assert buffer.sample().sequences.shape[1] <= 11
+
+
+def test_rows_that_fit_without_their_padding_go_in_where_no_room_can_become_free():
+    with buffer_of(1024, arena_bytes=MIB) as buffer:
+        buffer.append(padded_to(10_000, real=10_000, rows=8))
+        assert buffer.stats().free_bytes < 4 * 10_000 * 16
+
+        buffer.append(padded_to(10_000, real=8, rows=4))
+
+        assert buffer.stats().ready == 12
+
+
+def padded_to(width, *, real, rows):
+    mask = torch.zeros(rows, width, dtype=torch.int64)
+    mask[:, -real:] = 1
+    return Experience(sequences=torch.ones(rows, width, dtype=torch.int64), attention_mask=mask,
+                      action_log_probs=torch.zeros(rows, 4), action_mask=torch.ones(rows, 4, dtype=torch.bool),
+                      reward=torch.zeros(rows))  # fmt: skip
 
 
 def test_rows_of_lightrft_have_scores_of_one_number():
@@ -731,6 +757,30 @@ def test_a_server_that_dies_again_and_again_is_given_up_with_its_reason():
             BufferClosedError, match=r"its server, pid \d+, ended with -9, for the 5th time in a minute"
         ):
             buffer.sample()
+
+
+def test_a_buffer_whose_server_is_given_up_is_closed_also_with_a_wait_for_its_rows(caplog):
+    buffer = buffer_of(2)
+    buffer._server._give_up("its server ended")
+
+    buffer.close(drain_s=60.0)
+
+    assert not buffer.path.exists()
+    assert caplog.messages[-1].startswith("replay buffer closed before it was empty: ")
+
+
+def test_a_server_that_cannot_be_started_leaves_no_folder(monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    made = []
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    monkeypatch.setattr("pipeline.replay.buffer.make_folder", lambda *of: made.append(make_folder(*of)) or made[-1])
+
+    with pytest.raises(OSError, match="Resource temporarily unavailable"):
+        buffer_of(2)
+
+    assert not made[0][0].exists()
 
 
 def test_a_server_that_is_given_up_ends_all_waits_also_where_shared_memory_is_full(monkeypatch):
