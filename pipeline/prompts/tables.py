@@ -133,6 +133,7 @@ class ParquetRows(_Table):
         for group in range(metadata.num_row_groups):
             self._stops.append((self._stops[-1] if self._stops else 0) + metadata.row_group(group).num_rows)
         self._kept: collections.OrderedDict[int, Any] = collections.OrderedDict()
+        self._kept_bytes = 0
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -150,14 +151,17 @@ class ParquetRows(_Table):
                 self._kept[group] = self._file.read_row_group(group, columns=self._names)
             except self._errors as error:
                 raise ConfigError(f"{self.path}:{index + 1}:1: not Parquet: {error}") from error
+            # The size of a table costs more than the rest of a read: it is asked for once a table, not at each row.
+            self._kept_bytes += self._kept[group].nbytes
+            while len(self._kept) > 1 and self._kept_bytes > _KEPT_BYTES:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
         self._kept.move_to_end(group)
-        while len(self._kept) > 1 and sum(table.nbytes for table in self._kept.values()) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
         return self._record(self._kept[group], index - (self._stops[group - 1] if group else 0), index)
 
     def close(self) -> None:
         """Close the file."""
         self._kept.clear()
+        self._kept_bytes = 0
         self._file.close()
 
 
