@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.prompts import identifying_keys, identity_of_prompts
+from pipeline.config.prompts import PromptsConfig, identifying_keys, identity_of_prompts
 from pipeline.config.rewards import reward_models
 from pipeline.config.schema import Config
 from pipeline.config.sections import ModelConfig
@@ -70,6 +71,24 @@ def identifying_settings(config: Config) -> dict[str, Any]:
     if len(models := _reward_models(config)) > 1:
         values["rewards"] = [list(model) for model in models]
     return values
+
+
+def differing_settings(mine: Mapping[str, Any], its: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the values of two runs by the keys of `identifying_settings` in which they differ.
+
+    A key of ``[model]`` or ``[prompts]`` that one of them lacks has its default there; another one is not compared.
+    """
+    defaults = {
+        f"{section}.{key}": field.get_default(call_default_factory=True)
+        for section, kind in (("model", ModelConfig), ("prompts", PromptsConfig))
+        for key, field in kind.model_fields.items()
+    }
+    pairs = {
+        key: tuple(settings[key] if key in settings else defaults[key] for settings in (mine, its))
+        for key in [*mine, *(key for key in its if key not in mine)]
+        if key in defaults or (key in mine and key in its)
+    }
+    return {key: (here, there) for key, (here, there) in pairs.items() if here != there}
 
 
 def _of_model(config: Config) -> ModelConfig:

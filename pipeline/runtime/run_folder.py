@@ -31,7 +31,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline.config.advice import toml
-from pipeline.config.identity import default_name, identifying_settings, identity_of, run_dir, run_name, runs_dir
+from pipeline.config.identity import (
+    default_name,
+    differing_settings,
+    identifying_settings,
+    identity_of,
+    run_dir,
+    run_name,
+    runs_dir,
+)
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.progress import Telemetry
@@ -351,16 +359,19 @@ class RunFolder:
         mine = identifying_settings(self.config)
         near: list[tuple[int, Listed, list[str]]] = []
         for run in reversed(runs_of(Path(self.config.daemon.state_dir))):
-            its = run.note.settings
-            odd = [key for key in mine if key in its and mine[key] != its[key]]
-            if odd == [_DTYPE] and dtype_follows_gpus:
+            odd = differing_settings(mine, run.note.settings)
+            if [*odd] == [_DTYPE] and dtype_follows_gpus:
+                here, there = odd[_DTYPE]
                 raise ConfigError(
-                    f"{_DTYPE}: it is {mine[_DTYPE]} here by default, which follows the visible GPUs, and this start "
-                    f"would begin a new run beside that in {its[_DTYPE]}, {run.folder}; set {_DTYPE} = "
-                    f'"{its[_DTYPE]}" to go on with it, or "{mine[_DTYPE]}" for a new run'
+                    f"{_DTYPE}: it is {here} here by default, which follows the visible GPUs, and this start "
+                    f"would begin a new run beside that in {there}, {run.folder}; set {_DTYPE} = "
+                    f'"{there}" to go on with it, or "{here}" for a new run'
                 )
             if run.latest is not None and 0 < len(odd) <= _DIFFERENCES:
-                near.append((len(odd), run, [f"{key} = {_shown(its[key])}, not {_shown(mine[key])}" for key in odd]))
+                pairs = odd.items()
+                near.append(
+                    (len(odd), run, [f"{key} = {_shown(there)}, not {_shown(here)}" for key, (here, there) in pairs])
+                )
         if near:
             _, run, differences = min(near, key=lambda found: found[0])
             assert run.latest is not None
@@ -371,10 +382,8 @@ class RunFolder:
         write_note(self.path, note_of(self.config, made_unix_s, time.time()))
 
     def _taken(self, found: RunNote) -> str:
-        mine, its = identifying_settings(self.config), found.settings
-        odd = [
-            f"{key} is {its[key]!r} there, {mine[key]!r} here" for key in mine if key in its and mine[key] != its[key]
-        ]
+        pairs = differing_settings(identifying_settings(self.config), found.settings).items()
+        odd = [f"{key} is {there!r} there, {here!r} here" for key, (here, there) in pairs]
         differences = "; ".join(odd[:_DIFFERENCES]) or "another identity"
         return (
             f"daemon.run_name: the name {self.path.name} belongs to another run ({differences}): choose another name, "

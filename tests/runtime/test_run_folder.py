@@ -191,6 +191,33 @@ def test_a_dtype_that_is_set_begins_a_run_of_its_own_and_the_log_names_the_other
     ]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "there", "here"),
+    [
+        ({}, {"shuffle": False}, "prompts.shuffle = true", "false"),
+        ({"system_prompt": "Be brief."}, {}, 'prompts.system_prompt = "Be brief."', "(left out)"),
+    ],
+)
+def test_a_key_that_has_its_default_in_one_run_is_named_too(tmp_path, caplog, one, other, there, here):
+    first, second = config(tmp_path, prompts=one), config(tmp_path, prompts=other)
+    RunFolder(first).claim()
+    save(first, 6, "a")
+
+    RunFolder(second).claim()
+
+    assert caplog.messages == [
+        f"a new run begins, from step 0: name={run_dir(second).name}; run {run_dir(first).name}, of step 6, is gone on "
+        f"with by {there}, not {here}"
+    ]
+
+
+def test_the_name_of_another_run_is_refused_with_a_key_that_has_its_default_in_one_of_them(tmp_path):
+    RunFolder(config(tmp_path, daemon={"run_name": "mine"})).claim()
+
+    with pytest.raises(ConfigError, match=r"belongs to another run \(prompts\.shuffle is True there, False here\)"):
+        RunFolder(config(tmp_path, daemon={"run_name": "mine"}, prompts={"shuffle": False})).claim()
+
+
 def test_a_new_run_names_the_one_that_is_nearest_to_it_by_the_keys_that_go_on_with_it(tmp_path, caplog):
     far, near, without = (config(tmp_path, daemon={"seed": seed}, buffer={"arena_bytes": size}) for seed, size in
                           ((4, 3 << 20), (3, 2 << 20), (3, 4 << 20)))  # fmt: skip
