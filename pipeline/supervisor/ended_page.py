@@ -24,7 +24,7 @@ from pipeline.supervisor.status import EVALUATED
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
 from pipeline.telemetry.evaluations import Evaluation, Summary, read_evaluations
 from pipeline.telemetry.history import FILE_NAME as HISTORY
-from pipeline.telemetry.history import History, Point
+from pipeline.telemetry.history import History, Point, points_after
 
 _METRICS: Final = "metrics.jsonl"
 _REWARD: Final = "reward/"
@@ -63,8 +63,8 @@ class EndedPage:
         self._state = _state(folder, note, last, self._points)
 
     def live(self, after_s: float) -> bytes:
-        """Return the last state of the run, and the points of its history that end after a Unix time, as JSON."""
-        points = [point.shown() for point in self._points if point.end_s > after_s]
+        """Return the last state of the run, and the points of its history behind that of a Unix time, as JSON."""
+        points = [point.shown() for point in points_after(self._points, after_s)]
         return msgspec.json.encode({**self._state, "history": points})
 
     def samples(self, cursor: str) -> bytes:

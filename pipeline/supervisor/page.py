@@ -76,7 +76,7 @@ class PageData:
         self._status = status
         self._watchdog = watchdog
         self._history = History(run_dir(config) / HISTORY_FILE, workspace.run.identity)
-        self._recorder = HistoryRecorder(self._history)
+        self._recorder = HistoryRecorder(self._history, is_external=config.trainer.kind == "external")
         self._saved_s = time.monotonic()
         self._is_failing = False
         self._now: dict[str, Any] = {}
@@ -108,7 +108,7 @@ class PageData:
         self._is_failing = False
 
     def live(self, after_s: float) -> bytes:
-        """Return the present state of the run, and the points of its history that end after a Unix time, as JSON."""
+        """Return the present state of the run, and the points of its history behind that of a Unix time, as JSON."""
         now_s = time.monotonic()
         if now_s - self._now_s >= _FRESH_S:
             # One reading serves all viewers.

@@ -61,7 +61,7 @@ class Point(msgspec.Struct, array_like=True):
         end_s: Unix time.
         seconds: Observed seconds; less than from start to end if the daemon was down, or the run rested, in between.
         step: Optimizer steps at the end, without those that a rollback undid.
-        rewards: Number of mean rewards of a step; with an external trainer, of rewards of rollouts.
+        rewards: Number of mean rewards of a step; before an external trainer's connect, of a span's rollouts.
         reward_sum: Sum of these rewards.
         reward_squares: Sum of the mean squares of the rewards behind them, for the spread.
         tokens: Response tokens generated.
@@ -158,8 +158,8 @@ class History:
         # Beyond the last level: more than a century.
 
     def points(self, after_s: float = 0.0) -> list[Point]:
-        """Return the points that end after a Unix time, the oldest first."""
-        return [point for point in self if point.end_s > after_s]
+        """Return the points behind the one that ends at a Unix time, the oldest first."""
+        return points_after([*self], after_s)
 
     def __iter__(self) -> Iterator[Point]:
         for level in reversed(self._levels):
@@ -183,15 +183,30 @@ class History:
         return []
 
 
+def points_after(points: list[Point], after_s: float) -> list[Point]:
+    """Return the points behind the newest one that ends at a Unix time, as `Point.shown` rounds it.
+
+    The wall clock may have been set back since. Where that point has become part of a coarser one, those are returned
+    that end later.
+    """
+    for at in reversed(range(len(points))):
+        if round(points[at].end_s, 1) == after_s:
+            return points[at + 1 :]
+    return [point for point in points if point.end_s > after_s]
+
+
 class HistoryRecorder:
     """Turns readings of the metrics into points.
 
     Args:
         history: History that the points are added to.
+        is_external: Whether the trainer is an external one.
     """
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, *, is_external: bool = False) -> None:
         self._history = history
+        self._is_external = is_external
+        self._known_step = next((point.step for point in reversed(history.points())), 0)
         self._before: _Totals | None = None
         self._began_s = 0.0
         self._last_s = 0.0
@@ -234,7 +249,8 @@ class HistoryRecorder:
         self._point = Point(unix_s, unix_s)
 
     def _see_step(self, reading: Reading) -> None:
-        step = reading.value("rlhfd_train_steps_total") or 0.0
+        steps = reading.value("rlhfd_train_steps_total")
+        step = steps or 0.0
         mean, deviation = reading.value("rlhfd_reward_mean"), reading.value("rlhfd_reward_stddev") or 0.0
         if step != self._step and mean is not None:
             if self._step >= 0:
@@ -250,8 +266,11 @@ class HistoryRecorder:
             self._step = step
         if (behind_weights := reading.value("rlhfd_train_step")) is not None:
             self._behind_weights = behind_weights
-        # The count of all steps never falls; of an external trainer there is no other.
-        self._point.step = int(step if self._behind_weights is None else self._behind_weights)
+        # The count of all steps never falls; of an external trainer there is no other. Before a trainer is up in a new
+        # slab, neither is known: the step is that of the start before.
+        if (known := steps if self._behind_weights is None else self._behind_weights) is not None:
+            self._known_step = int(known)
+        self._point.step = self._known_step
 
     def _finish(self, now_s: float, unix_s: float, totals: _Totals) -> None:
         before, point = self._before, self._point
@@ -261,15 +280,8 @@ class HistoryRecorder:
         point.start_s, point.end_s = unix_s - point.seconds, unix_s
         point.tokens = _grown(totals.tokens, before.tokens)
         point.staleness_sum, point.staleness_rows = map(_grown, totals.staleness, before.staleness)
-        if not totals.has_steps:
-            # An external trainer shows no steps; the rewards of the workers are known all the same.
-            # Their sum is not known once one of them was negative.
-            if totals.rewards[0] >= before.rewards[0]:
-                point.reward_sum, point.rewards = map(_grown, totals.rewards, before.rewards)
-                point.reward_squares = point.reward_sum**2 / point.rewards if point.rewards else 0.0
-            length, responses = map(_grown, totals.lengths, before.lengths)
-            if responses:
-                point.learning["response_length"] = (length, responses)
+        if self._is_external:
+            self._add_rollouts(totals, before)
         for (role, _, activity), seconds in totals.spent.items():
             spent = seconds - before.spent.get((role, _, activity), 0.0)
             if spent > 0:
@@ -277,6 +289,20 @@ class HistoryRecorder:
                 mine[activity] = mine.get(activity, 0.0) + spent
         if not (self._is_paused and _rests(point)):
             self._history.add(point)
+
+    def _add_rollouts(self, totals: _Totals, before: _Totals) -> None:
+        """Add the values of the span's rollouts that an external trainer does not show."""
+        point = self._point
+        # Its steps have rewards, from its connect on. A sum of rewards is not known once one of them was negative.
+        if not totals.has_steps and totals.rewards[0] >= before.rewards[0]:
+            total, rollouts = map(_grown, totals.rewards, before.rewards)
+            if rollouts:
+                mean = total / rollouts
+                # One mean, as that of a step: spans before and after the connect have the same weight.
+                point.reward_sum, point.rewards, point.reward_squares = mean, 1.0, mean * mean
+        length, responses = map(_grown, totals.lengths, before.lengths)
+        if responses:
+            point.learning["response_length"] = (length, responses)
 
 
 def _is_paused(reading: Reading) -> bool:

@@ -86,6 +86,7 @@ class Bench:
 
     folder: Path
     now_s: float = 100.0
+    is_external: bool = False
 
     def __post_init__(self) -> None:
         names = [SlotName("supervisor"), SlotName("buffer"), SlotName("trainer", 0), SlotName("rollout", 0)]
@@ -93,7 +94,7 @@ class Bench:
         for name in names:
             self.slab.begin(name.role, name.worker)
         self.history = History(self.folder / "history", "run")
-        self.recorder = HistoryRecorder(self.history)
+        self.recorder = HistoryRecorder(self.history, is_external=self.is_external)
         self.reader = MetricsReader(self.slab)
         self.trainer, self.rollout = self.slab.writer("trainer", 0), self.slab.writer("rollout", 0)
 
@@ -136,7 +137,7 @@ def test_points_hold_what_the_metrics_grew_by(tmp_path: Path) -> None:
 
 
 def test_with_a_trainer_of_ones_own_rewards_are_those_of_the_rollouts(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, is_external=True)
     rewards = bench.rollout.histogram("rlhfd_reward", source="function")
     rewards.observe(9.0)
     bench.look(0.0)
@@ -149,7 +150,7 @@ def test_with_a_trainer_of_ones_own_rewards_are_those_of_the_rollouts(tmp_path: 
 
 
 def test_a_sum_of_rewards_that_a_negative_one_has_ended_is_not_known(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, is_external=True)
     rewards = bench.rollout.histogram("rlhfd_reward", source="function")
     rewards.observe(9.0)
     bench.look(0.0)
@@ -276,17 +277,70 @@ def test_the_time_in_which_a_paused_run_rests_has_no_point(tmp_path: Path) -> No
     bench.slab.close()
 
 
-def test_an_external_trainer_has_the_response_length_of_its_workers(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_an_external_trainer_has_the_response_length_of_its_workers_before_and_after_its_connect(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path, is_external=True)
     lengths = bench.rollout.histogram("rlhfd_response_length_tokens")
     lengths.observe(1000)
     bench.look(0.0)
     for length in (10, 20):
         lengths.observe(length)
     bench.look(SPAN_S)
+    bench.trainer.counter("rlhfd_train_steps_total").inc()
+    lengths.observe(30)
+    bench.look(SPAN_S)
 
-    (shown,) = (one.shown() for one in bench.history.points())
-    assert shown["response_length"] == 15.0 and "loss" not in shown
+    shown = [one.shown() for one in bench.history.points()]
+    assert [one["response_length"] for one in shown] == [15.0, 30.0] and "loss" not in shown[1]
+
+
+def test_rewards_before_an_external_trainers_connect_weigh_as_those_of_a_step(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, is_external=True)
+    rewards = bench.rollout.histogram("rlhfd_reward", source="function")
+    bench.look(0.0)
+    rewards.observe(1.0, times=512)
+    bench.look(SPAN_S)
+    steps = bench.trainer.counter("rlhfd_train_steps_total")
+    mean = bench.trainer.gauge("rlhfd_reward_mean", source="function")
+    bench.look(SPAN_S)
+    for _ in range(3):
+        rewards.observe(0.0, times=512)
+        mean.set(0.0)
+        steps.inc()
+        bench.look(SPAN_S)
+
+    first, *later = bench.history.points()
+    assert first.shown()["reward"] == 1.0
+    for one in later:
+        first = first.plus(one)
+    assert first.shown()["reward"] == 0.25
+
+
+def test_before_the_trainer_of_a_new_start_is_up_the_step_is_the_last_one_of_the_start_before(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.history.add(point(7))
+    again = HistoryRecorder(bench.history)
+
+    for now_s in (0.0, SPAN_S):
+        again.add(now_s, 1e9 + now_s, bench.reader.read(), 0)
+    bench.trainer.counter("rlhfd_train_steps_total").inc()
+    bench.trainer.gauge("rlhfd_train_step").set(8)
+    again.add(2 * SPAN_S, 1e9 + 2 * SPAN_S, bench.reader.read(), 0)
+
+    assert [one.step for one in bench.history.points()] == [7, 7, 8]
+
+
+def test_points_behind_a_known_one_are_returned_also_after_the_wall_clock_was_set_back(tmp_path: Path) -> None:
+    history = History(tmp_path / "history", "run")
+    for end_s in (100.04, 102.04, 52.04, 54.04):
+        history.add(Point(end_s - 2.0, end_s))
+    shown = [one.shown()["end_s"] for one in history.points()]
+
+    behind = [[one.shown()["end_s"] for one in history.points(end_s)] for end_s in shown]
+    assert behind == [shown[1:], shown[2:], shown[3:], []]
+    assert history.points(0.0) == history.points()
+    assert len(history.points(101.0)) == 1, "the point of this time is part of a coarser one by now"
 
 
 def test_points_of_an_earlier_version_are_read(tmp_path: Path) -> None:

@@ -165,8 +165,7 @@ async function look() {
   try {
     const after_s = points.length && points.length < MOST_POINTS ? points.at(-1).end_s : 0;
     latest = await ask(`/api/live?after_s=${after_s}`);
-    // Rounded times may bring the last point again.
-    if (after_s) points.push(...latest.history.filter((point) => point.end_s > after_s));
+    if (after_s) points.push(...latest.history);
     else points = latest.history;
     showRun(latest);
     showCharts();
