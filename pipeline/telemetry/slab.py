@@ -324,20 +324,23 @@ class MetricsSlab:
     def reopen(cls, path: Path, slots: Sequence[SlotName]) -> MetricsSlab:
         """Return the slab of a starting supervisor: its predecessor's with all counters kept, or a new one.
 
-        No process of the predecessor's instance may be alive.
+        With other slots than the predecessor's, as with another number of workers, it is a new one that has its
+        counters. No process of the predecessor's instance may be alive.
         """
         try:
             slab = cls.attach(path)
         except (FileNotFoundError, LedgerError):
             return cls.create(path, slots)
-        if slab.layout.slots != tuple(slots):
-            slab.close()
-            return cls.create(path, slots)
         # All processes ended with their supervisor; its last heartbeat is the time of the last reading that was shown.
         ended_ns = int(slab.progress(*slots[0]).beat_s * 1e9)
         for slot in slab.layout.slots:
             slab.fold(*slot, until_ns=ended_ns)
-        return slab
+        if slab.layout.slots == tuple(slots):
+            return slab
+        anew = cls.create(path, slots)
+        anew._take_over(slab)
+        slab.close()
+        return anew
 
     def begin(self, role: str, worker: int = 0, *, activity: str = "") -> int:
         """Fold the slot's last process, prepare the slot for a new one and return its incarnation.
@@ -456,6 +459,27 @@ class MetricsSlab:
         for view in (self.floats, self.words, self._bytes):
             view.release()
         self._map.close()
+
+    def _take_over(self, before: MetricsSlab) -> None:
+        """Take the totals of a slab with other slots, all of which are folded.
+
+        The first slot of a role takes those of slots that are gone, but for series with a label of their slot.
+        """
+        for index, slot in enumerate(before.layout.slots):
+            heir = (
+                slot if slot in self.layout.index else next((s for s in self.layout.slots if s.role == slot.role), None)
+            )
+            if heir is None:
+                continue
+            self.begin(*heir)
+            totals, at = before.read(index), self.layout.live(self._index(*heir)).start
+            series = self.layout.of_role[slot.role].by_series
+            for metric, labels, start in before.layout.of_role[slot.role].cells:
+                cell = series.get((metric.name, labels))
+                if cell is not None and (heir == slot or not metric.is_own("worker")):
+                    words = _doubles([*totals[start : start + metric.words]])
+                    self.floats[at + cell.start : at + cell.start + metric.words] = words
+            self.fold(*heir)
 
     def _show_activity(
         self, control: int, activity: str, since_ns: int, spent_ns: int, *, is_left: bool = False

@@ -321,12 +321,42 @@ def test_supervisor_that_starts_again_finds_every_count(path: Path, slab: Metric
     again.close()
 
 
-@pytest.mark.parametrize("change", ["slots", "catalogue", "torn", "foreign", "short"])
+def test_supervisor_that_starts_again_with_other_slots_finds_every_count(tmp_path: Path) -> None:
+    path, states = tmp_path / "slab", {"role": "rollout", "worker": "1"}
+    many = (*SLOTS[:-1], *(SlotName("rollout", worker) for worker in range(1, 4)))
+    before = MetricsSlab.create(path, many)
+    supervisor = begun(before, "supervisor")
+    supervisor.counter("rlhfd_process_starts_total", role="rollout").inc(2)
+    supervisor.gauge("rlhfd_process_up", **states).set(1)
+    begun(before, "trainer").counter(STEPS).inc(7)
+    for worker in (1, 3):
+        writer = begun(before, "rollout", worker)
+        writer.counter("rlhfd_tokens_total", kind="response").inc(100 * worker)
+        writer.counter("rlhfd_process_time_seconds_total", activity="generate").inc(worker)
+        writer.histogram("rlhfd_response_length_tokens").observe(10 * worker)
+    before.close()
+
+    for slots in (tuple(slot for slot in many if slot != ("rollout", 3)), many):
+        MetricsSlab.reopen(path, slots).close()
+        again = MetricsSlab.reopen(path, slots)
+
+        assert again.layout.slots == slots and not any(again.is_live(*slot) for slot in slots)
+        assert value(again, STEPS) == 7
+        assert value(again, "rlhfd_process_starts_total", role="rollout") == 2
+        assert value(again, "rlhfd_process_up", **states) is None
+        assert value(again, "rlhfd_tokens_total", kind="response") == 400
+        times = MetricsReader(again).read().families["rlhfd_process_time_seconds_total"]
+        assert {key: seconds for key, seconds in times.items() if seconds} == {("rollout", "1", "generate"): 1.0}
+        (lengths,) = MetricsReader(again).read().families["rlhfd_response_length_tokens"].values()
+        assert isinstance(lengths, HistogramReading) and (lengths.count, lengths.total) == (2, 40.0)
+        again.close()
+
+
+@pytest.mark.parametrize("change", ["catalogue", "torn", "foreign", "short"])
 def test_slab_that_means_something_else_is_made_anew(
     path: Path, slab: MetricsSlab, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(slab, "trainer").counter(STEPS).inc(7)
-    slots = SLOTS[:-1] if change == "slots" else SLOTS
     if change == "catalogue":
         monkeypatch.setattr("pipeline.telemetry.writer.METRICS", ())
     content = bytearray(path.read_bytes())
@@ -336,9 +366,9 @@ def test_slab_that_means_something_else_is_made_anew(
         content[:16] = b"something else.."
     path.write_bytes(content[:100] if change == "short" else content)
 
-    again = MetricsSlab.reopen(path, slots)
+    again = MetricsSlab.reopen(path, SLOTS)
 
-    assert again.layout.slots == slots
+    assert again.layout.slots == SLOTS
     if change != "catalogue":
         assert value(again, STEPS) is None
     again.close()
