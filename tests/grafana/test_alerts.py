@@ -126,7 +126,15 @@ CASES = {
     "RlhfdProcessRestarting": Case(
         "5m",
         died("error", "0x2 1 2 3x20"),
-        (died("error", "0x2 1 2x20"), died("clean", "0x2 1 2 3x20")),
+        (
+            died("error", "0x2 1 2x20"),
+            died("clean", "0x2 1 2 3x20"),
+            # One of four ranks died, and the others with it.
+            {
+                'rlhfd_process_exits_total{role="trainer",reason="signal"}': "0x4 4x20",
+                **{f'rlhfd_process_up{{role="trainer",worker="{rank}"}}': "1x20" for rank in range(4)},
+            },
+        ),
         "rollout processes died three times or more in 10 minutes",
         {"role": "rollout"},
     ),
@@ -143,7 +151,11 @@ CASES = {
     "RlhfdTrainerStarving": Case(
         "40m",
         spent("trainer", wait_data=20, train=10),
-        (spent("trainer", wait_data=10, train=20), spent("rollout", wait_data=20, generate=10)),
+        (
+            spent("trainer", wait_data=10, train=20),
+            spent("rollout", wait_data=20, generate=10),
+            {**spent("trainer", wait_data=20, train=10), "rlhfd_paused": "1x100"},
+        ),
         "the trainer waits for data 66.67% of its time",
         {"role": "trainer", "activity": "wait_data"},
     ),
