@@ -83,6 +83,7 @@ class Shutdown:
         for slot in self._fleet.of("rollout", "setup", *FORKSERVERS):
             if slot.state in ("backoff", "waiting"):
                 slot.state = "failed" if slot.role in FORKSERVERS else "ended"
+                self._fleet.on_change(slot)
         self._terminate(
             slot
             for slot in self._fleet.alive("trainer", "rollout", "setup")
@@ -243,6 +244,7 @@ class Shutdown:
         for slot in ranks:
             if not slot.alive:
                 slot.state = "ended"
+                self._fleet.on_change(slot)
         if self.has_unsaved():
             self._keep(f"the cluster has no place for the trainer ranks: {self._held()}")
 
@@ -267,6 +269,7 @@ class Shutdown:
         for slot in list(slots):
             self._fleet.signal([slot], signal.SIGTERM)
             slot.state = "draining"
+            self._fleet.on_change(slot)
 
     def _end_buffer(self) -> None:
         self._fleet.close()

@@ -401,6 +401,19 @@ async def test_a_rollout_is_cut_once_and_at_once_if_all_steps_are_taken(
     ]
 
 
+async def test_a_rank_that_a_stop_ends_is_shown_as_draining_at_once(tmp_path: Path) -> None:
+    async with stopping(tmp_path) as (fleet, shutdown):
+        changes: list[tuple[int, str]] = []
+        for rank in fleet.ranks:
+            fleet.say_ready(rank)
+        await fleet.until(lambda: all(rank.state == "ready" for rank in fleet.ranks))
+        fleet.on_change = lambda slot: changes.append((slot.index, slot.state))
+
+        shutdown.advance(time.monotonic())
+
+        assert changes == [(0, "draining"), (1, "draining")]
+
+
 async def test_ranks_that_end_together_during_a_stop_give_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
