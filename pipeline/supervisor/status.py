@@ -27,7 +27,7 @@ from pipeline.supervisor.snapshot import Pace, Snapshot, Steps
 from pipeline.supervisor.watchdog import Watchdog
 from pipeline.telemetry.evaluations import TOTAL
 from pipeline.telemetry.exposition import Exposition
-from pipeline.telemetry.history import learning_of
+from pipeline.telemetry.history import EVALUATION, learning_of
 from pipeline.telemetry.metric import EVALUATION_LABELS, NUMBER_LABELS, REWARD_LABELS
 from pipeline.telemetry.number_names import NumberNames
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
@@ -100,6 +100,7 @@ class InstanceStatus:
         self._pace = Pace()
         self._steps = Steps(_HISTORY)
         self._learning: dict[str, float] = {}
+        self._evaluated: dict[str, Any] = {}
         self._reward_functions: dict[str, float] = {}
         self._policy_version = 0
         self._cpu_s: dict[int, float] = {}
@@ -136,8 +137,14 @@ class InstanceStatus:
         tokens = self._value("rlhfd_tokens_total", kind="response") or 0.0
         can_roll = any(slot.state == "ready" for slot in self.fleet.of("rollout"))
         self._pace.add(now_s, tokens, steps, can_roll=can_roll)
-        # A rank that has ended has no gauges any more; their last values are still the newest.
-        self._learning = learning_of(self.reading) or self._learning
+        # A rank or a buffer that has ended has no gauges any more; their last values are still the newest.
+        learning, before = learning_of(self.reading), dict(self._learning)
+        right, right_before = (found.pop(EVALUATION, None) for found in (learning, before))
+        self._learning = learning or before
+        if (right := right_before if right is None else right) is not None:
+            self._learning[EVALUATION] = right
+        if (version := self._value("rlhfd_evaluation_version")) is not None:
+            self._evaluated = {"version": int(version), "files": self._file_means()}
         parts = self.reading.families["rlhfd_reward_function_mean"].items()
         self._reward_functions = {
             labels[-1]: value for labels, value in parts if labels[0] == "trainer" and isinstance(value, float)
@@ -318,20 +325,24 @@ class InstanceStatus:
         """Return the last evaluation and the progress of the next; None without held-out prompts."""
         if not self._files:
             return None
-        version, best = self._value("rlhfd_evaluation_version"), best_checkpoint(self._run_folder / "checkpoints")
+        best = best_checkpoint(self._run_folder / "checkpoints")
         _, _, (done, prompts) = self.steps_and_version()
-        files = {
-            name: {field: self._value(metric, file=name) for field, metric in EVALUATED.items()}
-            for name in (TOTAL, *self._files)
-        }
+        files = dict(self._evaluated.get("files") or self._file_means())
         return {
-            "version": None if version is None else int(version),
+            "version": self._evaluated.get("version"),
             "k": self._k,
             **files.pop(TOTAL),
             "files": files,
             "done": done,
             "prompts": prompts,
             "best": "" if best is None else str(best),
+        }
+
+    def _file_means(self) -> dict[str, dict[str, float | None]]:
+        """Return the means of the last evaluation by file, and those of all files."""
+        return {
+            name: {field: self._value(metric, file=name) for field, metric in EVALUATED.items()}
+            for name in (TOTAL, *self._files)
         }
 
     def _value(self, name: str, **labels: str) -> float | None:

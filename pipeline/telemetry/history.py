@@ -33,6 +33,8 @@ _SUMS: Final = (
 
 Spent = Mapping[tuple[str, ...], float]
 
+EVALUATION: Final = "pass_at_1"
+"""The one value of `LEARNING` that the buffer has; the trainer has the others."""
 LEARNING: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "loss": ("rlhfd_loss", {"kind": "total"}),
     "kl": ("rlhfd_kl_mean_nats", {}),
@@ -42,7 +44,7 @@ LEARNING: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "cut": ("rlhfd_cut_ratio", {}),
     "without_signal": ("rlhfd_groups_without_signal_ratio", {}),
     "gradient_norm": ("rlhfd_gradient_norm", {}),
-    "pass_at_1": ("rlhfd_evaluation_pass_at_1_ratio", {"file": "all"}),
+    EVALUATION: ("rlhfd_evaluation_pass_at_1_ratio", {"file": "all"}),
 }
 """The values of a step that are shown beside its reward, each with its gauge and labels; the last evaluation's, too."""
 

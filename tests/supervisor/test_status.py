@@ -4,8 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.config.schema import Config
 from pipeline.supervisor import status as module
+from pipeline.supervisor.snapshot import Pace, Steps
 from pipeline.supervisor.status import InstanceStatus
+from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.slab import MetricsSlab
 
 
 @pytest.fixture
@@ -43,3 +48,42 @@ def test_cpu_time_is_counted_once_also_for_a_process_with_the_pid_of_a_dead_one(
 
     assert sampled(trainer=(13, 2.0), rollout=(11, 6.0)) == {"trainer": 52.0, "rollout": 11.0}
     assert sampled.status._cpu_s == {13: 2.0, 11: 6.0}
+
+
+def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(tmp_path):
+    slots = (SlotName("supervisor"), SlotName("buffer"), SlotName("trainer"), SlotName("rollout"))
+    slab = MetricsSlab.create(tmp_path / "metrics", slots)
+    for slot in slots:
+        slab.begin(*slot)
+    status = InstanceStatus.__new__(InstanceStatus)
+    status.config, status.fleet = Config(), SimpleNamespace(of=lambda role: iter([]))
+    status._pace, status._steps = Pace(), Steps(8)
+    status._learning, status._reward_functions, status._evaluated = {}, {}, {}
+    status._files, status._k, status._run_folder, status._policy_version = ["held.jsonl"], 4, tmp_path, 7
+    reader = MetricsReader(slab, names={"file-1": "held.jsonl"})
+    trainer, buffer = slab.writer("trainer"), slab.writer("buffer")
+
+    def shown(at_s):
+        status.reading = reader.read()
+        status._sample_rates(at_s)
+        evaluation = status._evaluation()
+        means = evaluation["files"]["held.jsonl"]["pass_at_1"], evaluation["pass_at_1"]
+        return dict(status._learning), (evaluation["version"], *means)
+
+    assert shown(0.0) == ({}, (None, None, None))
+    trainer.gauge("rlhfd_kl_mean_nats").set(0.25)
+    trainer.gauge("rlhfd_loss", kind="total").set(0.5)
+    buffer.gauge("rlhfd_evaluation_version").set(7)
+    for file, right in (("all", 0.5), ("file-1", 0.75)):
+        buffer.gauge("rlhfd_evaluation_pass_at_1_ratio", file=file).set(right)
+    expected = {"kl": 0.25, "loss": 0.5, "pass_at_1": 0.5}, (7, 0.75, 0.5)
+    assert shown(1.0) == expected
+    slab.fold("trainer")
+    assert shown(2.0) == expected
+    slab.fold("buffer")
+    assert shown(3.0) == expected
+    slab.begin("trainer")
+    # A step of a new rank without a reference has no KL.
+    slab.writer("trainer").gauge("rlhfd_loss", kind="total").set(0.125)
+    assert shown(4.0) == ({"loss": 0.125, "pass_at_1": 0.5}, expected[1])
+    slab.close()
