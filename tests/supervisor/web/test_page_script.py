@@ -16,39 +16,85 @@ const made = () => new Proxy(Object.assign(() => made(), { textContent: "" }), {
   set: (target, name, value) => { target[name] = value; return true; },
 });
 const elements = new Map();
+let look = () => {};
 globalThis.document = {
-  hidden: false, addEventListener() {}, createElementNS: made, createElement: made, querySelectorAll: () => [],
+  hidden: false, addEventListener(_, listener) { look = listener; }, createElementNS: made, createElement: made, querySelectorAll: () => [],
   querySelector: (chosen) => ({ value: chosen.includes("axis") ? "time" : "0" }),
   getElementById: (id) => elements.get(id) ?? elements.set(id, made()).get(id),
 };
-const answers = JSON.parse(process.argv[2]);
-globalThis.fetch = async (path) => ({ ok: true, json: async () => answers[path.split("?")[0]] });
+// An answer, or one for each look; an answer of a run has its points behind a time.
+const answers = JSON.parse(process.argv[2]), asked = [];
+const looks = Math.max(...Object.values(answers).map((answer) => Array.isArray(answer) ? answer.length : 1));
+let at = 0;
+const answerTo = (path) => {
+  asked.push(path);
+  const given = answers[path.split("?")[0]];
+  const answer = Array.isArray(given) ? given[Math.min(at, given.length - 1)] : given;
+  const after_s = Number(path.split("after_s=")[1] ?? 0);
+  if (!answer.history) return answer;
+  return { ...answer, history: answer.history.filter((point) => point.end_s > after_s) };
+};
+globalThis.fetch = async (path) => ({ ok: true, json: async () => answerTo(path) });
 await import(process.argv[1]);
-await new Promise((resolve) => setTimeout(resolve, 200));
+for (; at < looks; at++) {
+  if (at) look();
+  await new Promise((resolve) => setTimeout(resolve, 200));
+}
 const shown = ["rollout-busy", "trainer-busy", "buffer-busy", "why"].map((id) => [id, elements.get(id).textContent]);
-console.log(JSON.stringify(Object.fromEntries(shown)));
+console.log(JSON.stringify({ ...Object.fromEntries(shown), asked }));
+process.exit();
 """
+
+
+def shown_by(folder, answers):
+    """Return what the page shows after these answers, and the paths that it asked."""
+    for path in STATIC.glob("*.js"):
+        # Node takes a file as a module by this ending.
+        text = path.read_text().replace('.js"', '.mjs"')
+        (folder / path.name).with_suffix(".mjs").write_text(text)
+    found = subprocess.run(
+        ["node", "--input-type=module", "-e", PROGRAM, str(folder / "page.mjs"), json.dumps(answers)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert found.stdout, found.stderr
+    shown = json.loads(found.stdout)
+    return shown.pop("asked"), shown
+
+
+STATUS = {"state": "ended", "model": "m", "ended_unix_s": 110.0, "reward_functions": {}, "learning": {},
+          "evaluation": None, "buffer": {}, "processes": [], "checkpoint": ""}  # fmt: skip
 
 
 @pytest.mark.needs("node")
 def test_the_time_of_a_role_at_work_is_a_share_or_unknown(tmp_path):
-    for path in STATIC.glob("*.js"):
-        # Node takes a file as a module by this ending.
-        text = path.read_text().replace('.js"', '.mjs"')
-        (tmp_path / path.name).with_suffix(".mjs").write_text(text)
     point = {"start_s": 100.0, "end_s": 110.0, "seconds": 10.0, "step": 3, "tokens_per_s": 7.0}
     point["shares"] = {"rollout": {"generate": 0.75, "wait_data": 0.25}, "trainer": {"wait_data": 1.0}}
-    status = {"state": "ended", "model": "m", "ended_unix_s": 110.0, "reward_functions": {}, "learning": {},
-              "evaluation": None, "buffer": {}, "processes": [], "checkpoint": ""}  # fmt: skip
-    answers = {"/api/live": {"status": status, "why": ["It has stopped."], "history": [point]},
+    answers = {"/api/live": {"status": STATUS, "why": ["It has stopped."], "history": [point]},
                "/api/samples": {"hidden": "None are kept."}}  # fmt: skip
 
-    found = subprocess.run(
-        ["node", "--input-type=module", "-e", PROGRAM, str(tmp_path / "page.mjs"), json.dumps(answers)],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    _, shown = shown_by(tmp_path, answers)
 
-    shown = json.loads(found.stdout or "{}")
-    assert shown == {"rollout-busy": "75 %", "trainer-busy": "0 %", "buffer-busy": "–", "why": "It has stopped."}, (
-        found.stderr
-    )
+    assert shown == {"rollout-busy": "75 %", "trainer-busy": "0 %", "buffer-busy": "–", "why": "It has stopped."}
+
+
+@pytest.mark.needs("node")
+def test_a_page_of_another_run_at_the_same_address_shows_nothing_of_the_one_before(tmp_path):
+    def live(run, run_id, start_s, share):
+        point = {"start_s": start_s, "end_s": start_s + 10.0, "seconds": 10.0, "step": 3, "tokens_per_s": 7.0}
+        point["shares"] = {"rollout": {"generate": share, "wait_data": 1.0 - share}}
+        status = STATUS | {"state": "ready", "ended_unix_s": 0.0, "run": run, "run_id": run_id}
+        return {"status": status, "why": [], "history": [point]}
+
+    answers = {
+        "/api/live": [live("a", "1", 100.0, 1.0), live("a", "2", 50.0, 0.5), live("b", "3", 200.0, 0.25)],
+        "/api/samples": {"cursor": "x.7", "samples": []},
+    }
+
+    asked, shown = shown_by(tmp_path, answers)
+
+    assert shown["rollout-busy"] == "25 %"
+    assert asked == [
+        "/api/live?after_s=0", "/api/samples?cursor=",
+        "/api/live?after_s=110", "/api/live?after_s=0", "/api/samples?cursor=",
+        "/api/live?after_s=60", "/api/live?after_s=0", "/api/samples?cursor=",
+    ]  # fmt: skip

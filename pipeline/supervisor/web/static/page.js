@@ -160,18 +160,27 @@ function showCharts() {
   }
 }
 
+const nameOf = ({ status }) => `${status.run} ${status.run_id}`;
+
 /** Shows the newest answers; returns whether they are the last ones. */
 async function look() {
   try {
     const after_s = points.length && points.length < MOST_POINTS ? points.at(-1).end_s : 0;
-    latest = await ask(`/api/live?after_s=${after_s}`);
-    if (after_s) points.push(...latest.history);
+    let answer = await ask(`/api/live?after_s=${after_s}`);
+    if (latest && nameOf(answer) !== nameOf(latest)) {
+      // Another run at the same address, or the same name after `start --fresh`.
+      [points, cursor] = [[], ""];
+      feed.clear();
+      if (after_s) answer = await ask("/api/live?after_s=0");
+    }
+    latest = answer;
+    if (points.length && after_s) points.push(...latest.history);
     else points = latest.history;
     showRun(latest);
     showCharts();
-    const answer = await ask(`/api/samples?cursor=${encodeURIComponent(cursor)}`);
-    if (answer.hidden) feed.hide(answer.hidden);
-    else { cursor = answer.cursor; feed.add(answer.samples); }
+    const rollouts = await ask(`/api/samples?cursor=${encodeURIComponent(cursor)}`);
+    if (rollouts.hidden) feed.hide(rollouts.hidden);
+    else { cursor = rollouts.cursor; feed.add(rollouts.samples); }
     answered_ms = Date.now();
     return latest.status.state === "ended";
   } catch (error) {

@@ -62,6 +62,13 @@ export class Feed {
     this.draw();
   }
 
+  clear() {
+    this.samples = [];
+    this.waiting = [];
+    this.cards.clear();
+    this.draw();
+  }
+
   hide(reason) {
     $("feed-note").textContent = reason;
     $("feed-note").hidden = false;
