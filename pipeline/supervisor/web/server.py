@@ -2,8 +2,9 @@
 
 `rlhfd page` serves the page alone. The server runs inside its caller's event loop, the supervisor's for an instance. A
 request costs that loop no more than its handler: no client, however slow, holds up another one. uvicorn bounds the
-connections and answers 503 beyond the bound; one that has not sent its whole request in time is aborted. A proxy in
-front does all further hardening. Bytes that are not HTTP are answered with 400 and not logged, because each such
+connections and answers 503 beyond the bound, and the listener closes those beyond twice the bound at once, so that
+silent ones take no descriptor that a child's start needs; one that has not sent its whole request in time is aborted. A
+proxy in front does all further hardening. Bytes that are not HTTP are answered with 400 and not logged, because each such
 request would be a line.
 
 The page consists of the files in `pipeline/supervisor/web/static` and two JSON answers that it polls. Its content
@@ -103,7 +104,8 @@ class HttpServer:
         """
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            server = cls(socket.create_server((host, port), family=family, backlog=_BACKLOG), access or Access())
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            server = cls(_Listener(fileno=listener.detach()), access or Access())
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 holder = port_holder(port)
@@ -182,6 +184,26 @@ class HttpServer:
     def close(self) -> None:
         """Release the address if `start` was never called."""
         self._listener.close()
+
+
+class _Listener(socket.socket):
+    """A listening socket that closes new connections while it holds too many, those in a TLS handshake included."""
+
+    _held: tuple[socket.socket, ...] = ()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return a connection and its address.
+
+        Raises:
+            ConnectionAbortedError: If too many are open; asyncio goes on with the next one.
+        """
+        connection, address = super().accept()
+        self._held = tuple(held for held in self._held if held.fileno() >= 0)
+        if len(self._held) >= 2 * MOST_CONNECTIONS:
+            connection.close()
+            raise ConnectionAbortedError(f"{len(self._held):,} connections are open")
+        self._held = (*self._held, connection)
+        return connection, address
 
 
 class _Server(uvicorn.Server):

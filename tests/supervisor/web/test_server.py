@@ -385,6 +385,27 @@ def test_a_crowd_of_idle_and_dripping_clients_does_not_hold_up_a_scrape(caplog: 
     assert [record for record in caplog.records if record.name != "httpx"] == []
 
 
+@pytest.mark.needs("openssl")
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_more_silent_clients_than_twice_the_bound_are_closed_at_once(
+    monkeypatch: pytest.MonkeyPatch, certificate: MetricsConfig, is_encrypted: bool
+) -> None:
+    monkeypatch.setattr(module, "MOST_CONNECTIONS", 5)
+
+    # With TLS they do not begin the handshake.
+    async with served(access=Access.of(certificate) if is_encrypted else None) as server:
+        clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(20)]
+        pending = {asyncio.create_task(reader.read()) for reader, _ in clients}
+        deadline_s = time.monotonic() + 5
+        while len(pending) > 10 and time.monotonic() < deadline_s:
+            _, pending = await asyncio.wait(pending, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+
+        assert len(pending) == 10
+        for _, writer in clients:
+            writer.close()
+        await asyncio.wait(pending)
+
+
 async def test_beyond_the_bound_a_request_is_refused_until_silent_clients_are_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
