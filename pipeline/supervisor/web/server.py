@@ -3,9 +3,9 @@
 `rlhfd page` serves the page alone. The server runs inside its caller's event loop, the supervisor's for an instance. A
 request costs that loop no more than its handler: no client, however slow, holds up another one. uvicorn bounds the
 connections and answers 503 beyond the bound, and the listener closes those beyond twice the bound at once, so that
-silent ones take no descriptor that a child's start needs; one that has not sent its whole request in time is aborted. A
-proxy in front does all further hardening. Bytes that are not HTTP are answered with 400 and not logged, because each such
-request would be a line.
+silent ones take no descriptor that a child's start needs; one that has not sent its whole request in time is aborted.
+A proxy in front does all further hardening. Bytes that are not HTTP are answered with 400 and not logged, because each
+such request would be a line.
 
 The page consists of the files in `pipeline/supervisor/web/static` and two JSON answers that it polls. Its content
 security policy forbids it to load anything from other hosts, to run a script that is not such a file, and to insert

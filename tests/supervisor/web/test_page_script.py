@@ -18,7 +18,8 @@ const made = () => new Proxy(Object.assign(() => made(), { textContent: "" }), {
 const elements = new Map();
 let look = () => {};
 globalThis.document = {
-  hidden: false, addEventListener(_, listener) { look = listener; }, createElementNS: made, createElement: made, querySelectorAll: () => [],
+  hidden: false, addEventListener(_, listener) { look = listener; },
+  createElementNS: made, createElement: made, querySelectorAll: () => [],
   querySelector: (chosen) => ({ value: chosen.includes("axis") ? "time" : "0" }),
   getElementById: (id) => elements.get(id) ?? elements.set(id, made()).get(id),
 };
