@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.main import main
+from pipeline.config.identity import run_dir
+from pipeline.config.plan import models_of
 from pipeline.config.schema import Config
-from pipeline.supervisor.capacity.disk import disk_notes
+from pipeline.supervisor.capacity.disk import disk_budget, disk_notes
 from tests.support import tiny
 
 
@@ -115,6 +118,28 @@ def test_a_check_names_a_disk_that_a_run_may_fill(
 
     assert note.startswith(f"daemon.state_dir: the disk of {tmp_path}/state has 0.0 MB for this run, which may write ")
     assert disk_notes(Config()) == [], "the embedded run writes little"
+
+
+def test_a_file_that_a_run_removes_while_its_room_is_counted_counts_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"model": {"actor": str(folder)}, "daemon": {"state_dir": str(tmp_path)}})
+    files = [run_dir(config) / "checkpoints" / name for name in ("kept", "removed")]
+    files[0].parent.mkdir(parents=True)
+    for file in files:
+        file.write_bytes(b"x" * 5000)
+    real, lstat = os.statvfs, os.lstat
+
+    def removed(path: Any, **arguments: Any) -> os.stat_result:
+        if Path(path).name == "removed":
+            raise FileNotFoundError(path)
+        return lstat(path, **arguments)
+
+    monkeypatch.setattr("os.statvfs", lambda place: os.statvfs_result((4096, 4096, 9, 9, 9, *real(place)[5:])))
+    monkeypatch.setattr("os.lstat", removed)
+    held_bytes = files[0].stat().st_blocks * 512
+
+    assert disk_budget(config, models_of(config)).capacity_bytes == 9 * 4096 + held_bytes > 9 * 4096
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.buffer import quarantine
@@ -74,5 +76,12 @@ def _room(config: Config) -> int:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = os.statvfs(there)
     own = run_dir(config)
-    held = sum(file.lstat().st_blocks * 512 for file in own.rglob("*") if not file.is_dir()) if own.is_dir() else 0
-    return found.f_bavail * found.f_frsize + held
+    return found.f_bavail * found.f_frsize + sum(_held(own))
+
+
+def _held(folder: Path) -> Iterator[int]:
+    """Yield the bytes on disk of each file below a folder; a run that writes there may remove some meanwhile."""
+    for inside, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                yield os.lstat(os.path.join(inside, name)).st_blocks * 512
