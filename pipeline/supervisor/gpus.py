@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final
 
 _INTERVAL_S: Final = 1.0
@@ -48,17 +48,26 @@ def readings() -> Generator[list[Gpu]]:
     nvml: Any = pynvml
     try:
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        devices = [(device, nvml.nvmlDeviceGetUUID(device)) for device in handles]
+        devices = [*_devices(nvml)]
     except nvml.NVMLError as error:
         log.debug("no GPU is read: error=%s", error)
         return
     try:
         while True:
-            found = (_reading(nvml, index, device, uuid) for index, (device, uuid) in enumerate(devices))
+            found = (_reading(nvml, index, device, uuid) for index, device, uuid in devices)
             yield [gpu for gpu in found if gpu is not None]
     finally:
         nvml.nvmlShutdown()
+
+
+def _devices(nvml: Any) -> Iterator[tuple[int, object, str]]:
+    """Yield number, handle and UUID of each GPU; one that has none, as after it has fallen off the bus, is left out."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            yield index, device, nvml.nvmlDeviceGetUUID(device)
+        except nvml.NVMLError as error:
+            log.warning("GPU is not read: index=%d error=%s", index, error)
 
 
 def _reading(nvml: Any, index: int, device: object, uuid: str) -> Gpu | None:

@@ -25,6 +25,7 @@ class FakeNvml:
     Attributes:
         fails: Error code by function name.
         lost: GPUs that have fallen off the bus.
+        gone: GPUs that had done so before the session began.
     """
 
     NVMLError = pynvml.NVMLError
@@ -35,6 +36,7 @@ class FakeNvml:
     percent: tuple[int, ...] = (87, 0)
     fails: dict[str, int] = dataclasses.field(default_factory=dict)
     lost: set[int] = dataclasses.field(default_factory=set)
+    gone: set[int] = dataclasses.field(default_factory=set)
     is_open: bool = False
     answers: threading.Event = dataclasses.field(default_factory=threading.Event)
 
@@ -61,6 +63,8 @@ class FakeNvml:
         return len(self.uuids)
 
     def _nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index in self.gone:
+            raise self.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return index
 
     def _nvmlDeviceGetUUID(self, device: int) -> str:
@@ -113,6 +117,13 @@ def test_a_gpu_that_is_lost_or_tells_no_load_hides_no_other(monkeypatch: pytest.
 
     faked(monkeypatch, FakeNvml(fails={"nvmlDeviceGetUtilizationRates": pynvml.NVML_ERROR_NOT_SUPPORTED}))
     assert [gpu.utilization for gpu in read_once()] == [None, None]
+
+
+def test_a_gpu_that_is_lost_before_the_start_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = faked(monkeypatch, FakeNvml(gone={0}))
+
+    assert [(gpu.index, gpu.uuid) for gpu in read_once()] == [(1, "GPU-bbbb")]
+    assert not driver.is_open
 
 
 def test_a_library_without_a_driver_tells_of_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
