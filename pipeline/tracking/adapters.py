@@ -234,12 +234,14 @@ class Mlflow:
 
     def _set(self, settings: Mapping[str, str]) -> None:
         """Log the settings as parameters; one that a later start has changed, which no parameter can be, as a tag."""
-        known = self._client.get_run(self.run_id).data.params
+        data = self._client.get_run(self.run_id).data
+        known = data.params
         new = [self._entities.Param(key, value) for key, value in settings.items() if key not in known]
         for begin in range(0, len(new), _MOST_PARAMETERS):
             self._client.log_batch(self.run_id, params=new[begin : begin + _MOST_PARAMETERS])
         for key, value in settings.items():
-            if known.get(key, value) != value:
+            # The tag counts, where there is one: a value may also be the first one again.
+            if data.tags.get(key, known.get(key, value)) != value:
                 self._client.set_tag(self.run_id, key, value)
 
     def table(self, step: int, rows: Rows) -> None:

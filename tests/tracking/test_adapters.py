@@ -17,7 +17,7 @@ import pytest
 from pipeline.config.schema import Config
 from pipeline.config.sections import missing_tracker
 from pipeline.telemetry.samples import SampleWriter, folder_of
-from pipeline.tracking.adapters import TrackedRun, mlflow_name, open_tracker
+from pipeline.tracking.adapters import Mlflow, TrackedRun, mlflow_name, open_tracker
 from pipeline.tracking.records import flat, read_progress, read_settings, tracking_dir, write_settings
 from tests.tracking.test_records import add, line, sample
 
@@ -141,6 +141,26 @@ def test_mlflow_has_the_configuration_as_parameters_and_what_a_later_start_has_c
     database.close()
     assert (parameters["trainer.learning_rate"], parameters["trainer.betas"]) == ("1e-05", "[0.9, 0.95]")
     assert tags["trainer.learning_rate"] == "2e-06" and "trainer.betas" not in tags
+
+
+def test_a_setting_of_mlflow_that_becomes_the_first_one_again_is_in_force_by_its_tag() -> None:
+    parameters: dict[str, str] = {}
+    tags: dict[str, str] = {}
+    tracker = Mlflow.__new__(Mlflow)
+    tracker.run_id = "run"
+    tracker._entities = SimpleNamespace(Param=lambda key, value: (key, value))
+    tracker._client = SimpleNamespace(
+        get_run=lambda _: SimpleNamespace(data=SimpleNamespace(params=dict(parameters), tags=dict(tags))),
+        log_batch=lambda _, params: parameters.update(params),
+        set_tag=lambda _, key, value: tags.__setitem__(key, value),
+    )
+
+    seen = []
+    for rate in ("1e-06", "1e-06", "2e-06", "1e-06"):
+        tracker._set({"trainer.learning_rate": rate})
+        seen.append((parameters["trainer.learning_rate"], tags.get("trainer.learning_rate")))
+
+    assert seen == [("1e-06", None), ("1e-06", None), ("1e-06", "2e-06"), ("1e-06", "1e-06")]
 
 
 def test_wandb_and_trackio_get_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
