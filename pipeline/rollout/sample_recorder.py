@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from pipeline.config.identity import run_dir
 from pipeline.config.rewards import part_labels, reward_functions, reward_models
 from pipeline.config.schema import Config
@@ -156,7 +158,11 @@ class RolloutSamples(WorkerHook):
             **self._prompt(made, first),
         )
         try:
-            if not self.writer.write(sample):
+            while not (is_kept := self.writer.write(sample)) and len(sample.responses) > 1:
+                # Many workers have small files each.
+                half = len(sample.responses) // 2
+                sample = msgspec.structs.replace(sample, responses=sample.responses[:half])
+            if not is_kept:
                 log.warning("sample too large: ticket=%d", ticket.ticket)
             self._is_failing = False
         except OSError as error:

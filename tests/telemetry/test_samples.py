@@ -331,6 +331,27 @@ def test_nothing_is_kept_where_none_are_asked_for_or_nothing_can_be_written(tmp_
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
+def test_of_a_group_too_large_for_a_workers_file_some_responses_are_kept(tmp_path: Path, caplog: Any) -> None:
+    experience = made_up(rows=8)
+
+    def kept_in(name: str, most_bytes: int) -> list[Sample]:
+        samples = worker_samples(tmp_path, lambda: 0.0, group_size=8)
+        samples.writer.close()
+        # Each of the two files of a worker has half of its bytes.
+        samples.writer = SampleWriter(tmp_path / name, 4, 2 * most_bytes)
+        samples.scoring()
+        keep(samples, experience, [None])
+        samples.closing()
+        return SampleReader(tmp_path / name).read()
+
+    (whole,) = kept_in("whole", 1 << 20)
+    (part,) = kept_in("part", (tmp_path / "whole" / "rollout-4.samples").stat().st_size - 1)
+
+    assert (len(whole.responses), len(part.responses), part.group_size) == (8, 4, 8)
+    assert not caplog.messages
+    assert kept_in("none", 1) == [] and caplog.messages == ["sample too large: ticket=0"]
+
+
 def test_a_sample_that_is_written_in_part_is_taken_back_and_costs_nothing_else(tmp_path: Path, caplog: Any) -> None:
     minutes = itertools.count()
     samples = worker_samples(tmp_path, lambda: 60.0 * next(minutes))
