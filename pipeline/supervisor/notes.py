@@ -237,10 +237,21 @@ def _of_prompts(loaded: LoadedConfig) -> Iterator[str]:
                 f'{type(answer).__name__} {shown}, unequal to the text of any response; for a text write "{shown}"'
             )
             break
-    has_template = Path(loaded.config.model.actor, "chat_template.jinja").is_file()
+    has_template = _has_template(Path(loaded.config.model.actor))
     is_bare = prompts.template == "auto" and not prompts.needs_template
     if is_bare and has_template and all(isinstance(prompt, str) for _, prompt, _ in first):
         yield (
             f"{loaded.where('prompts.template')}: the prompts are texts, and the model's chat template is not applied "
             'to them: "chat" applies it, "none" states that none is wanted'
         )
+
+
+def _has_template(model: Path) -> bool:
+    """Return whether a model has a chat template, in a file of its own or in the settings of its tokenizer."""
+    if (model / "chat_template.jinja").is_file():
+        return True
+    try:
+        settings = json.loads((model / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))

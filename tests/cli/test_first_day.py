@@ -519,6 +519,19 @@ def test_what_can_run_and_is_hardly_meant_is_noted(folder: Path, text: str, note
     assert f"note: {note.replace('{folder}', str(folder))}" in result.stderr.splitlines()
 
 
+@pytest.mark.parametrize("settings", ['{"chat_template": "{{ messages }}"}', '{"chat_template": null}', "[", "[]"])
+def test_a_chat_template_in_the_settings_of_the_tokenizer_is_noted_as_one_of_a_file(
+    folder: Path, settings: str
+) -> None:
+    model(folder, max_position_embeddings=512)
+    (folder / "m/chat_template.jinja").unlink()
+    (folder / "m/tokenizer_config.json").write_text(settings)
+
+    result = check('[model]\nactor = "m"\n[prompts]\npath = "p"\n[[rewards]]\nname = "exact"\n')
+
+    assert ("chat template is not applied" in result.stderr) == ("messages" in settings), result.stderr
+
+
 @pytest.mark.parametrize(
     ("targets", "is_noted"), [("", True), ('lora_targets = ["w1"]\n', True), ('lora_targets = ["q_proj"]\n', False)]
 )
