@@ -214,6 +214,7 @@ class HistoryRecorder:
         self._last_s = 0.0
         self._step = -1.0
         self._behind_weights: float | None = None
+        self._evaluated_version: float | None = None
         self._is_paused = False
         self._point = Point(0.0, 0.0)
 
@@ -266,6 +267,7 @@ class HistoryRecorder:
         elif mean is None:
             # No step was taken since the trainer started: the next one is new.
             self._step = step
+        self._see_evaluation(reading)
         if (behind_weights := reading.value("rlhfd_train_step")) is not None:
             self._behind_weights = behind_weights
         # The count of all steps never falls; of an external trainer there is no other. Before a trainer is up in a new
@@ -273,6 +275,15 @@ class HistoryRecorder:
         if (known := steps if self._behind_weights is None else self._behind_weights) is not None:
             self._known_step = int(known)
         self._point.step = self._known_step
+
+    def _see_evaluation(self, reading: Reading) -> None:
+        """Add the value of a new evaluation, which comes behind its step: that of the last step has no later one."""
+        version = reading.value("rlhfd_evaluation_version")
+        if version is None or version == self._evaluated_version:
+            return
+        is_new, self._evaluated_version = self._evaluated_version is not None, version
+        if is_new and (right := learning_of(reading).get(EVALUATION)) is not None:
+            self._point.learning[EVALUATION] = (right, 1.0)
 
     def _finish(self, now_s: float, unix_s: float, totals: _Totals) -> None:
         before, point = self._before, self._point

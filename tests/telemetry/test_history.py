@@ -211,6 +211,29 @@ def test_a_point_has_the_mean_of_each_value_of_its_steps(tmp_path: Path) -> None
     }  # fmt: skip
 
 
+def test_the_evaluation_of_the_last_step_is_in_the_history(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    steps = bench.trainer.counter("rlhfd_train_steps_total")
+    mean = bench.trainer.gauge("rlhfd_reward_mean", source="function")
+    buffer = bench.slab.writer("buffer")
+    version = buffer.gauge("rlhfd_evaluation_version")
+    right = buffer.gauge("rlhfd_evaluation_pass_at_1_ratio", file="all")
+    version.set(0)
+    right.set(0.25)
+    # That of an earlier start is no new one.
+    bench.look(0.0)
+    bench.look(SPAN_S)
+    steps.inc()
+    mean.set(0.5)
+    bench.look(SPAN_S)
+    version.set(1)
+    right.set(0.75)
+    bench.look(SPAN_S)
+    bench.look(SPAN_S)
+
+    assert [one.shown().get("pass_at_1") for one in bench.history.points()] == [None, 0.25, 0.75, None]
+
+
 def test_the_first_step_of_a_run_and_of_a_resumed_run_is_in_the_history(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.look(0.0)

@@ -47,18 +47,23 @@ process.exit();
 """
 
 
-def shown_by(folder, answers):
-    """Return what the page shows after these answers, and the paths that it asked."""
+def printed_by(program, folder, module, argument):
+    """Return the JSON that a program prints, given the path of a module of the page and an argument."""
     for path in STATIC.glob("*.js"):
         # Node takes a file as a module by this ending.
         text = path.read_text().replace('.js"', '.mjs"')
         (folder / path.name).with_suffix(".mjs").write_text(text)
     found = subprocess.run(
-        ["node", "--input-type=module", "-e", PROGRAM, str(folder / "page.mjs"), json.dumps(answers)],
+        ["node", "--input-type=module", "-e", program, str(folder / module), json.dumps(argument)],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert found.stdout, found.stderr
-    shown = json.loads(found.stdout)
+    return json.loads(found.stdout)
+
+
+def shown_by(folder, answers):
+    """Return what the page shows after these answers, and the paths that it asked."""
+    shown = printed_by(PROGRAM, folder, "page.mjs", answers)
     return shown.pop("asked"), shown
 
 
@@ -99,3 +104,35 @@ def test_a_page_of_another_run_at_the_same_address_shows_nothing_of_the_one_befo
         "/api/live?after_s=110", "/api/live?after_s=0", "/api/samples?cursor=",
         "/api/live?after_s=60", "/api/live?after_s=0", "/api/samples?cursor=",
     ]  # fmt: skip
+
+
+@pytest.mark.needs("node")
+def test_a_step_has_the_newest_value_of_an_evaluation_and_the_mean_of_others(tmp_path):
+    program = """
+    const { byStep, byTime } = await import(process.argv[1]);
+    console.log(JSON.stringify(byStep(byTime(JSON.parse(process.argv[2])))));
+    """
+    values = [(4, 2.0, 0.1, 1.0), (5, 2.0, 0.1, 3.0), (5, 6.0, 0.9, 7.0), (5, 0.0, 0.8, 100.0), (5, 2.0, None, 0.0)]
+    points = [
+        {"start_s": 0.0, "end_s": seconds, "seconds": seconds, "step": step, "ready_items": ready}
+        | ({} if right is None else {"pass_at_1": right})
+        for step, seconds, right, ready in values
+    ]
+
+    found = printed_by(program, tmp_path, "charts.mjs", points)
+
+    assert [(one["step"], one["pass_at_1"]) for one in found] == [(4, 0.1), (5, 0.8)]
+    assert [round(one["ready_items"], 3) for one in found] == [1.0, 4.8]
+
+
+@pytest.mark.needs("node")
+def test_rewards_get_the_axis_from_0_to_1_where_all_of_them_lie_there(tmp_path):
+    program = """
+    const { isWithinOne } = await import(process.argv[1]);
+    console.log(JSON.stringify(JSON.parse(process.argv[2]).map(([mean, spread]) => isWithinOne(mean, spread))));
+    """
+    # Rewards of 0 and 1, all 1, of 0.2 and 0.4; of -1 and 1, all 2, of 0 and 2.
+    within, beyond = [(0.25, 0.433), (1.0, 0.0), (0.3, 0.1)], [(0.5, 0.866), (2.0, 0.0), (0.5, 0.866), (-0.1, 0.1)]
+
+    assert printed_by(program, tmp_path, "charts.mjs", within) == [True] * 3
+    assert printed_by(program, tmp_path, "charts.mjs", beyond) == [False] * 4

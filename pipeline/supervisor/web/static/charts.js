@@ -74,15 +74,18 @@ export function byStep(points) {
   });
 }
 
+// An evaluation's value holds from its end on: of a step that has one, the points before it have that of an earlier one.
+const NEWEST = new Set(["pass_at_1"]);
 const NO_VALUE = new Set(["start_s", "end_s", "seconds", "step", "from", "to", "at", "left_s", "within_s"]);
 
-/** Returns the point of the whole span of some points: each value is their mean, weighed by seconds. */
+/** Returns the point of the whole span of some points: each value is their mean, weighed by seconds, or the newest. */
 function meanOf(group) {
   if (group.length === 1) return group[0];
   const made = { ...group.at(-1), start_s: group[0].start_s, seconds: group.reduce((sum, point) => sum + (point.seconds ?? 0), 0) };
   for (const key of new Set(group.flatMap(Object.keys))) {
     const known = group.filter((point) => typeof point[key] === "number");
     if (NO_VALUE.has(key) || !known.length) continue;
+    if (NEWEST.has(key)) { made[key] = known.at(-1)[key]; continue; }
     const weight = (point) => point.seconds || 1e-9;
     made[key] = known.reduce((sum, point) => sum + weight(point) * point[key], 0) / known.reduce((sum, point) => sum + weight(point), 0);
   }
@@ -90,6 +93,9 @@ function meanOf(group) {
   made.shares = Object.fromEntries([...roles].map((role) => [role, meanShares(group, role, -Infinity) ?? {}]));
   return made;
 }
+
+/** Returns whether values with a mean and a spread may all lie between 0 and 1: the spread of others is larger, as that of -1 and 1. */
+export const isWithinOne = (mean, spread) => mean >= 0 && mean <= 1 && spread <= Math.sqrt(mean * (1 - mean)) + 1e-3;
 
 /** Yields the consecutive points that have a value, split where time was left out. */
 function* segments(points, known) {
@@ -201,7 +207,7 @@ export class LineChart extends Chart {
     let low = Math.min(this.least, ...reach), high = Math.max(this.capacity?.() ?? 0, ...reach);
     if (!(high > low)) high = low + 1;
     // Rewards between 0 and 1 get the axis 0 to 1: no reward reaches a spread beyond it.
-    if (this.spread && values.length && Math.min(...values) >= 0 && Math.max(...values) <= 1) { low = 0; high = 1; }
+    if (this.spread && values.length && this.points.filter(known).every((p) => isWithinOne(p[this.key], p[this.spread] ?? 0))) { low = 0; high = 1; }
     this.top.textContent = values.length ? `${this.format(high)} ${this.unit}` : this.unit;
     this.bottom.textContent = values.length ? this.format(low) : "";
     const y = (value) => (HEIGHT * (1 - (Math.min(high, Math.max(low, value)) - low) / (high - low))).toFixed(2);
