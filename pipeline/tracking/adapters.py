@@ -215,6 +215,8 @@ class Mlflow:
         self.run_id = run.run_id or self._new_run(run)
         self._entities: Any = mlflow.entities
         self._client.update_run(self.run_id, status="RUNNING")
+        # An earlier process may have sent samples of this step.
+        self._table_step = run.last_step
         if run.settings:
             self._set({key: str(value)[:_MOST_VALUE] for key, value in flat(run.settings).items()})
 
@@ -245,9 +247,14 @@ class Mlflow:
                 self._client.set_tag(self.run_id, key, value)
 
     def table(self, step: int, rows: Rows) -> None:
-        """Log a table as a JSON file of columns and rows, which MLflow shows as one."""
+        """Log a table as a JSON file of columns and rows, which MLflow shows as one.
+
+        A further one of the same step has its time in its name: a file of the same name takes the place of the first.
+        """
         content: Mapping[str, Any] = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}
-        self._client.log_dict(self.run_id, content, f"samples/step-{step:06d}.json")
+        time_ms = f"-{time.time_ns() // 1_000_000}" if step == self._table_step else ""
+        self._table_step = step
+        self._client.log_dict(self.run_id, content, f"samples/step-{step:06d}{time_ms}.json")
 
     def flush(self) -> None:
         """Return; each call is complete at its return."""

@@ -236,6 +236,21 @@ def test_mlflow_has_one_run_with_all_values_and_the_table(tmp_path: Path) -> Non
     assert [row[3] for row in json.loads(table.read_text())["data"]] == ["2", "3|4"]
 
 
+def test_mlflow_keeps_each_table_of_a_step() -> None:
+    kept: dict[str, Any] = {}
+    tracker = Mlflow.__new__(Mlflow)
+    tracker.run_id, tracker._table_step = "run", -1
+    tracker._client = SimpleNamespace(log_dict=lambda _, content, name: kept.setdefault(name, content))
+
+    for step, prompt in ((1, "a"), (1, "b"), (2, "c")):
+        tracker.table(step, [(prompt,)])
+
+    assert [content["data"] for content in kept.values()] == [[["a"]], [["b"]], [["c"]]]
+    first, second, third = kept
+    assert (first, third) == ("samples/step-000001.json", "samples/step-000002.json")
+    assert second.startswith("samples/step-000001-")
+
+
 def test_wandb_writes_two_parts_of_the_same_run_offline(tmp_path: Path) -> None:
     run_id = two_lives(tmp_path, "wandb")
 
