@@ -245,6 +245,7 @@ class Evaluations:
         if total.pass_at_1 is None:
             log.error("no held-out prompt has a result; the log says why: version=%d", found.version)
             return
-        of_k = f" pass_at_{evaluation.k}={total.pass_at_k:.4f}" if evaluation.k > 1 else ""
-        log.info("evaluated: version=%d pass_at_1=%.4f%s reward=%.4f prompts=%d failed=%d", found.version,
-                 total.pass_at_1, of_k, total.reward_mean, total.prompts, total.failed)  # fmt: skip
+        of_k = f" pass_at_{evaluation.k}=%.4f" if evaluation.k > 1 else ""
+        rates = (total.pass_at_1, total.pass_at_k) if of_k else (total.pass_at_1,)
+        event = f"evaluated: version=%d pass_at_1=%.4f{of_k} reward=%.4f prompts=%d failed=%d"
+        log.info(event, found.version, *rates, total.reward_mean, total.prompts, total.failed)

@@ -401,13 +401,9 @@ class Fleet:
             startup_s = slot.ready_s - slot.started_s
             if slot.works:
                 self._metrics.histogram("rlhfd_process_startup_seconds", role=slot.role).observe(startup_s)
-            log.info(
-                "ready: process=%s pid=%d startup_s=%.1f%s",
-                slot.name,
-                slot.child.pid if slot.child else 0,
-                startup_s,
-                f" device={slot.device}" if slot.device else "",
-            )
+            pid, device = slot.child.pid if slot.child else 0, [slot.device] if slot.device else []
+            event = "ready: process=%s pid=%d startup_s=%.1f" + " device=%s" * len(device)
+            log.info(event, slot.name, pid, startup_s, *device)
             self.on_change(slot)
 
     def _line(self, slot: Slot, line: str) -> None:

@@ -273,11 +273,11 @@ class Watchdog:
 
     def _schedule_kill(self, verdict: Verdict, now_s: float) -> _PendingKill:
         slot = next(slot for slot in self.fleet.slots if slot.name == verdict.name)
-        log.error(
-            "hung: role=%s pid=%d stage=%s %s=%d since_s=%.1f reason=%s", verdict.name, verdict.pid, verdict.stage,
-            "lease" if slot.role == "trainer" else "ticket", verdict.working_on, now_s - verdict.since_s,
-            verdict.reason,
-        )  # fmt: skip
+        work = "lease" if slot.role == "trainer" else "ticket"
+        # One name and one value each, for the fields of a log in JSON.
+        event = f"hung: role=%s pid=%d stage=%s {work}=%d since_s=%.1f reason=%s"
+        since_s = now_s - verdict.since_s
+        log.error(event, verdict.name, verdict.pid, verdict.stage, verdict.working_on, since_s, verdict.reason)
         # The reason of its exit in the log: its last line will be one of a stack.
         if verdict.reason == "not ready in time":
             slot.is_late = True

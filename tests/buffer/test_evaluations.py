@@ -1,6 +1,7 @@
 """Evaluation tickets: of one version, each prompt once, beside the books of rollouts and never in them."""
 
 import dataclasses
+import json
 import math
 
 import msgspec
@@ -21,6 +22,7 @@ from pipeline.runtime.messages import (
     Ticket,
 )
 from pipeline.supervisor.hangs import RunWatch
+from pipeline.telemetry.log import JsonFormatter
 from pipeline.telemetry.metric import EVALUATION_LABELS, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
@@ -51,7 +53,8 @@ def evaluated(ticket, peer="worker-0", version=0, fingerprint=9):
     return Evaluated(peer, ticket.ticket, version, fingerprint, results_of(ticket), ticket.attempt)
 
 
-def test_a_due_version_gets_no_successor_before_its_evaluation_is_complete():
+def test_a_due_version_gets_no_successor_before_its_evaluation_is_complete(caplog):
+    caplog.set_level("INFO")
     bench = Evaluating()
     bench.say(Published(0, 9, 0), *worker(), *trainer())
     first = bench.tickets()
@@ -68,6 +71,10 @@ def test_a_due_version_gets_no_successor_before_its_evaluation_is_complete():
     assert found.total.pass_at_1 == pytest.approx((0 + 0.5 + 1 + 0 + 0.5 + 0 + 0.5) / 7)
     assert found.total.pass_at_k == pytest.approx((0 + 1 + 1 + 0 + 1 + 0 + 1) / 7)
     assert [(one.prompts, one.failed) for one in found.files] == [(5, 0), (2, 0)]
+    (record,) = [record for record in caplog.records if record.msg.startswith("evaluated")]
+    fields = json.loads(JsonFormatter("buffer").format(record))
+    assert (fields["event"], fields["version"], fields["prompts"], fields["failed"]) == ("evaluated", 0, 7, 0)
+    assert (fields["pass_at_1"], fields["pass_at_2"]) == (found.total.pass_at_1, found.total.pass_at_k)
 
 
 def test_a_version_that_is_not_due_is_trained_on_at_once_and_batches_of_a_due_one_are_not_leased_ahead():

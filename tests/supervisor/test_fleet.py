@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
 from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shutdown import Shutdown
+from pipeline.telemetry.log import JsonFormatter
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.version_header import write_header
@@ -401,7 +403,10 @@ async def test_a_rollout_is_cut_once_and_at_once_if_all_steps_are_taken(
     ]
 
 
-async def test_a_rank_that_a_stop_ends_is_shown_as_draining_at_once(tmp_path: Path) -> None:
+async def test_a_rank_that_a_stop_ends_is_shown_as_draining_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     async with stopping(tmp_path) as (fleet, shutdown):
         changes: list[tuple[int, str]] = []
         for rank in fleet.ranks:
@@ -412,6 +417,12 @@ async def test_a_rank_that_a_stop_ends_is_shown_as_draining_at_once(tmp_path: Pa
         shutdown.advance(time.monotonic())
 
         assert changes == [(0, "draining"), (1, "draining")]
+
+    ready = [record for record in caplog.records if record.msg.startswith("ready")]
+    fields = [json.loads(JsonFormatter("supervisor").format(record)) for record in ready]
+    # The name "process" is the supervisor's own.
+    assert [(one["event"], one["process_"]) for one in fields] == [("ready", "trainer-0"), ("ready", "trainer-1")]
+    assert not any("device" in one for one in fields)
 
 
 async def test_ranks_that_end_together_during_a_stop_give_one_warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from pipeline.config.schema import Config, DaemonConfig
 from pipeline.runtime.signals import stop_signal
 from pipeline.supervisor.fleet import Slot
 from pipeline.supervisor.watchdog import Watchdog
+from pipeline.telemetry.log import JsonFormatter
 from tests.supervisor.test_fleet import Idlers
 
 LIMIT_S = 100.0
@@ -169,7 +171,9 @@ async def test_a_forkserver_that_is_late_is_replaced(tmp_path: Path) -> None:
         assert watch.fleet.retry(forkserver) is not None
 
 
-async def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks(tmp_path: Path) -> None:
+async def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with watching(tmp_path) as watch:
         for rank in watch.fleet.ranks:
             watch.fleet.start(rank)
@@ -185,3 +189,8 @@ async def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks
         assert watch.fleet.ranks[1].error == "hung in start: stopped"
         assert [rank.from_outside for rank in watch.fleet.ranks] == [False, True]
         assert watch.fleet.ranks[0].error == ""
+
+    (found,) = [record for record in caplog.records if record.msg.startswith("hung")]
+    fields = json.loads(JsonFormatter("supervisor").format(found))
+    assert (fields["event"], fields["role"], fields["pid"]) == ("hung", "trainer-1", pid)
+    assert (fields["lease"], fields["reason"]) == (-1, "stopped")
