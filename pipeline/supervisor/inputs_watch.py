@@ -48,8 +48,13 @@ class InputsWatch:
 
     def look(self) -> None:
         """Compare the files with those of the start, and log what has changed since the last look."""
-        now = self._inputs()
-        changed = {name for name, before in self._before.items() if now.get(name, before) != before}
+        if not (now := self._inputs()):
+            return
+        # One that cannot be compared now, as a file that was removed, stays as it was found before.
+        was = self._changed
+        changed = {
+            name for name, before in self._before.items() if (now[name] != before if name in now else name in was)
+        }
         if names := sorted(changed - self._changed):
             log.warning("changed while the run goes on: %s; processes that run work as before, a new one (as after "
                         "a timeout) by the change: put it back, or restart", ", ".join(names))  # fmt: skip

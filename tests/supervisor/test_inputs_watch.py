@@ -75,6 +75,29 @@ def test_files_that_are_gone_or_cannot_be_read_are_no_change(
     assert said(caplog) == []
 
 
+def test_a_changed_file_that_is_gone_or_cannot_be_read_is_not_as_at_the_start(
+    tmp_path: Path, run: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    watch = InputsWatch(run)
+    prompts = tmp_path / "prompts.jsonl"
+    text = prompts.read_text()
+    prompts.write_text('{"prompt": "another"}\n')
+    watch.look()
+    assert said(caplog) == [CHANGED.format(f"prompts {prompts}")]
+
+    prompts.unlink()
+    watch.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(inputs_watch, "inputs_of", lambda config: (tmp_path / "none").read_text())
+        watch.look()
+    assert said(caplog) == []
+
+    prompts.write_text(text)
+    watch.look()
+    assert said(caplog) == [f"as at the start again: prompts {prompts}"]
+
+
 def test_a_thread_looks_until_it_is_stopped(
     tmp_path: Path, run: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
