@@ -47,11 +47,11 @@ class NumberNames:
         """The names in the order of their places."""
         try:
             if self._path is not None and self._path.stat().st_size != self._size:
-                text = self._path.read_text()
+                text = self._path.read_bytes()
                 # A process that was killed may have left a part of a line.
-                lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-                self._size = len(text.encode())
-                self._names = [str(json.loads(line)) for line in lines][:MOST_NUMBERS]
+                lines = text.split(b"\n")[:-1]
+                self._size = len(text)
+                self._names = [_name(line, place) for place, line in enumerate(lines[:MOST_NUMBERS])]
         except FileNotFoundError:
             pass
         return self._names
@@ -94,6 +94,14 @@ class NumberNames:
                 self._size = -1
                 names = self.names
         return names.index(name) if name in names else None
+
+
+def _name(line: bytes, place: int) -> str:
+    """Return the name in a line; of a damaged one, as after a crash of the machine, one of its place."""
+    try:
+        return str(json.loads(line))
+    except (ValueError, RecursionError):
+        return f"number-{place + 1}"
 
 
 def packed(columns: Mapping[str, Any], names: NumberNames, rows: int) -> Array:

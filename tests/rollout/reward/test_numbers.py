@@ -303,3 +303,13 @@ def test_a_workers_metric_has_the_name_of_the_number(tmp_path: Path) -> None:
     assert reading.value("rlhfd_reward_function_mean", role="rollout", worker="1", function="f.a") == 1.5
     assert reading.value("rlhfd_reward_numbers_left_out_total", reason="invalid") == 1
     assert sums_of(made.columns[f"info.{COLUMN}"])[1][:2] == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("line", [b"\0\0\0\0", b"xyz", b'"\xff"', b""])
+def test_a_damaged_line_keeps_the_places_of_the_names_behind_it(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "reward-numbers.jsonl").write_bytes(b'"a"\n' + line + b'\n"c"\n"torn')
+
+    names = NumberNames(tmp_path)
+
+    assert names.names == ["a", "number-2", "c"]
+    assert [names.place(name) for name in ("c", "d")] == [2, 3]
