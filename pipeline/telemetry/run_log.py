@@ -73,7 +73,12 @@ class RunLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record of this process; if the journal does not accept it, write it to standard error."""
-        text = self.format(record)
+        try:
+            text = self.format(record)
+        except (TypeError, ValueError, KeyError):
+            # Arguments that do not fit the message, as a library may pass: logging tells of it, the caller goes on.
+            self.handleError(record)
+            return
         if not self.keep(self._process, text, os.getpid()) and self.is_journal:
             with contextlib.suppress(OSError):
                 sys.stderr.write(text + "\n")

@@ -333,6 +333,26 @@ def test_without_a_journal_records_and_childrens_lines_are_kept_in_the_file(tmp_
         assert json.loads(lines[0])["reason"] == "asked" and json.loads(lines[1])["line"] == "a print"
 
 
+def test_a_record_whose_arguments_do_not_fit_costs_its_caller_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_log = RunLog(Config.model_validate({"daemon": {"state_dir": str(tmp_path)}}), "supervisor")
+    log = logging.getLogger("tests.of_a_library")
+    log.addHandler(run_log)
+    log.propagate = False
+    try:
+        for arguments in (("many",), (1, 2), ({},)):
+            log.error("%d connections of %(name)s" if arguments == ({},) else "%d connections", *arguments)
+        log.error("the next one")
+    finally:
+        log.removeHandler(run_log)
+        run_log.__exit__()
+
+    text = Path(run_log.destination).read_text()
+    assert "the next one" in text and text.count("\n") == 1
+    assert capsys.readouterr().err.count("--- Logging error ---") == 3
+
+
 def test_a_file_that_cannot_be_made_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "log").write_text("a file in the place of the folder")
     daemon = Config().daemon.model_copy(update={"state_dir": tmp_path})
