@@ -41,7 +41,7 @@ class DaemonConfig(Section):
     """The daemon: its folders, start, restarts, shutdown and log."""
 
     name: str = Field(default="rlhfd", pattern=r"^[a-z0-9-]+$", max_length=64)
-    """Name of the instance in process titles and metrics: a-z, 0-9 and -."""
+    """Name of the instance in process titles and the journal: a-z, 0-9 and -."""
     runtime_dir: AnyPath = Path("run/rlhfd")
     """Folder by which commands find the running instance; one instance per folder."""
     state_dir: AnyPath = Path("state")
