@@ -69,17 +69,32 @@ def entries_of(state_dir: Path) -> list[dict[str, Any]]:
 
 
 def state_dir_of(directory: Path | None, path: Path | None) -> Path:
-    """Return the running instance's state directory; if none runs, the configured one."""
+    """Return the running instance's state directory; if none runs, that of its unit or the configured one.
+
+    Raises:
+        NotRunningError: If none runs in a runtime directory that is not the configured one, and `path` is None: its
+            state directory is not known.
+    """
     import json
 
     from pipeline.runtime import lock
 
+    folder = runtime_dir_of(directory, path)
     try:
-        shm_dir = Path(lock.find(runtime_dir_of(directory, path)).shm_dir)
+        shm_dir = Path(lock.find(folder).shm_dir)
         return Path(json.loads((shm_dir / "config.json").read_text())["daemon"]["state_dir"])
     except (NotRunningError, FileNotFoundError):
         # At its end an instance removes its shared memory before its lock.
-        return load(path, (), files=False).config.daemon.state_dir
+        daemon = load(path, (), files=False).config.daemon
+    if folder.absolute() == Path(daemon.runtime_dir).absolute():
+        return daemon.state_dir
+    from pipeline.cli.systemd_units import Unit
+
+    if unit := Unit.of_runtime_dir(folder.absolute()):
+        return unit.state_dir
+    if path is None:
+        raise NotRunningError(f"no instance runs in {folder}: name its configuration by --config to see its runs")
+    return daemon.state_dir
 
 
 def run_folder_of(directory: Path | None, path: Path | None, name: str) -> Path:

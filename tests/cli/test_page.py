@@ -31,14 +31,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refusal(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main, ["page", *words, "--runtime-dir", "run"])
+    result = CliRunner().invoke(main, ["page", *words, "--runtime-dir", "run/rlhfd"])
     return result.exit_code, result.stderr
 
 
 def test_the_last_run_is_served_until_ctrl_c(folder: Path) -> None:
     of = config(folder)
     RunFolder(of).claim()
-    command = [str(PROGRAM), "page", "--runtime-dir", "run"]
+    command = [str(PROGRAM), "page", "--runtime-dir", "run/rlhfd"]
     with subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url, _, rest = process.stdout.readline().partition(" ")

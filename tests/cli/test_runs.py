@@ -2,12 +2,14 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from pipeline import sort_digits
 from pipeline.cli.main import main
+from pipeline.cli.runs import state_dir_of
 from pipeline.config.identity import run_dir, run_name
 from pipeline.config.load import load
 from pipeline.runtime.lock import StateLock
@@ -26,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def shown(*words):
-    result = CliRunner().invoke(main, ["runs", *words, "--runtime-dir", "run"])
+    result = CliRunner().invoke(main, ["runs", *words, "--runtime-dir", "run/rlhfd"])
     assert result.exit_code == 0, result.output
     return result
 
@@ -64,7 +66,7 @@ def test_the_name_of_a_run_that_config_show_tells_is_that_of_its_folder(folder):
 
 
 def test_runs_are_listed_while_an_instance_removes_its_shared_memory(folder):
-    with process(folder / "run", SERVE):
+    with process(folder / "run/rlhfd", SERVE):
         assert shown().stdout == f"no run in {folder / 'state'}\n"
 
 
@@ -72,10 +74,25 @@ def test_without_a_run_the_folder_that_was_searched_is_named(folder):
     assert shown().stdout == f"no run in {folder / 'state'}\n"
 
 
+def test_of_a_runtime_directory_without_an_instance_no_other_ones_runs_are_shown(folder):
+    RunFolder(config(folder)).claim()
+    (folder / "c.toml").write_text("")
+
+    for command in ("runs", "samples", "page", "record"):
+        result = CliRunner().invoke(main, [command, "--runtime-dir", "run2"])
+
+        assert (result.exit_code, result.stdout) == (3, "")
+        assert result.stderr == "no instance runs in run2: name its configuration by --config to see its runs\n"
+    named = CliRunner().invoke(main, ["runs", "--json", "--runtime-dir", "run2", "--config", "c.toml"])
+    assert [run["name"] for run in json.loads(named.stdout)] == [run_name(config(folder))]
+    # A service that is stopped: the folders of its unit are known.
+    assert state_dir_of(Path("/run/rlhfd-none"), None) == Path("/var/lib/rlhfd-none")
+
+
 def test_samples_of_a_run_that_is_not_there_name_those_that_are(folder):
     RunFolder(config(folder)).claim()
 
-    result = CliRunner().invoke(main, ["samples", "--run", "nosuch", "--runtime-dir", "run"])
+    result = CliRunner().invoke(main, ["samples", "--run", "nosuch", "--runtime-dir", "run/rlhfd"])
 
     assert result.exit_code == 1
     assert result.stderr == f"no run nosuch in {folder / 'state'}; there are: {run_dir(config(folder)).name}\n"
