@@ -6,6 +6,7 @@ is an object in JSON, any other part a list of lines. Secrets are masked in ever
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -17,13 +18,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.cli.runs import entries_of
 from pipeline.cli.status import render, size
 from pipeline.config import load as config_load
 from pipeline.config.rewards import table_labels
 from pipeline.config.schema import Config
-from pipeline.errors import NotRunningError, RlhfdError
+from pipeline.errors import NotRunningError, RlhfdError, UnreachableError
 from pipeline.runtime import control, lock
 from pipeline.storage.control_groups import memory_groups
 from pipeline.supervisor import placement
@@ -69,6 +71,7 @@ Report = dict[str, dict[str, str] | list[str]]
 
 _Lines = Iterator[str | tuple[str, str]]
 _Loaded = Callable[[], config_load.LoadedConfig]
+_Daemon = Callable[[], Mapping[str, Any]]
 
 
 def collect(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], runtime_dir: Path | None) -> Report:
@@ -78,23 +81,24 @@ def collect(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], 
         path: The configuration file, as for `pipeline.config.load.load`.
         sets: Assignments ``section.key=value``.
         environ: The environment.
-        runtime_dir: Runtime directory of the running instance; None for the configured one.
+        runtime_dir: Runtime directory of the instance; None for the configured one.
     """
     folder: Callable[[], Path] = lambda: runtime_dir or config_load.find_runtime_dir(path, environ)  # noqa: E731
     loaded = functools.cache(lambda: config_load.load(path, sets, environ))
+    daemon: _Daemon = lambda: _daemon(folder(), loaded, is_given=runtime_dir is not None)  # noqa: E731
     parts: dict[str, Callable[[], _Lines]] = {
         "rlhfd": _version,
         "machine": _machine,
         "GPUs": lambda: _gpus(environ),
         "packages": _packages,
         "limits": _limits,
-        "shared memory and disks": lambda: _storage(loaded),
-        "runs": lambda: _runs(loaded),
+        "shared memory and disks": lambda: _storage(daemon),
+        "runs": lambda: _runs(daemon),
         "environment": lambda: _environment(environ, _key_variables(loaded)),
         "configuration": lambda: _configuration(loaded, path, sets, environ),
         "instance": lambda: _instance(folder()),
         "configuration in force": lambda: _in_force(folder()),
-        "last warnings and errors": lambda: _last_errors(loaded, folder()),
+        "last warnings and errors": lambda: _last_errors(daemon(), folder()),
     }
     return {title: _collected(part) for title, part in parts.items()}
 
@@ -170,17 +174,41 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
-def _storage(loaded: _Loaded) -> _Lines:
+def _daemon(folder: Path, loaded: _Loaded, *, is_given: bool) -> Mapping[str, Any]:
+    """Return the section [daemon] of the instance of a runtime directory, running or killed; else the configured one.
+
+    Args:
+        folder: The runtime directory.
+        loaded: The configuration.
+        is_given: Whether an option names the runtime directory, and not the configuration.
+
+    Raises:
+        NotRunningError: If there is no instance, and the configuration is that of another one.
+    """
+    try:
+        shm_dir = Path(lock.find(folder).shm_dir)
+    except (NotRunningError, UnreachableError):
+        shm_dir = lock.shm_directory(folder)
+    with contextlib.suppress(FileNotFoundError):
+        running: Mapping[str, Any] = json.loads((shm_dir / "config.json").read_text())["daemon"]
+        return running
+    daemon = loaded().config.daemon
+    if is_given and folder.absolute() != Path(daemon.runtime_dir).absolute():
+        raise NotRunningError(f"no instance runs in {folder}: name its configuration by --config")
+    return daemon.model_dump()
+
+
+def _storage(daemon: _Daemon) -> _Lines:
     yield _used(Path("/dev/shm"))
     for left in sorted(Path("/dev/shm").glob(f"rlhfd-{os.geteuid()}-*")):
         nbytes = sum(file.stat().st_size for file in left.glob("*") if file.is_file())
         yield str(left), size(nbytes)
-    state = Path(loaded().config.daemon.state_dir)
+    state = Path(daemon()["state_dir"])
     yield _used(next(folder for folder in (state, *state.parents) if folder.exists()))
 
 
-def _runs(loaded: _Loaded) -> _Lines:
-    for run in entries_of(Path(loaded().config.daemon.state_dir))[-_LAST_RUNS:]:
+def _runs(daemon: _Daemon) -> _Lines:
+    for run in entries_of(Path(daemon()["state_dir"]))[-_LAST_RUNS:]:
         kept = ", ".join(run["checkpoints"]) or "no checkpoint"
         settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in run["settings"].items())
         yield run["name"], f"{run['state']}, step {run['step']:,}, {kept}; {run['folder']}; {settings}"
@@ -236,13 +264,12 @@ def _in_force(folder: Path) -> _Lines:
                 yield f"{section}.{name}", json.dumps(value)
 
 
-def _last_errors(loaded: _Loaded, folder: Path) -> _Lines:
-    daemon = loaded().config.daemon
+def _last_errors(daemon: Mapping[str, Any], folder: Path) -> _Lines:
     try:
         destination = lock.find(folder).log
     except NotRunningError:
-        destination = str(log_file.path_in(Path(daemon.state_dir)))
-    if daemon.log_texts:
+        destination = str(log_file.path_in(Path(daemon["state_dir"])))
+    if daemon["log_texts"]:
         yield f"left out, for daemon.log_texts is true and lines may quote prompts: {destination}"
     elif destination.startswith("journal:"):
         unit = destination.removeprefix("journal:")

@@ -230,8 +230,8 @@ def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: 
 def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | None, as_json: bool) -> None:
     """Print the facts for a bug report: versions, machine, GPUs, limits, configuration, the last errors.
 
-    Of a running instance it has the configuration in force. It holds no secret and no text of a prompt or response;
-    read it before you send it nevertheless.
+    Of a running instance it has the configuration in force. It holds no secret, no row of the prompts and no response;
+    texts of the configuration, such as prompts.system_prompt, are part of it. Read it before you send it.
 
     \b
     Examples:

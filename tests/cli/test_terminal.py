@@ -15,8 +15,10 @@ from rich.console import Console
 from pipeline.cli import top as top_view
 from pipeline.cli.collect_env import collect, text
 from pipeline.cli.status import devices, engine, render
+from pipeline.config.schema import Config
 from pipeline.telemetry import log_file
 from tests.cli.test_main import STATUS
+from tests.support.instances import SERVE, process
 
 WHY = {
     "sentences": ["trainer-0 waits for data."],
@@ -236,6 +238,26 @@ class TestLastErrors:
         told = text(collect(self.write(tmp_path, "[daemon]\nlog_texts = true\n"), (), {}, None))
 
         assert "boom" not in told and "left out, for daemon.log_texts is true" in told
+
+    def test_folders_and_texts_are_those_of_the_instance_and_not_of_the_file(self, tmp_path: Path) -> None:
+        # As started with --set daemon.log_texts=true and another state directory.
+        path, run = self.write(tmp_path), tmp_path / "run2"
+        (tmp_path / "its").mkdir()
+        its = Config.model_validate({"daemon": {"state_dir": tmp_path / "its", "log_texts": True}})
+        run.mkdir()
+        with process(run, SERVE):
+            (run / "config.json").write_text(its.model_dump_json())
+            told = collect(path, (), {}, run)
+
+        (left_out,) = told["last warnings and errors"]
+        assert left_out.startswith("left out, for daemon.log_texts is true and lines may quote prompts")
+        assert str(tmp_path / "its") in told["shared memory and disks"]
+
+    def test_an_instance_that_is_not_there_has_no_folders_of_another_one(self, tmp_path: Path) -> None:
+        told = collect(self.write(tmp_path), (), {}, tmp_path / "run2")
+
+        none = f"no instance runs in {tmp_path}/run2: name its configuration by --config"
+        assert told["runs"] == told["last warnings and errors"] == [none]
 
 
 class TestCompletion:
