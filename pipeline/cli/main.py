@@ -50,6 +50,12 @@ class _Commands(click.Group):
         except RlhfdError as error:
             click.echo(str(error), err=True)
             context.exit(int(error.exit_code))
+        except PermissionError as error:
+            # Of a file of another user, which any command may meet; one without a name is no such file.
+            if error.filename is None:
+                raise
+            click.echo(f"{error.filename}: {error.strerror}", err=True)
+            context.exit(int(ExitCode.FAILED))
 
 
 def _print_version(context: click.Context, _: click.Parameter, is_set: bool) -> None:

@@ -330,9 +330,8 @@ class RunFolder:
         except ConfigError as error:
             # Without a checkpoint that could take its place, `settle` reports it again, unless the run starts anew.
             log.error("the record of the latest checkpoint is damaged: %s", error)
-        identity = identity_of(self.config)
-        if mine := [found for found in heads_in(self.checkpoints) if found[1].identity == identity]:
-            folder, head = newest_of(mine)
+        if (newest := _newest_of_run(self.checkpoints, identity_of(self.config))) is not None:
+            folder, head = newest
             try:
                 write_latest(self.checkpoints, head.latest(folder))
             except OSError as error:
@@ -418,13 +417,41 @@ def read_note(folder: Path) -> RunNote | None:
 
 
 def runs_of(state_dir: Path) -> list[Listed]:
-    """Return the runs of a state directory, the one that was started last at the end; unreadable ones are left out."""
+    """Return the runs of a state directory, the one that was started last at the end.
+
+    One whose description cannot be read is left out, with a warning.
+
+    Raises:
+        OSError: If the folder of the runs cannot be read.
+    """
     found = []
-    for folder in runs_dir(state_dir).glob("*"):
-        with contextlib.suppress(ConfigError):
+    try:
+        folders = sorted(runs_dir(state_dir).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for folder in folders:
+        try:
             if (note := read_note(folder)) is not None:
-                found.append(Listed(note, folder, read_latest(folder / "checkpoints")))
+                found.append(Listed(note, folder, _latest_of(folder / "checkpoints", note.identity)))
+        except ConfigError as error:
+            log.warning("a run is left out, its description cannot be read: %s", error)
     return sorted(found, key=lambda run: run.note.started_unix_s)
+
+
+def _latest_of(checkpoints: Path, identity: str) -> Latest | None:
+    """Return the latest checkpoint of a run; if its record is damaged, the one that the next start takes for it."""
+    try:
+        return read_latest(checkpoints)
+    except ConfigError as error:
+        log.warning("the record of the latest checkpoint is damaged: %s", error)
+    newest = _newest_of_run(checkpoints, identity)
+    return None if newest is None else newest[1].latest(newest[0])
+
+
+def _newest_of_run(checkpoints: Path, identity: str) -> tuple[Path, CheckpointNote] | None:
+    """Return the checkpoint of an identity that was written last; None without one."""
+    mine = [found for found in heads_in(checkpoints) if found[1].identity == identity]
+    return newest_of(mine) if mine else None
 
 
 def _step_of(folder: Path) -> int:

@@ -43,12 +43,15 @@ def read(path: Path, kind: type[_T], advice: str) -> _T | None:
     """Return the record in a file; None if there is none.
 
     Raises:
-        ConfigError: If it cannot be read, or is no such record; the message ends with the advice.
+        ConfigError: If it cannot be read, or is no such record; the message ends with the advice, unless this user may
+            not read it.
     """
     try:
         return decode(path.read_bytes(), kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except PermissionError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{path}: {error}; {advice}") from error
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pipeline.config.load import load
 from pipeline.runtime.lock import StateLock
 from pipeline.runtime.run_folder import RunFolder
 from tests.runtime.test_run_folder import config, save
+from tests.support.daemon import PROGRAM, clean_environment
 from tests.support.instances import SERVE, process
 
 
@@ -70,7 +72,7 @@ def test_runs_are_listed_while_an_instance_removes_its_shared_memory(folder):
         assert shown().stdout == f"no run in {folder / 'state'}\n"
 
 
-def test_without_a_run_the_folder_that_was_searched_is_named(folder):
+def test_without_a_run_the_folder_that_was_searched_is_named(folder, caplog):
     assert shown().stdout == f"no run in {folder / 'state'}\n"
 
 
@@ -87,6 +89,49 @@ def test_of_a_runtime_directory_without_an_instance_no_other_ones_runs_are_shown
     assert [run["name"] for run in json.loads(named.stdout)] == [run_name(config(folder))]
     # A service that is stopped: the folders of its unit are known.
     assert state_dir_of(Path("/run/rlhfd-none"), None) == Path("/var/lib/rlhfd-none")
+
+
+def test_a_run_with_a_damaged_record_of_its_latest_checkpoint_is_listed_with_its_newest_one(folder, caplog):
+    of = config(folder)
+    RunFolder(of).claim()
+    model = save(of, 7, "a")
+    (run_dir(of) / "checkpoints/latest.json").write_text("{")
+
+    (run,) = json.loads(shown("--json").stdout)
+
+    assert (run["step"], run["checkpoint"], run["state"]) == (7, str(model), "stopped")
+    assert "latest.json" in caplog.text and "damaged" in caplog.text
+
+
+def test_a_run_whose_description_is_damaged_is_named(folder, caplog):
+    RunFolder(config(folder)).claim()
+    (run_dir(config(folder)) / "run.json").write_text("{")
+
+    assert shown().stdout == f"no run in {folder / 'state'}\n"
+    assert f"a run is left out, its description cannot be read: {run_dir(config(folder))}" in caplog.text
+
+
+@pytest.mark.needs("setpriv")
+def test_folders_that_this_user_may_not_read_are_named_in_one_line(folder, subtests):
+    RunFolder(config(folder)).claim()
+    run, log = run_dir(config(folder)), folder / "state/log"
+    log.mkdir()
+    # As another user than root, who may read all.
+    bare = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"] if not os.geteuid() else []
+    for denied, command, line in (
+        (run.parent, "runs", f"{run.parent}: Permission denied"),
+        (run, "page", f"{run}/run.json: Permission denied"),
+        (log, "logs", f"{log}/rlhfd.log: Permission denied"),
+    ):
+        mode = denied.stat().st_mode
+        denied.chmod(0)
+        with subtests.test(command):
+            ended = subprocess.run(
+                [*bare, str(PROGRAM), command], env=clean_environment(), capture_output=True, text=True
+            )
+            assert (ended.returncode, ended.stdout) == (1, "")
+            assert line in ended.stderr and "Traceback" not in ended.stderr and "remove" not in ended.stderr
+        denied.chmod(mode)
 
 
 def test_samples_of_a_run_that_is_not_there_name_those_that_are(folder):
