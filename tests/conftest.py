@@ -32,6 +32,8 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# As each command of ours that loads models sets it.
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 # How long an example takes is the machine's affair: no test fails because others are busy beside it.
 settings.register_profile("rlhfd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Tests of many examples take a multiple of `settings.default.max_examples`.

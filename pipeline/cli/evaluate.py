@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,7 @@ def evaluate(
     config = sort_digits.with_paths(loaded.config if head is None else _as_its_run(loaded, head))
     prepare_as_start(loaded.path)
     from pipeline.config.evaluation import held_out
+    from pipeline.prompts.pass_rates import refuse_unwritable
     from pipeline.rollout.evaluation import alone
     from pipeline.trainer import setup
 
@@ -82,6 +84,9 @@ def evaluate(
     elif any(one.path == sort_digits.BUILTIN for one in loaded.config.prompts.files):
         # The embedded prompts are not made for a model that has nothing to do with them.
         config = config.model_copy(update={"prompts": held_out(config, config.evaluation.files[0])})
+    if pass_rates is not None:
+        with _writing(pass_rates):
+            refuse_unwritable(held_out(config, config.evaluation.files[0]), pass_rates)
     shown = sys.stderr.isatty()
     results: list[PromptResult] = []
     with placing(loaded):
@@ -90,15 +95,24 @@ def evaluate(
             on_progress=_show_progress if shown else lambda done, prompts: None,
             on_result=lambda file, result: results.append(result),
         )
-    if pass_rates is not None:
-        _write_pass_rates(config, results, pass_rates)
     if as_json:
         import msgspec
 
         click.echo(msgspec.json.encode(found).decode())
-        return
-    for line in lines_of(found):
-        click.echo(line)
+    else:
+        click.echo("\n".join(lines_of(found)))
+    # Last: where the disk is full by now, the results are told.
+    if pass_rates is not None:
+        with _writing(pass_rates):
+            _write_pass_rates(config, results, pass_rates)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--pass-rates: cannot write {path}: {error.strerror}") from error
 
 
 def _write_pass_rates(config: Config, results: list[PromptResult], path: Path) -> None:
@@ -110,10 +124,7 @@ def _write_pass_rates(config: Config, results: list[PromptResult], path: Path) -
     column = config.prompts.pass_rate_column or "pass_rate"
     with contextlib.closing(PromptSource(prompts, config.daemon.seed)) as source:
         rates = {source.at(result.position).index: result.right / result.responses for result in results}
-    try:
-        left_out = write_pass_rates(prompts, rates, path, column=column)
-    except OSError as error:
-        raise ConfigError(f"--pass-rates: cannot write {path}: {error.strerror}") from error
+    left_out = write_pass_rates(prompts, rates, path, column=column)
     click.echo(f'{len(rates):,} rows with the column "{column}" are in {path}'
                + (f", {left_out:,} without a result are left out" if left_out else ""), err=True)  # fmt: skip
 

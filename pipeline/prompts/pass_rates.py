@@ -8,8 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.config.prompts import PromptsConfig
+from pipeline.errors import ConfigError
+from pipeline.prompts.files import files_of
 from pipeline.prompts.source import OpenedPart, parts_of
 from pipeline.storage.files import replacing
+
+
+def refuse_unwritable(prompts: PromptsConfig, path: Path) -> None:
+    """Refuse a file that `write_pass_rates` cannot write, before the pass rates are measured.
+
+    Raises:
+        ConfigError: If it is one of the files of the prompts, whose rows without a result would be lost.
+        OSError: If no file can be made in its folder.
+    """
+    for file in files_of(prompts.files[0]):
+        if path.exists() and file.exists() and path.samefile(file):
+            raise ConfigError(f"--pass-rates: {path} is the file of the prompts itself, give a new one")
+    with _temporary(path).open("wb"):
+        _temporary(path).unlink()
 
 
 def write_pass_rates(prompts: PromptsConfig, rates: Mapping[int, float], path: Path, *, column: str) -> int:
@@ -31,7 +47,7 @@ def write_pass_rates(prompts: PromptsConfig, rates: Mapping[int, float], path: P
     (part,) = parts_of(prompts)
     with (
         contextlib.closing(OpenedPart(part, filtered=False)) as opened,
-        replacing(path) as descriptor,
+        replacing(path, temporary=_temporary(path)) as descriptor,
         # Half of a surrogate pair, which a further column may hold, is written as JSON escapes it.
         open(descriptor, "w", closefd=False, encoding="utf-8", errors="backslashreplace") as file,
     ):
@@ -40,3 +56,8 @@ def write_pass_rates(prompts: PromptsConfig, rates: Mapping[int, float], path: P
                 rows, at = opened.rows_at(index)
                 file.write(json.dumps({**rows.record(at), column: rates[index]}, ensure_ascii=False) + "\n")
         return len(opened) - len(rates)
+
+
+def _temporary(path: Path) -> Path:
+    # Not with another suffix: the user may have a file of that name.
+    return path.with_name(f".{path.name}.new")

@@ -167,10 +167,13 @@ def test_pass_rates_are_written_beside_each_row(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"question": f"p{number}", "answer": number, "rate": 7} for number in range(4)]
     prompts = PromptsConfig(path=write(tmp_path / "p.jsonl", rows), prompt_column="question")
 
+    (tmp_path / "rated.new").write_text("mine")
+
     assert write_pass_rates(prompts, {0: 0.25, 3: 1.0}, tmp_path / "rated.jsonl", column="rate") == 2
 
     written = [json.loads(line) for line in (tmp_path / "rated.jsonl").read_text().splitlines()]
     assert written == [{**rows[0], "rate": 0.25}, {**rows[3], "rate": 1.0}]
+    assert (tmp_path / "rated.new").read_text() == "mine", "a file of the user's"
 
 
 def test_pass_rates_are_written_beside_a_column_that_utf_8_cannot_encode(tmp_path: Path) -> None:

@@ -296,6 +296,29 @@ def test_the_command_writes_the_pass_rate_of_each_prompt_for_a_curriculum(
     assert isinstance(nowhere.exception, ConfigError) and "cannot write no/rated.jsonl" in str(nowhere.exception)
 
 
+def test_pass_rates_that_cannot_be_written_are_refused_before_the_evaluation(
+    task: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLHFD_CONFIG", raising=False)
+    evaluated: list[Any] = []
+    monkeypatch.setattr("pipeline.rollout.evaluation.alone.evaluate", lambda *given, **_: evaluated.append(given))
+    before = held_out.read_bytes()
+    arguments = ["held.jsonl", "--model", str(task / "model"), "--set", "rollout.max_length=16"]
+    module = f"rated_{tmp_path.name.replace('-', '_')}"  # modules stay loaded in this process
+    (tmp_path / f"{module}.py").write_text(COIN)
+    arguments += ["--set", f'rewards=["{module}:score"]']
+
+    for path, message in (
+        ("no/rated.jsonl", "--pass-rates: cannot write no/rated.jsonl: No such file or directory"),
+        ("held.jsonl", "--pass-rates: held.jsonl is the file of the prompts itself, give a new one"),
+    ):
+        refused = CliRunner().invoke(eval_command, [*arguments, "--pass-rates", path])
+
+        assert isinstance(refused.exception, ConfigError) and str(refused.exception) == message
+    assert not evaluated and held_out.read_bytes() == before
+
+
 def test_reward_functions_beside_the_configuration_are_found_from_another_folder(
     task: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
