@@ -128,7 +128,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         forgotten_if_refused(config),
     ):
         if completed := open_run(config, shm_dir, back_to=back_to, dtype_follows_gpus=loaded.dtype_follows_gpus):
-            sys.stdout.write(f"{completed}\n")
+            _tell(completed)
             return ExitCode.OK
         workspace = begin_run(config, shm_dir, checked_layout(config))
         shm_lock.hold()
@@ -281,5 +281,18 @@ class _Serial:
         reading = self._reader.read()
         reward = reading.value("rlhfd_reward_mean")
         learning = "".join(f" {name}={value:.4g}" for name, value in learning_of(reading).items())
-        sys.stdout.write(f"step={step} reward={'-' if reward is None else f'{reward:.3f}'}{learning}" + "\n")
+        _tell(f"step={step} reward={'-' if reward is None else f'{reward:.3f}'}{learning}")
+
+
+def _tell(line: str) -> None:
+    """Write a line to standard output; a run outlives the reader of a pipe, and a disk that is full."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
+    except OSError as error:
+        log.warning("standard output is lost, the run goes on without it: %s", error)
+        # The line that is left in its buffer would fail again at the end of the process.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,6 +51,9 @@ def start(arguments: Sequence[str], runtime_dir: Path) -> int:
             _pass_on(child, wait_s=0.0 if has_ended else _POLL_S)
             if has_ended:
                 failed = is_interrupted or child.returncode < 0
+                if not failed and child.returncode == 0:
+                    # The instance tells on its standard output, which nobody reads, why there was nothing to do.
+                    click.echo("it has ended: its run is complete, or it was stopped; `rlhfd runs` shows which")
                 return int(ExitCode.FAILED) if failed else child.returncode
             if not is_interrupted and (record := _ready_record(runtime_dir, child.pid)) is not None:
                 _print_hints(record, runtime_dir)
@@ -85,7 +89,7 @@ def _ready_record(runtime_dir: Path, pid: int) -> lock.InstanceRecord | None:
 
 
 def _print_hints(record: lock.InstanceRecord, runtime_dir: Path) -> None:
-    option = f" --runtime-dir {runtime_dir}"
+    option = f" --runtime-dir {shlex.quote(str(runtime_dir))}"
     click.echo(f"rlhfd runs: pid {record.pid}" + (f", {record.url}/" if record.url else ""))
     click.echo(f"  rlhfd attach{option}    its live panel")
     click.echo(f"  rlhfd stop{option}      shuts it down")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,11 @@ def main() -> None:
 @configured
 @click.option("--serial", is_flag=True, help="Run every role in this one process, in turn: slow, and easy to debug.")
 @click.option("--fresh", is_flag=True, help="Remove this run, and no other, and begin it anew.")
-@click.option("--from", "back_to", default="", metavar="step-N", help="Go back to an earlier checkpoint of this run.")
+@click.option("--from", "back_to", metavar="step-N", help="Go back to an earlier checkpoint of this run.")
 @click.option("--detach", is_flag=True, help="Return when the instance is ready; it runs on without a terminal.")
-def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool, back_to: str, detach: bool) -> None:
+def start(
+    path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool, back_to: str | None, detach: bool
+) -> None:
     """Start an instance in the foreground; SIGTERM or Ctrl-C drains it and shuts it down.
 
     It resumes from the last checkpoint of the same run. A run that has taken all of trainer.max_steps says so and exits
@@ -111,6 +114,9 @@ def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool, b
     """
     if serial and detach:
         raise click.UsageError("--serial and --detach exclude each other")
+    if back_to == "":
+        # As of a variable that is not set: the start would go on from the last checkpoint without a word.
+        raise click.UsageError("--from is empty: give a checkpoint such as step-000050")
     if fresh and back_to:
         raise click.UsageError("--fresh removes the checkpoints of this run, --from goes back to one: give one of them")
     loaded = load(path, (*sets, "trainer.resume=never") if fresh else sets, files=True)
@@ -126,7 +132,7 @@ def start(path: Path | None, sets: tuple[str, ...], serial: bool, fresh: bool, b
     else:
         from pipeline.supervisor.supervisor import run
     with placing(loaded):
-        sys.exit(int(run(loaded, back_to=back_to)))
+        sys.exit(int(run(loaded, back_to=back_to or "")))
 
 
 @main.command()
@@ -285,7 +291,7 @@ def dashboards(folder: Path) -> None:
 
     shipped = files("pipeline.telemetry") / "dashboards"
     write_new(folder, {file.name: file.read_text(encoding="utf-8") for file in shipped.iterdir()})
-    click.echo(f"Next:\n  prometheus --config.file={folder / 'prometheus.yml'}")
+    click.echo(f"Next:\n  prometheus --config.file={shlex.quote(str(folder / 'prometheus.yml'))}")
 
 
 @main.command(

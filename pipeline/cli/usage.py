@@ -14,7 +14,7 @@ def advised(error: click.UsageError) -> click.UsageError:
     if isinstance(error, click.NoSuchOption):
         found = _key_of(error.option_name)
     elif match := re.match(r"Got unexpected extra arguments? \((.+)\)", error.message):
-        words = match[1].split()
+        words = match[1].split() or [""]  # an argument of blanks
         assignment = next((word for word in words if re.match(r"[a-z]+\.[a-z_]+=", word)), None)
         if words[0].endswith(".toml"):
             found = f"a configuration file is given by --config {words[0]}"

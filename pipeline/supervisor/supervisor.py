@@ -121,7 +121,8 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         if completed:
             # For systemd, a service that ends before it was ready has failed.
             notifier.send(READY=1, STATUS=completed)
-            sys.stdout.write(f"{completed}\n")
+            if sys.stdout is not None:
+                sys.stdout.write(f"{completed}\n")
             return ExitCode.OK
         # Bound before anything is created: a port in use is the most frequent reason for a failed start.
         web = config.metrics

@@ -16,12 +16,13 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeline.cli import detached
 from pipeline.cli import main as cli
 from pipeline.cli import status as status_view
 from pipeline.config.advice import DROPPED
 from pipeline.config.load import LoadedConfig
 from pipeline.errors import ConfigError, ExitCode
-from pipeline.runtime.lock import InstanceLock
+from pipeline.runtime.lock import InstanceLock, InstanceRecord
 from tests.support.instances import SERVE, process
 
 STATUS = {
@@ -184,7 +185,7 @@ class TestCommands:
     @pytest.mark.parametrize(
         "arguments",
         [["strat"], ["--wrong"], ["start", "--set"], ["stop", "--timeout-s", "x"], ["stop", "--timeout-s", "-1"],
-         ["config", "chck"], ["status", "extra"]],
+         ["config", "chck"], ["status", "extra"], ["start", " "]],
     )  # fmt: skip
     def test_usage_errors_exit_with_2(self, arguments: list[str]) -> None:
         assert run(*arguments).exit_code == ExitCode.USAGE
@@ -278,9 +279,11 @@ class TestStart:
         assert run("start", "--from", "step-000050").exit_code == ExitCode.GAVE_UP
         assert list(started) == ["supervisor step-000050"]
 
-        both = run("start", "--from", "step-000050", "--fresh")
+        both, empty = run("start", "--from", "step-000050", "--fresh"), run("start", "--from", "")
 
         assert both.exit_code == ExitCode.USAGE and "give one of them" in both.stderr
+        assert empty.exit_code == ExitCode.USAGE and "--from is empty" in empty.stderr
+        assert list(started) == ["supervisor step-000050"]
 
     @pytest.mark.parametrize("assignment", ["rollout.workers=0", "model.actor=none"])
     def test_nothing_starts_with_a_bad_configuration(self, started: dict[str, LoadedConfig], assignment: str) -> None:
@@ -300,6 +303,43 @@ class TestStart:
         result = run("start")
 
         assert (result.exit_code, result.stderr) == (ExitCode.BAD_CONFIG, "port 9477 is in use\n")
+
+    def test_a_serial_run_outlives_the_reader_of_its_output(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from pipeline import serial
+
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as lost:
+            monkeypatch.setattr(sys, "stdout", lost)
+            for line in ("step=1", "step=2"):
+                serial._tell(line)
+        monkeypatch.setattr(sys, "stdout", None)
+        serial._tell("step=3")
+
+        assert [record.getMessage() for record in caplog.records] == [
+            "standard output is lost, the run goes on without it: [Errno 32] Broken pipe"
+        ]
+
+    def test_the_end_of_a_detached_start_without_an_instance_is_told(self) -> None:
+        code = (
+            "import sys, pathlib; from pipeline.cli import detached; detached._PROGRAM = 'raise SystemExit(0)'; "
+            "sys.exit(detached.start((), pathlib.Path('run')))"
+        )
+
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+        assert (ended.returncode, ended.stdout) == (
+            0, "it has ended: its run is complete, or it was stopped; `rlhfd runs` shows which\n",
+        )  # fmt: skip
+
+    def test_the_commands_after_a_detached_start_have_its_folder_as_a_shell_takes_it(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        detached._print_hints(InstanceRecord(1, "shm", log="log"), Path("my run"))
+
+        assert "rlhfd stop --runtime-dir 'my run' " in capsys.readouterr().out
 
 
 class TestStop:
