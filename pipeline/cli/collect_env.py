@@ -84,7 +84,9 @@ def collect(path: Path | None, sets: Sequence[str], environ: Mapping[str, str], 
         runtime_dir: Runtime directory of the instance; None for the configured one.
     """
     folder: Callable[[], Path] = lambda: runtime_dir or config_load.find_runtime_dir(path, environ)  # noqa: E731
-    loaded = functools.cache(lambda: config_load.load(path, sets, environ))
+    loaded = functools.cache(
+        lambda: config_load.load(path, sets, environ, on_cards=bool(placement.visible_gpus(environ)))
+    )
     daemon: _Daemon = lambda: _daemon(folder(), loaded, is_given=runtime_dir is not None)  # noqa: E731
     parts: dict[str, Callable[[], _Lines]] = {
         "rlhfd": _version,
@@ -241,7 +243,8 @@ def _configuration(loaded: _Loaded, path: Path | None, sets: Sequence[str], envi
     finally:
         # With files: a file missing on disk is the cause of many reports.
         try:
-            config_load.load(path, sets, environ, check_files=problems_of_files)
+            on_cards = bool(placement.visible_gpus(environ))
+            config_load.load(path, sets, environ, check_files=problems_of_files, on_cards=on_cards)
         except RlhfdError as error:
             yield str(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shlex
 import shutil
@@ -139,6 +140,7 @@ def _convert(word: str, path: Path, folder: Path, model: Path | None) -> None:
     from pipeline.config import load as config_load
     from pipeline.config.foreign import conversion, files
     from pipeline.config.foreign.lookup import PAGE, TRAINERS
+    from pipeline.supervisor.placement import visible_gpus
 
     trainer = next(each for each in TRAINERS if each.word == word)
     options = files.read(path, trainer)
@@ -150,7 +152,7 @@ def _convert(word: str, path: Path, folder: Path, model: Path | None) -> None:
     if done.lost:
         click.echo(f"{PAGE} has all options of {trainer.name}", err=True)
     try:
-        config_load.load(folder / name, (), {})
+        config_load.load(folder / name, (), {}, on_cards=bool(visible_gpus(os.environ)))
     except config_load.ConfigErrors as found:
         for error in found.errors:
             click.echo(f"to be mended: {error}", err=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from pipeline.cli.options import finding, runtime_dir_of
+from pipeline.cli.options import finding, load, runtime_dir_of
 from pipeline.errors import NotRunningError, RlhfdError, UnreachableError
 
 if TYPE_CHECKING:
@@ -177,7 +177,6 @@ def logs(role: str, follow: bool, lines: int, path: Path | None, runtime_dir: Pa
 def _destination(path: Path | None, runtime_dir: Path | None) -> str:
     """Return the destination of the log: a path, or ``journal:`` and a unit."""
     from pipeline.cli.systemd_units import Unit
-    from pipeline.config import load as config_load
     from pipeline.runtime import lock
     from pipeline.telemetry import log_file
 
@@ -186,7 +185,7 @@ def _destination(path: Path | None, runtime_dir: Path | None) -> str:
         return lock.find(folder).log
     if unit := Unit.of_runtime_dir(folder.absolute()):
         return f"journal:{unit.name}"
-    config = config_load.load(path, (), os.environ).config
+    config = load(path, (), files=False).config
     if folder.absolute() != Path(config.daemon.runtime_dir).absolute():
         raise NotRunningError(f"no instance runs in {folder}: name its configuration by --config to see the last log")
     return str(log_file.path_in(Path(config.daemon.state_dir)))

@@ -22,6 +22,7 @@ from pipeline.config.load import CONFIG_VARIABLE
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError
 from pipeline.runtime.lock import shm_directory
 from pipeline.storage.files import replacing
+from pipeline.supervisor.placement import visible_gpus
 from pipeline.supervisor.preflight import problems_of_files
 
 UNIT_DIR = Path("/etc/systemd/system")
@@ -143,7 +144,7 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
     ]
     shown = [path]
     if given or path.exists():
-        loaded = config_load.load(path, (), {}, check_files=problems_of_files)
+        loaded = config_load.load(path, (), {}, check_files=problems_of_files, on_cards=bool(visible_gpus({})))
         if loaded.config.cluster.engine == "ray":
             shown.append(_RAY)
         notes += [

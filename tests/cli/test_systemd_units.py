@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import systemd_units
+from pipeline.cli.collect_env import collect
 from pipeline.cli.main import main
 from pipeline.cli.systemd_units import Unit, plan, shipped, verify
 from pipeline.config.load import CONFIG_VARIABLE
@@ -194,3 +195,22 @@ def test_logs_that_are_not_there_are_exit_3_with_the_reason(config: Path, tmp_pa
 
     assert (none.exit_code, elsewhere.exit_code) == (3, 3)
     assert "there is no log yet" in none.output and "name its configuration" in elsewhere.output
+
+
+def test_a_configuration_that_is_right_on_gpus_alone_is_read_as_a_start_on_them_reads_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text(
+        '[model]\nactor = "m"\n[prompts]\npath = "p.jsonl"\n[trainer]\nimportance_correction = "token"\n'
+        '[rollout]\nengine = "vllm"\nquantization = "fp8"\n[[rewards]]\nname = "m:f"\n'
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(systemd_units, "visible_gpus", lambda environ: ["0"])
+    monkeypatch.setattr(systemd_units, "problems_of_files", lambda *_: [])
+
+    logs = CliRunner().invoke(main, ["logs", "--config", str(config)])
+    report = collect(config, (), {"CUDA_VISIBLE_DEVICES": "0"}, None)
+
+    assert plan(Unit(), config, None, {}).config == config
+    assert logs.exit_code == 3 and "there is no log yet" in logs.output
+    assert 'engine = "vllm"' in str(report["configuration"]) and "must be" not in str(report["configuration"])
