@@ -40,6 +40,8 @@ def of_file(path: Path) -> list[Row]:
     Raises:
         ConfigError: If the file cannot be read, has no row or broken lines; the message has a line for each.
     """
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: give a file of JSON lines")
     problem = f"the file is {kind}, not JSON lines" if (kind := table_kind(path)) else problem_of_format(path)
     if problem:
         raise ConfigError(f"{path}:1:1: {problem}")
@@ -72,6 +74,11 @@ def of_prompts(config: Config, responses: Sequence[str], count: int) -> Iterator
                 yield Row(f"prompt {prompt.index}", prompt, response)
 
 
+def is_broken(text: str) -> bool:
+    """Return whether a text holds half of a surrogate pair, as an argument that is no UTF-8 does."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _row(line: bytes, where: str, index: int) -> Row:
     prompt, answer, images, columns, *_ = parse_columns(line, where)
     if images:
@@ -83,5 +90,7 @@ def _row(line: bytes, where: str, index: int) -> Row:
         raise ConfigError(f"{where}:1: {named}")
     if not isinstance(is_cut, bool):
         raise ConfigError(f"{where}:1: cut is neither true nor false")
+    if is_broken(response):
+        raise ConfigError(f"{where}:1: response holds half of a surrogate pair, which no tokenizer takes")
     others = {key: value for key, value in columns.items() if key not in ("response", "cut")}
     return Row(where, Prompt(index, 0, index, prompt, answer, columns=others), response, is_cut)

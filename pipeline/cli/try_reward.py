@@ -51,7 +51,10 @@ def try_reward(
     from pipeline.config.rewards import OwnReward, reward_functions
 
     if (file is None) == (not responses):
-        raise click.UsageError("give a FILE of rows, or at least one --response")
+        both = "" if file is None else ", not both"
+        raise click.UsageError(f"give a FILE of rows, or at least one --response{both}")
+    if any(map(reward_rows.is_broken, responses)):
+        raise click.UsageError("--response is no UTF-8")
     loaded = load(path, sets, files=True, unused=() if file is None else ("prompts.path",))
     config = sort_digits.with_paths(loaded.config)
     # Before torch is loaded, which takes seconds: most mistakes are in the rows.

@@ -131,6 +131,11 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
         kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
         problem = f"{kind}{error}{not_found(error, module_name)}"
         raise ConfigError(f"{where}cannot import {module_name}: {problem}") from error
+    except SystemExit as end:
+        # A shutdown of this process may come during the import (`pipeline.runtime.signals.unwind_on_signals`).
+        if end.code == 0:
+            raise
+        raise ConfigError(f"{where}cannot import {module_name}: it calls sys.exit({end.code!r})") from end
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{where}{no_function(module, function_name)}")

@@ -162,7 +162,7 @@ def test_prompts_of_the_run_are_scored_with_given_responses(folder: Path) -> Non
 def test_every_mistake_in_the_rows_is_told_before_anything_is_scored(folder: Path) -> None:
     (folder / "rows.jsonl").write_text(
         '{"prompt": "1>", "response": "1"}\n{"response": "1"}\n\n{"prompt": "1>"}\n{"prompt": "1>", "response": 1}\n'
-        '{"prompt": "1>", "response": "1", "cut": 1}\n{"prompt": \n'
+        '{"prompt": "1>", "response": "1", "cut": 1}\n{"prompt": \n{"prompt": "1>", "response": "\\ud83d"}\n'
     )
 
     refused = run("rows.jsonl")
@@ -174,6 +174,7 @@ def test_every_mistake_in_the_rows_is_told_before_anything_is_scored(folder: Pat
         "rows.jsonl:5:1: response is no text",
         "rows.jsonl:6:1: cut is neither true nor false",
         "rows.jsonl:7:11: not JSON: Expecting value",
+        "rows.jsonl:8:1: response holds half of a surrogate pair, which no tokenizer takes",
     ]
 
 
@@ -201,6 +202,24 @@ def test_a_function_that_does_not_import_has_the_place_of_its_key(folder: Path) 
     assert refused.stderr.startswith("run.toml:1:11: rewards: ") and "nosuch" in refused.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["rows.jsonl", "--response", "1"]])
+@pytest.mark.parametrize("arguments", [[], ["rows.jsonl", "--response", "1"], ["--response", "\udcff"]])
 def test_rows_come_from_a_file_or_from_responses(folder: Path, arguments: list[str]) -> None:
     assert run(*arguments).exit_code == ExitCode.USAGE
+
+
+def test_a_folder_is_no_file_of_rows(folder: Path) -> None:
+    refused = run(".")
+
+    assert (refused.exit_code, refused.stderr) == (78, ". is a folder: give a file of JSON lines\n")
+
+
+def test_a_module_that_ends_the_process_at_its_import_is_told(folder: Path) -> None:
+    module = f"ends_{folder.name.replace('-', '_')}"
+    (folder / f"{module}.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['x'])\n")
+    config = folder / "run.toml"
+    config.write_text(config.read_text().replace("rewards = [", f"rewards = ['{module}:score', "))
+
+    refused = run("--response", "1")
+
+    assert refused.exit_code == ExitCode.BAD_CONFIG
+    assert f"rewards: cannot import {module}: it calls sys.exit(2)" in refused.stderr
