@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pipeline.cli.options import finding, load, runtime_dir_of
-from pipeline.errors import NotRunningError, RlhfdError
+from pipeline.errors import NotRunningError, RlhfdError, UnreachableError
 
 _COLUMNS = ("run", "algorithm", "model", "step", "state", "last start", "checkpoint")
 
@@ -74,6 +74,7 @@ def state_dir_of(directory: Path | None, path: Path | None) -> Path:
     Raises:
         NotRunningError: If none runs in a runtime directory that is not the configured one, and `path` is None: its
             state directory is not known.
+        UnreachableError: If one starts in it that does not use the configured state directory.
     """
     import json
 
@@ -86,6 +87,13 @@ def state_dir_of(directory: Path | None, path: Path | None) -> Path:
     except (NotRunningError, FileNotFoundError):
         # At its end an instance removes its shared memory before its lock.
         daemon = load(path, (), files=False).config.daemon
+    except UnreachableError:
+        # One that starts may read checkpoints for minutes, and holds the state directory meanwhile.
+        state_dir = load(path, (), files=False).config.daemon.state_dir
+        user = lock.user_of(state_dir)
+        if user is None or user.runtime_dir != str(folder.absolute()):
+            raise
+        return state_dir
     if folder.absolute() == Path(daemon.runtime_dir).absolute():
         return daemon.state_dir
     from pipeline.cli.systemd_units import Unit

@@ -13,7 +13,7 @@ from pipeline.cli.main import main
 from pipeline.cli.runs import state_dir_of
 from pipeline.config.identity import run_dir, run_name
 from pipeline.config.load import load
-from pipeline.runtime.lock import StateLock
+from pipeline.runtime.lock import InstanceLock, StateLock
 from pipeline.runtime.run_folder import RunFolder
 from tests.runtime.test_run_folder import config, save
 from tests.support.daemon import PROGRAM, clean_environment
@@ -70,6 +70,18 @@ def test_the_name_of_a_run_that_config_show_tells_is_that_of_its_folder(folder):
 def test_runs_are_listed_while_an_instance_removes_its_shared_memory(folder):
     with process(folder / "run/rlhfd", SERVE):
         assert shown().stdout == f"no run in {folder / 'state'}\n"
+
+
+def test_runs_are_listed_while_an_instance_starts(folder):
+    of = config(folder, daemon={"runtime_dir": "run/rlhfd"})
+    RunFolder(of).claim()
+
+    with InstanceLock(folder / "run/rlhfd"), StateLock(folder / "state", folder / "run/rlhfd", run_name(of)):
+        assert [run["state"] for run in json.loads(shown("--json").stdout)] == ["running"]
+    with InstanceLock(folder / "run/rlhfd"):
+        # Of another state directory, maybe.
+        unknown = CliRunner().invoke(main, ["runs", "--runtime-dir", "run/rlhfd"])
+    assert unknown.exit_code == 4 and "is starting" in unknown.stderr
 
 
 def test_without_a_run_the_folder_that_was_searched_is_named(folder, caplog):
