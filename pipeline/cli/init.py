@@ -163,6 +163,11 @@ def _convert(word: str, path: Path, folder: Path, model: Path | None) -> None:
 
 def write_new(folder: Path, files: Mapping[str, str]) -> None:
     """Write new files into a folder, which is made if it is missing; none if one of them is there already."""
+    for name, text in files.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RlhfdError(f"nothing was written, {name} cannot name a path that is not UTF-8") from error
     if present := [str(folder / name) for name in files if (folder / name).exists()]:
         raise RlhfdError(f"nothing was written, there is already {', '.join(present)}")
     try:

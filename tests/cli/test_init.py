@@ -100,6 +100,16 @@ def test_a_model_of_ones_own_is_named_wherever_the_run_is_started(
     assert run("init", "other", "--model", "nosuch").exit_code == 2 and not (folder / "other").exists()
 
 
+def test_a_model_whose_path_is_not_utf_8_is_refused_and_nothing_is_written(folder: Path) -> None:
+    (folder / "bad\udcff").mkdir()
+
+    refused = run("init", "mine", "--model", "bad\udcff")
+
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr == "nothing was written, grpo.toml cannot name a path that is not UTF-8\n"
+    assert not (folder / "mine").exists()
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(folder: Path) -> None:
     (folder / "file").write_text("")
 
