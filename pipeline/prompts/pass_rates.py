@@ -6,11 +6,14 @@ import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.config.prompts import PromptsConfig
 from pipeline.errors import ConfigError
 from pipeline.prompts.files import files_of
+from pipeline.prompts.lines import LineRows
 from pipeline.prompts.source import OpenedPart, parts_of
+from pipeline.prompts.tables import without_nulls
 from pipeline.storage.files import replacing
 
 
@@ -54,8 +57,21 @@ def write_pass_rates(prompts: PromptsConfig, rates: Mapping[int, float], path: P
         for index in range(len(opened)):
             if index in rates:
                 rows, at = opened.rows_at(index)
-                file.write(json.dumps({**rows.record(at), column: rates[index]}, ensure_ascii=False) + "\n")
+                row = rows.record(at)
+                if not isinstance(rows, LineRows):
+                    # In a line a key that is null is there, for a chat template too; in a table it is a key that lacks.
+                    for name in filter(None, (part.names.prompt, part.names.tools)):
+                        row = _without_nulls(row, name)
+                file.write(json.dumps({**row, column: rates[index]}, ensure_ascii=False) + "\n")
         return len(opened) - len(rates)
+
+
+def _without_nulls(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a row whose column, by its name or by a path with dots, has no keys that are null."""
+    head, _, rest = name.partition(".")
+    if name in record:
+        return {**record, name: without_nulls(record[name])}
+    return {**record, head: _without_nulls(record[head], rest)} if isinstance(record.get(head), dict) else record
 
 
 def _temporary(path: Path) -> Path:

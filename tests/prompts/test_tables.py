@@ -22,6 +22,7 @@ from pipeline.config.prompts import PromptsConfig
 from pipeline.errors import ConfigError
 from pipeline.prompts.check import check, left_out
 from pipeline.prompts.files import folder_of
+from pipeline.prompts.pass_rates import write_pass_rates
 from pipeline.prompts.source import PromptSource, prompts_at_most
 from pipeline.prompts.tables import ParquetRows
 from pipeline.prompts.types import Prompt
@@ -154,6 +155,25 @@ def test_messages_lack_the_keys_that_are_null_because_other_rows_have_them(tmp_p
     assert found[0].prompt == [{"role": "user", "content": "a"}]
     assert found[0].tools == [{"function": {"name": "f"}}]
     assert found[1].prompt == [{"role": "user", "content": "b", "name": "n"}]
+
+
+@pytest.mark.parametrize("column", ["prompt", "task.chat"])
+def test_prompts_of_a_table_are_the_same_ones_with_their_pass_rates(tmp_path: Path, column: str) -> None:
+    plain: dict[str, Any] = {"role": "user", "content": "1+1="}
+    rows = [[plain], [{**plain, "name": "me"}]]
+    columns = {"prompt": rows} if column == "prompt" else {"task": [{"chat": row, "level": None} for row in rows]}
+    parquet.write_table(pa.table({**columns, "note": [None, "n"]}), str(tmp_path / "p.parquet"))
+    prompts = PromptsConfig(path=str(tmp_path / "p.parquet"), prompt_column=column, shuffle=False)
+
+    write_pass_rates(prompts, {0: 0.5, 1: 0.25}, tmp_path / "rated.jsonl", column="rate")
+
+    rated = prompts.model_copy(update={"path": str(tmp_path / "rated.jsonl")})
+    with closing(PromptSource(prompts, 0)) as table, closing(PromptSource(rated, 0)) as lines:
+        for position, rate in enumerate((0.5, 0.25)):
+            assert lines.at(position).prompt == table.at(position).prompt
+            assert lines.at(position).columns["note"] == table.at(position).columns["note"]
+            assert lines.at(position).columns["rate"] == rate
+    assert '"note": null' in (tmp_path / "rated.jsonl").read_text()
 
 
 def test_messages_inside_an_object_lack_the_keys_that_are_null_too(tmp_path: Path) -> None:
