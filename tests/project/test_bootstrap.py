@@ -450,6 +450,9 @@ def test_a_ready_environment_that_is_none_is_refused(project: Project, tmp_path:
         f"rlhfd: RLHFD_VENV: there is no folder {tmp_path}/none\n"
     )
     assert refusal(project, RLHFD_VENV=str(tmp_path)) == f"rlhfd: RLHFD_VENV: there is no {tmp_path}/bin/python\n"
+    (project.root / "empty").mkdir()
+    relative = refusal(project, RLHFD_VENV="empty", CDPATH=str(project.root))
+    assert relative == f"rlhfd: RLHFD_VENV: there is no {project.root}/empty/bin/python\n"
 
 
 def test_an_old_python_is_refused_in_one_line(project: Project, tmp_path: Path) -> None:
