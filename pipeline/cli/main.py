@@ -51,8 +51,8 @@ class _Commands(click.Group):
         except RlhfdError as error:
             click.echo(str(error), err=True)
             context.exit(int(error.exit_code))
-        except PermissionError as error:
-            # Of a file of another user, which any command may meet; one without a name is no such file.
+        except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+            # Of a file of another user or of another kind, which any command may meet; one without a name is none.
             if error.filename is None:
                 raise
             click.echo(f"{error.filename}: {error.strerror}", err=True)

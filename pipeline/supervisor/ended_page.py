@@ -187,7 +187,7 @@ def _lines(path: Path) -> Iterator[Fields]:
             for line in file:
                 with contextlib.suppress(*UNREADABLE):
                     fields = msgspec.json.decode(line, type=Fields)
-                    if {"step", "time_unix_s"} <= fields.keys():
+                    if isinstance(fields.get("step"), int) and isinstance(fields.get("time_unix_s"), int | float):
                         yield fields
     except FileNotFoundError:
         return

@@ -123,6 +123,15 @@ def test_a_run_whose_description_is_damaged_is_named(folder, caplog):
     assert f"a run is left out, its description cannot be read: {run_dir(config(folder))}" in caplog.text
 
 
+def test_a_file_in_the_place_of_a_folder_is_named_in_one_line(folder):
+    (folder / "state").mkdir()
+    (folder / "state/log").write_text("")
+
+    result = CliRunner().invoke(main, ["logs", "--runtime-dir", "run/rlhfd"])
+
+    assert (result.exit_code, result.stderr) == (1, f"{folder}/state/log/rlhfd.log: Not a directory\n")
+
+
 @pytest.mark.needs("setpriv")
 def test_folders_that_this_user_may_not_read_are_named_in_one_line(folder, subtests):
     RunFolder(config(folder)).claim()

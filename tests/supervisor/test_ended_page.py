@@ -89,7 +89,7 @@ def test_a_damaged_history_is_no_obstacle(folder: Path, damage: bytes) -> None:
     whole = live(folder)["history"]
     (folder / "history.msgpack").write_bytes(damage)
     with (folder / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"a": 1}\n[2]\n{"step": 4, "time_unix_s"')
+        file.write(b'{"a": 1}\n[2]\n{"step": null, "time_unix_s": 1.0}\n{"step": 4, "time_unix_s"')
 
     assert live(folder)["history"] == whole
 
