@@ -69,6 +69,8 @@ Prepare = Callable[..., Load]
 def main(descriptor: int, prepare: Prepare, count: int, title: str, *arguments: Any) -> None:
     """Keep this many processes alive until the worker exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A signal to the group of a run in one process, as `timeout` and `scancel` send it, has the run end in order.
+    os.setpgid(0, 0)
     # The output of the user's code goes into the worker's log.
     os.dup2(2, 1)
     setproctitle.setproctitle(f"rlhfd: forkserver of {title}")

@@ -256,6 +256,7 @@ def test_two_processes_share_the_rows_with_their_images_and_end_with_the_pool(fo
     functions = ["judges:pixels", "judges:pid_of", "judges:kept_from_collections"]
     with RewardPool(functions, tokenizer, timeout_s=30.0, processes=2) as rewards:
         rewards.wait_ready()
+        assert os.getpgid(rewards._pool.forkserver.pid) != os.getpgrp(), "a signal to this group is this process's"
         score(rewards, ["image", "video"] * 4, vision=vision)
         values, pids, kept = rewards.parts.T.tolist()
 
