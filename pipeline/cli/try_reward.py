@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.cli.options import configured, load, placing, prepare_as_start
-from pipeline.errors import ExitCode
+from pipeline.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from pipeline.cli.reward_rows import Row
@@ -96,6 +96,10 @@ def _scored(trial: RewardTrial, row: Row, timeout_s: float) -> Trial:
     timer.start()
     try:
         return trial.score(row.prompt, row.response, is_cut=row.is_cut)
+    except ConfigError as error:
+        # A prompt that no template renders: the number of a row of a file says little.
+        is_of_row = str(error).startswith(row.prompt.named) and row.location != row.prompt.named
+        raise (ConfigError(f"{row.location}: {error}") if is_of_row else error) from error
     finally:
         timer.cancel()
 

@@ -207,6 +207,17 @@ def test_rows_come_from_a_file_or_from_responses(folder: Path, arguments: list[s
     assert run(*arguments).exit_code == ExitCode.USAGE
 
 
+def test_a_row_that_needs_a_chat_template_is_named_by_its_line(folder: Path) -> None:
+    write_rows(
+        folder, {"prompt": "1>", "response": "1"}, {"prompt": [{"role": "user", "content": "1"}], "response": "1"}
+    )
+
+    refused = run("rows.jsonl")
+
+    assert refused.exit_code == ExitCode.BAD_CONFIG
+    assert refused.stderr.startswith("rows.jsonl:2: prompt 1 needs a chat template and the tokenizer has none")
+
+
 def test_a_folder_is_no_file_of_rows(folder: Path) -> None:
     refused = run(".")
 
