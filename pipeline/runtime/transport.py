@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,13 +97,12 @@ class Mailbox:
         self._socket.setsockopt(zmq.RCVHWM, _MAX_AHEAD)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        previous = os.umask(0o177)
         try:
             self._socket.bind(f"ipc://{self._path}")
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen on {self._path}: {error.strerror}") from error
-        finally:
-            os.umask(previous)
+        # No umask: that of the process is the one of its other threads too. The folder is this user's alone.
+        self._path.chmod(0o600)
         # Kept: a new poller for each wait costs more than the wait's own call.
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

@@ -173,6 +173,15 @@ def test_a_variable_that_is_set_changed_or_removed_is_found(monkeypatch: pytest.
     ]
 
 
+def test_a_changed_umask_is_found() -> None:
+    before = Holdings.now()
+    former = os.umask(0o77)
+    try:
+        assert leaks_of(before) == [f"umask is 0077, it was {former:04o}"]
+    finally:
+        os.umask(former)
+
+
 def test_what_cuda_keeps_open_is_no_leak_of_the_test_that_uses_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a library in CUDA's place that opens a pipe at its first use."""
     pipes: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Processes, shared memory, file descriptors and variables of the environment, before a test and after it.
+"""Processes, shared memory, file descriptors, variables of the environment and the umask, before a test and after it.
 
 Processes are ours by parent, or by a mark in the environment that descendants inherit: an orphan, whose parent died, is
 found by it. A segment counts only if no live process of another owner holds it, and it is not that of a runtime
@@ -69,11 +69,12 @@ class Holdings:
     segments: frozenset[Path]
     descriptors: frozenset[tuple[int, str]]
     variables: Mapping[str, str]
+    umask: str
 
     @classmethod
     def now(cls) -> Holdings:
         """Take the snapshot."""
-        return cls(frozenset(_pids()), frozenset(_segments()), frozenset(_descriptors()), _variables())
+        return cls(frozenset(_pids()), frozenset(_segments()), frozenset(_descriptors()), _variables(), _umask())
 
     def leaks(self, *, descriptors: bool = True, grace_s: float = _GRACE_S) -> list[str]:
         """Return a line for each resource that still exists after `grace_s`; processes among them are killed.
@@ -99,6 +100,7 @@ class Holdings:
             *(f"shared memory is left: {path}" for path in segments),
             *(f"file descriptor {number} is still open: {target}" for number, target in opened),
             *self._changed_variables(),
+            *([] if (umask := _umask()) == self.umask else [f"umask is {umask}, it was {self.umask}"]),
         ]
 
     def _changed_variables(self) -> list[str]:
@@ -191,6 +193,11 @@ def _is_held_by_others(segment: Path) -> bool:
 
 def _variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_KEPT_VARIABLES)}
+
+
+def _umask() -> str:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((line.split()[1] for line in lines if line.startswith("Umask:")), "")
 
 
 def _descriptors() -> set[tuple[int, str]]:
