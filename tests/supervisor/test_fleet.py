@@ -90,8 +90,8 @@ class Idlers(Fleet):
             reports.write(f'{{"state":"{state}"}}\n'.encode())
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something, at most ten seconds."""
-        deadline_s = time.monotonic() + 10
+        """Wait for something, at most a minute."""
+        deadline_s = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline_s
             await asyncio.sleep(0.005)
