@@ -246,7 +246,8 @@ class Saved:
         if not adapter:
             self._model.save_pretrained(path, state_dict=None if self._state is None else dict(self._state))
             return
-        adapter = adapter if self._state is None else dict(self._state)
+        # Merged in host memory: a card would need room for the whole model once more.
+        adapter = {name: tensor.cpu() for name, tensor in (self._state or adapter).items()}
         with untied_where_adapted(self._model):
             self._model.save_pretrained(path, state_dict=merged(self._model, adapter))
         file = Path(path) / ADAPTER_FILE

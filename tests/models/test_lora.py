@@ -217,6 +217,19 @@ def test_a_version_holds_the_adapters_bytes_and_its_fingerprint_covers_them(tmp_
     publisher.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_checkpoint_merges_in_host_memory(tmp_path, is_published):
+    """A card that trains has no room for the whole model once more."""
+    model = trained().cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+
+    Saved(model, settings(), published(model) if is_published else None).save_pretrained(tmp_path)
+
+    assert torch.cuda.max_memory_allocated() == before
+
+
 def test_names_of_peft_are_ours_with_a_prefix():
     ours = published(trained())
     its = {f"base_model.model.{name}": tensor for name, tensor in ours.items()}

@@ -27,7 +27,7 @@ _GRACE_S = 10.0
 # Opened once by a library and kept for the life of the process.
 _LIBRARY_DESCRIPTORS = ("/dev/nvidia", "/dev/dri/", "/dev/shm/cuda", "/dev/urandom", "/dev/random", "/sys/", "/proc/")
 # Set once, by pytest or as a library is imported, and kept for the life of the process.
-_KEPT_VARIABLES = ("PYTEST_", "HF_HUB_", "RAY_", "TOKENIZERS_")
+_KEPT_VARIABLES = ("PYTEST_", "HF_HUB_", "RAY_", "TOKENIZERS_", "TORCHINDUCTOR_")
 
 _own: set[Path] = set()
 
