@@ -59,7 +59,7 @@ SHOWN_TO_PEOPLE = {
     "cli/runs.py": 2,
     "rollout/evaluation/alone.py": 1,
     "telemetry/evaluations.py": 1,
-    "tracking/adapters.py": 1,
+    "tracking/adapters.py": 2,
     # A type of values in tables.
     "prompts/tables.py": 1,
     # How long ago another process began to make a folder: a file's time has no other clock.
