@@ -100,7 +100,7 @@ class InstanceStatus:
         self._pace = Pace()
         self._steps = Steps(_HISTORY)
         self._learning: dict[str, float] = {}
-        self._evaluated: dict[str, Any] = {}
+        self._evaluated: Reading | None = None
         self._reward_functions: dict[str, float] = {}
         self._policy_version = 0
         self._cpu_s: dict[int, float] = {}
@@ -143,8 +143,8 @@ class InstanceStatus:
         self._learning = learning or before
         if (right := right_before if right is None else right) is not None:
             self._learning[EVALUATION] = right
-        if (version := self._value("rlhfd_evaluation_version")) is not None:
-            self._evaluated = {"version": int(version), "files": self._file_means()}
+        if self._value("rlhfd_evaluation_version") is not None:
+            self._evaluated = self.reading
         parts = self.reading.families["rlhfd_reward_function_mean"].items()
         self._reward_functions = {
             labels[-1]: value for labels, value in parts if labels[0] == "trainer" and isinstance(value, float)
@@ -327,22 +327,20 @@ class InstanceStatus:
             return None
         best = best_checkpoint(self._run_folder / "checkpoints")
         _, _, (done, prompts) = self.steps_and_version()
-        files = dict(self._evaluated.get("files") or self._file_means())
+        last = self._evaluated or self.reading
+        version = last.value("rlhfd_evaluation_version")
+        files = {
+            name: {field: last.value(metric, file=name) for field, metric in EVALUATED.items()}
+            for name in (TOTAL, *self._files)
+        }
         return {
-            "version": self._evaluated.get("version"),
+            "version": None if version is None else int(version),
             "k": self._k,
             **files.pop(TOTAL),
             "files": files,
             "done": done,
             "prompts": prompts,
             "best": "" if best is None else str(best),
-        }
-
-    def _file_means(self) -> dict[str, dict[str, float | None]]:
-        """Return the means of the last evaluation by file, and those of all files."""
-        return {
-            name: {field: self._value(metric, file=name) for field, metric in EVALUATED.items()}
-            for name in (TOTAL, *self._files)
         }
 
     def _value(self, name: str, **labels: str) -> float | None:

@@ -58,7 +58,7 @@ def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(tmp_p
     status = InstanceStatus.__new__(InstanceStatus)
     status.config, status.fleet = Config(), SimpleNamespace(of=lambda role: iter([]))
     status._pace, status._steps = Pace(), Steps(8)
-    status._learning, status._reward_functions, status._evaluated = {}, {}, {}
+    status._learning, status._reward_functions, status._evaluated = {}, {}, None
     status._files, status._k, status._run_folder, status._policy_version = ["held.jsonl"], 4, tmp_path, 7
     reader = MetricsReader(slab, names={"file-1": "held.jsonl"})
     trainer, buffer = slab.writer("trainer"), slab.writer("buffer")
