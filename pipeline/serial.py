@@ -132,19 +132,22 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
             return ExitCode.OK
         workspace = begin_run(config, shm_dir, checked_layout(config))
         shm_lock.hold()
-        has_begun = False
+        serial, has_begun = None, False
         try:
             unwind_on_signals()
             if sort_digits.is_used(loaded.config):
                 setup.prepare(sort_digits.directory_of(config.daemon.state_dir))
             has_begun = True
-            code = _Serial(config, workspace).run()
+            serial = _Serial(config, workspace)
+            code = serial.run()
         except BaseException as error:
             ignore_signals()
             if isinstance(error, RlhfdError):
                 _spool_undelivered(config, workspace)
-            # After an unexpected error the run stays in shared memory for the next start, as after a kill.
-            if not has_begun or isinstance(error, (RlhfdError, SystemExit)):
+            # After an unexpected error, or one of the trainer, the run stays in shared memory for the next start, as
+            # after a kill.
+            has_steps = serial is not None and serial.step > 0
+            if not has_begun or isinstance(error, SystemExit) or (isinstance(error, RlhfdError) and not has_steps):
                 workspace.undo()
             raise
         ignore_signals()
@@ -154,6 +157,8 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
             log.error("the end of the run is not on disk, its errors are above: weights, training state and rows stay "
                       "in %s for the next start, which goes on from there: make room in %s and start again "
                       "(`rlhfd start --fresh` gives them up)", workspace.folder, config.daemon.state_dir)  # fmt: skip
+        if serial.failure is not None:
+            raise serial.failure
         return code
 
 
@@ -168,12 +173,17 @@ def _spool_undelivered(config: Config, workspace: Workspace) -> None:
 
 
 class _Serial:
-    """The roles and their turns."""
+    """The roles and their turns.
+
+    Attributes:
+        failure: The error of buffer or worker that has ended the run, which stops as at a signal then.
+    """
 
     def __init__(self, config: Config, workspace: Workspace) -> None:
         self._config = config
         self._transport = InProcessTransport()
-        self._stopping = False
+        self._stopping = self._is_at_trainer = False
+        self.failure: RlhfdError | None = None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         slots = [SlotName("supervisor"), SlotName("buffer"), SlotName("trainer", 0), SlotName("rollout", 0)]
@@ -188,7 +198,17 @@ class _Serial:
         self._trainer = self._new_trainer(workspace)
         self._worker = self._new_worker(workspace)
 
+    @property
+    def step(self) -> int:
+        """The last step that the trainer has taken."""
+        return self._trainer.step
+
     def run(self) -> ExitCode:
+        """Take turns until the run has ended; return whether its end is on disk.
+
+        Raises:
+            RlhfdError: If the trainer, or any role before the first step, cannot go on.
+        """
         try:
             return self._run()
         except BaseException:
@@ -196,15 +216,13 @@ class _Serial:
             raise
 
     def _run(self) -> ExitCode:
-        step = -1
-        while not (self._trainer.finished or self._stopping):
-            self._buffer_turn()
-            self._worker_turn()
-            self._buffer_turn()
-            self._trainer_turn()
-            if self._trainer.step != step:
-                step = self._trainer.step
-                self._print_step(step)
+        try:
+            self._take_turns()
+        except RlhfdError as error:
+            # An error within a step may leave the weights half changed.
+            if self._is_at_trainer or not self.step:
+                raise
+            self.failure = error
         saved = self._trainer.close()
         self._buffer_turn()
         self._buffer.draining = True
@@ -218,6 +236,19 @@ class _Serial:
         if (latest := read_latest(root := checkpoints_dir(self._config))) is not None:
             log.info("checkpoint, a folder for from_pretrained: %s", root / latest.path)
         return ExitCode.OK if saved and whole else ExitCode.FAILED
+
+    def _take_turns(self) -> None:
+        step = -1
+        while not (self._trainer.finished or self._stopping):
+            self._buffer_turn()
+            self._worker_turn()
+            self._buffer_turn()
+            self._is_at_trainer = True
+            self._trainer_turn()
+            self._is_at_trainer = False
+            if self.step != step:
+                step = self.step
+                self._print_step(step)
 
     def _stop(self, *_: object) -> None:
         self._stopping = True

@@ -361,6 +361,14 @@ def fails_after_the_start(ids, mask, **_):
         raise ValueError("no luck any more")
     return float(seen)
 
+def fails_after_some_steps(ids, mask, **_):
+    seen = SEEN.exists() and SEEN.stat().st_size
+    with SEEN.open("a") as file:
+        file.write("x")
+    if seen >= 200:
+        raise ValueError("no luck any more")
+    return float(seen)
+
 def constant(ids, mask, *, gt_answer, **_):
     with SEEN.open("a") as file:
         file.write(gt_answer + "\\n")
@@ -390,6 +398,23 @@ def test_a_whole_epoch_that_gives_nothing_ends_the_run_and_says_so(
     assert "rollout failed: ticket=" in daemon.errors
     assert "fails_after_the_start raised ValueError" in daemon.errors
     assert "restart in" not in daemon.errors
+
+
+@pytest.mark.parametrize(
+    "arguments", [pytest.param((), marks=pytest.mark.variant), ("--serial",)], ids=["daemon", "serial"]
+)
+def test_the_steps_before_an_epoch_that_gives_nothing_are_in_a_checkpoint(
+    tmp_path: Path, task: Path, arguments: tuple[str, ...]
+) -> None:
+    path = prompt_file(tmp_path, 3)
+    settings = (f"prompts.path={path}", 'rewards=["rewards_of_test:fails_after_some_steps"]', "trainer.save_every=1000")
+
+    with Daemon(tmp_path, *SMALL_ARENA, *settings, task=task, arguments=arguments) as daemon:
+        assert daemon.wait() == GAVE_UP, daemon.errors
+
+    assert "a whole epoch, gave no experience; the log says why" in daemon.errors
+    (latest,) = tmp_path.glob("state/runs/*/checkpoints/latest.json")
+    assert json.loads(latest.read_text())["step"] > 1
 
 
 def test_groups_that_teach_nothing_are_counted_and_told_and_every_epoch_takes_each_prompt_once(
