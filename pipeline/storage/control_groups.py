@@ -5,6 +5,7 @@ Files in /dev/shm count for it. The kernel kills a process that allocates beyond
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -43,7 +44,18 @@ def memory_room_bytes() -> int | None:
         for group in memory_groups()
         if (limit := _limit(group)) is not None and (held := _held(group)) is not None
     ]
-    return max(0, min(rooms)) + _fields(_MEMORY).get("SwapFree:", 0) * 1024 if rooms else None
+    return max(0, min(rooms)) + _swap_room_bytes() if rooms else None
+
+
+def _swap_room_bytes() -> int:
+    """Return the free swap of the machine that the groups may use: in a container it is often none."""
+    rooms = [_fields(_MEMORY).get("SwapFree:", 0) * 1024]
+    for group in memory_groups():
+        with contextlib.suppress(OSError, ValueError):
+            # No such file, as in version 1, or "max".
+            most_bytes = int((group / "memory.swap.max").read_text())
+            rooms.append(most_bytes - int((group / "memory.swap.current").read_text()))
+    return max(0, min(rooms))
 
 
 def _limit(group: Path) -> int | None:

@@ -78,6 +78,16 @@ def test_swap_is_room(machine: Path) -> None:
     assert memory_room_bytes() == 513 * MIB
 
 
+@pytest.mark.parametrize(("most", "used", "room"), [("max", 0, 612), ("0", 0, 512), (str(80 * MIB), 30 * MIB, 562)])
+def test_swap_that_the_group_may_not_use_is_no_room(machine: Path, most: str, used: int, room: int) -> None:
+    (machine / "meminfo").write_text(f"MemTotal:  4194304 kB\nSwapFree:  {100 << 10} kB\n")
+    limited(machine / "groups", str(512 * MIB))
+    (machine / "groups" / "memory.swap.max").write_text(f"{most}\n")
+    (machine / "groups" / "memory.swap.current").write_text(f"{used}\n")
+
+    assert memory_room_bytes() == room * MIB
+
+
 def test_an_arena_beyond_the_limit_is_refused_before_the_kernel_kills_for_it(machine: Path) -> None:
     limited(machine / "groups", str(64 * MIB), anonymous=60 * MIB)
 
