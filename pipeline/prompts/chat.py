@@ -8,7 +8,7 @@ template is asked once, with marked messages, and messages of the other form are
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from pipeline.prompts.types import JsonValue, Message
@@ -87,22 +87,32 @@ class ChatForms:
     def _shows_content(self, role: str, form: str) -> bool:
         content: JsonValue = _MARK if form == "text" else [{"type": "text", "text": _MARK}]
         message: Message = {"role": role, "content": content}
-        messages = [message]
+        chats = [[message]]
         if role == "assistant":
-            messages = [_USER, message, _USER]
+            chats = [[_USER, message, _USER]]
         elif role in ("system", "developer"):
-            messages = [message, _USER]
+            chats = [[message, _USER]]
         elif role == "tool":
             arguments: JsonValue = {} if self._shows("call", "object") else "{}"
-            messages = [_USER, _calling(arguments), {**message, "name": "f", "tool_call_id": _CALL}]
-        text = self._rendered(messages)
-        return text is not None and _MARK in text and f"'{_MARK}'" not in text and f'"{_MARK}"' not in text
+            answer = {**message, "name": "f", "tool_call_id": _CALL}
+            chats = [[_USER, call, answer] for call in _calling(arguments)]
+        # Some templates write the text of a tool as JSON.
+        printed = [f"'{_MARK}'"] if (role, form) == ("tool", "text") else [f"'{_MARK}'", f'"{_MARK}"']
+        return any(_MARK in text and not any(wrong in text for wrong in printed) for text in self._all_rendered(chats))
 
     def _shows_call(self, form: str) -> bool:
-        arguments: JsonValue = {"key": _MARK} if form == "object" else json.dumps({"key": _MARK})
+        as_text = json.dumps({"key": _MARK})
         answer: Message = {"role": "tool", "name": "f", "tool_call_id": _CALL, "content": "y"}
-        text = self._rendered([_USER, _calling(arguments), answer])
-        return text is not None and _MARK in text and '\\"key' not in text and "'key'" not in text
+        calls = _calling({"key": _MARK} if form == "object" else as_text)
+        # The last one is the text of an object inside the braces of another one.
+        wrong = '\\"key', "'key'", "{" + as_text
+        return any(
+            _MARK in text and not any(each in text for each in wrong)
+            for text in self._all_rendered([[_USER, call, answer] for call in calls])
+        )
+
+    def _all_rendered(self, chats: Iterable[list[Message]]) -> Iterator[str]:
+        return (text for messages in chats if (text := self._rendered(messages)) is not None)
 
     def _rendered(self, messages: list[Message]) -> str | None:
         try:
@@ -113,9 +123,11 @@ class ChatForms:
         return text if isinstance(text, str) else None
 
 
-def _calling(arguments: JsonValue) -> Message:
+def _calling(arguments: JsonValue) -> list[Message]:
+    """Return a message with a call, in each form that its content may have: some templates take one alone."""
     call: JsonValue = {"type": "function", "id": _CALL, "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    contents: list[JsonValue] = ["", None, [{"type": "text", "text": "x"}]]
+    return [{"role": "assistant", "content": content, "tool_calls": [call]} for content in contents]
 
 
 def text_of(content: object) -> str | None:

@@ -8,12 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.config.schema import Config
 from pipeline.errors import PromptError
+from pipeline.prompts.chat import ChatForms
 from pipeline.prompts.rendering import Rendering, remarks, render, special_texts
 from pipeline.prompts.types import Message, Prompt
 from pipeline.rollout.first_rollouts import note_first_prompts
@@ -135,6 +137,63 @@ def test_arguments_of_a_call_are_right_as_an_object_and_as_json(template: str, i
         expected = "<call><place>Paris<days>3</call>"
     assert f"<|im_start|>assistant\n{expected}<|im_end|>" in found
     assert "<|im_start|>tool\nsunny<|im_end|>" in found
+
+
+OF_GEMMA = TURN % (
+    "{{ m['content'] }}{% for call in m.get('tool_calls') or [] %}call:{{ call.function.name ~ '{' }}"
+    "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
+    "{% for key, value in call.function.arguments | items %}{{ key }}:{{ value }}{% endfor %}{% endif %}{{ '}' }}"
+    "{% endfor %}"
+)
+OF_DEEPSEEK = TURN % (
+    "{% if m['content'] is none %}{% for call in m['tool_calls'] %}<call>{{ call.function.name + ' ' + "
+    "call.function.arguments }}</call>{% endfor %}{% else %}{{ m['content'] }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(OF_GEMMA, "call:weather{place:Paris}"), (OF_DEEPSEEK, '<call>weather {"place": "Paris"}</call>')],
+    ids=["gemma", "deepseek"],
+)
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_call_without_a_content_is_right_in_templates_of_one_form(
+    template: str, expected: str, is_text: bool
+) -> None:
+    """As with transformers 5.19: 5.23 takes a content of null for none at all."""
+    arguments = {"place": "Paris"}
+    call: Any = {"function": {"name": "weather", "arguments": json.dumps(arguments) if is_text else arguments}}
+    messages: list[Message] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny"},
+    ]
+
+    def apply(given: list[Message]) -> str:
+        return jinja2.Environment().from_string(template).render(messages=given)
+
+    assert f"<|im_start|>assistant\n{expected}<|im_end|>" in apply(ChatForms(apply).adapted(messages))
+
+
+OF_LLAMA = TURN % (
+    "{% if m['role'] == 'tool' %}{{ m['content'] | tojson }}{% else %}{{ m['content'] or '' }}"
+    "{% for call in m.get('tool_calls') or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endif %}"
+)
+OF_IDEFICS = TURN % ("{% if m['content'][0]['type'] == 'image' %}[IMG]{% endif %}" + PARTS)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"), [(OF_LLAMA, '"sunny"'), (OF_IDEFICS, "sunny")], ids=["llama", "idefics"]
+)
+@pytest.mark.parametrize("content", ["sunny", parts("sunny")], ids=repr)
+def test_the_content_of_a_tool_in_either_form_is_its_text(template: str, expected: str, content: Any) -> None:
+    messages: list[Message] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": content},
+    ]
+
+    assert f"<|im_start|>tool\n{expected}<|im_end|>" in text_of(messages, tokenizer_of(template))
 
 
 def test_arguments_that_are_no_json_stay() -> None:
