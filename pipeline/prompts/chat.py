@@ -32,7 +32,8 @@ class ChatForms:
 
     def adapted(self, messages: list[Message]) -> list[Message]:
         """Return the messages in the form that the template takes; those that it takes in no form as they are."""
-        return self._without_printed_none([self._with_arguments(self._with_content(message)) for message in messages])
+        given = [self._with_arguments(self._with_content(_without_null_keys(message))) for message in messages]
+        return self._without_printed_none(given)
 
     def _with_content(self, message: Message) -> Message:
         content, role = message.get("content"), str(message["role"])
@@ -121,6 +122,13 @@ class ChatForms:
         except Exception:  # noqa: BLE001
             return None
         return text if isinstance(text, str) else None
+
+
+def _without_null_keys(message: Message) -> Message:
+    """Return a message without keys that are null, as transformers 5.23 does itself; a null content stays."""
+    if None not in message.values():
+        return message
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def _calling(arguments: JsonValue) -> list[Message]:

@@ -175,6 +175,19 @@ def test_a_call_without_a_content_is_right_in_templates_of_one_form(
     assert f"<|im_start|>assistant\n{expected}<|im_end|>" in apply(ChatForms(apply).adapted(messages))
 
 
+def test_a_key_that_is_null_is_not_there_for_the_template() -> None:
+    """As `datasets` and pandas write rows of which others have the key; Llama 3.1 refuses calls that are null."""
+
+    def apply(given: list[Message]) -> str:
+        return jinja2.Environment().from_string(TURN % "{{ m.keys() | join(' ') }}").render(messages=given)
+
+    messages: list[Message] = [{"role": "user", "content": "hi", "tool_calls": None}, {"role": "user", "content": None}]
+
+    assert apply(ChatForms(apply).adapted(messages)) == (
+        "<|im_start|>user\nrole content<|im_end|>\n<|im_start|>user\nrole content<|im_end|>\n"
+    )
+
+
 OF_LLAMA = TURN % (
     "{% if m['role'] == 'tool' %}{{ m['content'] | tojson }}{% else %}{{ m['content'] or '' }}"
     "{% for call in m.get('tool_calls') or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endif %}"
