@@ -145,6 +145,8 @@ def remarks(prompt: Prompt, tokenizer: Any, rendering: Rendering, ends: Collecti
         found += _encoded(str(prompt.prompt), tokenizer)[1]
     elif roles := _roles_left_out(prompt, tokenizer, rendering):
         found.append(f"the chat template leaves out messages of the role {', '.join(map(repr, roles))}")
+    if not is_text and _leaves_out_tools(prompt, tokenizer, rendering):
+        found.append("the chat template leaves out the tools")
     bos, eos = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)
     if bos is not None and ids[:2] == [bos, bos]:
         found.append("it begins with two BOS tokens")
@@ -270,6 +272,20 @@ def _roles_left_out(prompt: Prompt, tokenizer: Any, rendering: Rendering) -> lis
     given = [message for message in messages if message["role"] != "assistant"]
     left_out = [message for message in given if not all(map(is_shown, _texts_of(message.get("content"))))]
     return list(dict.fromkeys(str(message["role"]) for message in left_out))
+
+
+def _leaves_out_tools(prompt: Prompt, tokenizer: Any, rendering: Rendering) -> bool:
+    """Return whether a prompt has tools, and the template renders the same without them."""
+    messages, keywords = _chat(prompt, tokenizer, rendering)
+    tools = keywords.pop("tools", None)
+    if not tools:
+        return False
+    given = tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **keywords)
+    try:
+        return bool(given == tokenizer.apply_chat_template(messages, tokenize=False, **keywords))
+    # A template is foreign code: one that fails without tools shows them.
+    except Exception:  # noqa: BLE001
+        return False
 
 
 def _without_spaces(text: str) -> str:

@@ -288,6 +288,18 @@ def test_a_message_that_the_template_leaves_out_is_told(roles: list[str], remark
     assert found == ([remark] if remark else [])
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(TEXTS, ["the chat template leaves out the tools"]), ("{{ tools | tojson if tools else '' }}" + TEXTS, [])],
+    ids=["left out", "shown"],
+)
+def test_tools_that_the_template_leaves_out_are_told(template: str, expected: list[str]) -> None:
+    offered, tokenizer = Rendering("chat", tools=[{"function": {"name": "f"}}]), tokenizer_of(template)
+
+    assert remarks(Prompt(0, 0, 0, "x", None), tokenizer, offered) == expected
+    assert remarks(Prompt(0, 0, 0, "x", None), tokenizer, Rendering("chat")) == []
+
+
 def test_a_system_prompt_that_the_template_leaves_out_is_told() -> None:
     tokenizer = tokenizer_of("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")
 
