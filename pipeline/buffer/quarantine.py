@@ -36,7 +36,7 @@ class Quarantine:
             folder: Folder of the copies.
             arena: Arena of the experience.
             count: Called with the result of each copy.
-            most_bytes: Maximum bytes of all files together.
+            most_bytes: Maximum bytes of all copies together.
         """
         self._folder = folder
         self._arena = arena
@@ -53,7 +53,8 @@ class Quarantine:
         try:
             # A ticket may be refused twice in a second.
             path = not_taken(self._folder / f"{name}{extent_file.SUFFIX}")
-            used_bytes = sum(path.stat().st_size for path in self._folder.glob(f"*{extent_file.SUFFIX}"))
+            # Not a damaged spool, which is moved here under its own name.
+            used_bytes = sum(copy.stat().st_size for copy in self._folder.glob(f"[0-9]*{extent_file.SUFFIX}"))
             if used_bytes + needed_bytes > self._most_bytes:
                 log.warning("not kept in quarantine: %d B beside %d B, at most %d B",
                             needed_bytes, used_bytes, self._most_bytes)  # fmt: skip

@@ -63,6 +63,15 @@ def test_a_quarantined_batch_is_read_as_the_trainer_would_have_got_it(place):
     assert place.counted == ["kept"]
 
 
+def test_a_damaged_spool_in_the_folder_takes_no_room_of_the_copies(place):
+    place.folder.mkdir(parents=True)
+    (place.folder / f"spool-0123{extent_file.SUFFIX}").write_bytes(bytes(1 << 20))
+
+    place.quarantine.keep([(place.records[0], [0])], "checksum", "torn")
+
+    assert place.counted == ["kept"]
+
+
 def test_the_file_is_safetensors_and_for_its_user_alone(place):
     place.quarantine.keep([(place.records[0], [0])], "checksum", "torn")
 
