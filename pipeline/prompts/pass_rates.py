@@ -66,7 +66,7 @@ def write_pass_rates(prompts: PromptsConfig, rates: Mapping[int, float], path: P
         return len(opened) - len(rates)
 
 
-def _without_nulls(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _without_nulls(record: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a row whose column, by its name or by a path with dots, has no keys that are null."""
     head, _, rest = name.partition(".")
     if name in record:
