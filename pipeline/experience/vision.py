@@ -71,7 +71,7 @@ def grids_as_given(experience: ExperienceVL) -> dict[str, list[Any]]:
         grids = getattr(experience, grids_name)
         if isinstance(grids, list):
             columns[grids_name] = [grid if grid is not None and grid.numel() else None for grid in grids]
-        elif grids is not None and count_key not in (experience.info or {}):
+        elif grids is not None and len(grids) and count_key not in (experience.info or {}):
             columns[grids_name] = list(grids.unbind())
     return columns
 

@@ -200,6 +200,10 @@ def read_sampling(
         ShapeError: If `max_length` leaves no room for a response.
     """
     keywords = dict(generate_kwargs)
+    # Off, as for transformers.
+    for name in ("temperature", "top_p", "top_k", "min_p", "do_sample"):
+        if keywords.get(name, 0) is None:
+            del keywords[name]
     max_length = keywords.pop("max_length", None)
     if max_length is None:
         raise FieldError("max_length is missing: columns of prompt and response together")

@@ -53,3 +53,6 @@ def test_grids_as_a_list_of_one_tensor_a_row() -> None:
     # The grids of no row at all.
     empty: Any = ExperienceVL(sequences=torch.ones(2, 3).long(), image_grid_thws=[None, no_grids])  # type: ignore[arg-type]
     assert [row.image_grid_thws for row in split_experience_batch(empty)] == [None, None]  # type: ignore[attr-defined]
+    for info in (None, {"image_num": torch.zeros(2)}):
+        one = dataclasses.replace(empty, image_grid_thws=no_grids, pixel_values=torch.zeros(0, 8), info=info)
+        assert [row.image_grid_thws for row in split_experience_batch(one)] == [None, None]  # type: ignore[attr-defined]

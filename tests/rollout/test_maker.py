@@ -24,6 +24,7 @@ from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.rollout.generation.interface import Responses, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import ExperienceMaker, NaiveExperienceMaker
+from pipeline.rollout.prompt_batch import read_sampling
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.trainer.learner import Learner
 from tests.support import tiny
@@ -229,6 +230,18 @@ def test_sampling_depends_on_the_seed_alone() -> None:
 
     assert torch.equal(first, sequences(seed=7, constructor_seed=2))
     assert not torch.equal(first, sequences(seed=8, constructor_seed=1))
+
+
+def test_a_keyword_of_sampling_that_is_none_has_its_default() -> None:
+    """As in the calls of coati and transformers."""
+    none: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "do_sample"))
+    tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
+    options: Any = {"temperature": 0.5, "seeds": torch.Generator()}
+
+    given, others = read_sampling({"max_length": 7, "seed": 1, **none}, 3, tokenizer, **options)
+
+    assert (given, others) == read_sampling({"max_length": 7, "seed": 1}, 3, tokenizer, **options)
+    assert (given.temperature, given.top_p, given.top_k, given.do_sample) == (0.5, 1.0, 0, True)
 
 
 def test_a_maker_with_a_seed_repeats_its_calls() -> None:
