@@ -146,10 +146,10 @@ def save_bytes(
 
 
 def load(path: Path) -> ExtentFile:
-    """Read a file's metadata and extents, without the extents' bytes.
+    """Read a file's metadata and extents, without the extents' bytes: the end of a file that is cut is not missed.
 
     Raises:
-        DecodeError: If it is no file of extents, or shorter than the sizes in its header.
+        DecodeError: If it is no file of extents, or ends within its header.
         OSError: If it cannot be read.
     """
     size_bytes = path.stat().st_size
