@@ -77,7 +77,8 @@ def rows_on_cpu(experience: Experience) -> Experience:
     experience = copy.copy(experience)
     experience.to_device("cpu")
     if experience.attention_mask is None:
-        experience.attention_mask = torch.ones_like(experience.sequences)
+        # Of one dtype, whatever that of the ids is: `extend` makes the same.
+        experience.attention_mask = torch.ones_like(experience.sequences, dtype=torch.int64)
     return experience
 
 

@@ -115,6 +115,16 @@ def test_rows_without_a_mask_are_tokens_to_the_end():
     assert rows[0].attention_mask is None
 
 
+def test_rows_of_int32_without_a_mask_go_in_by_append_and_by_extend():
+    rows = Experience(sequences=torch.ones(2, 3, dtype=torch.int32), action_log_probs=torch.ones(2, 1))
+
+    with buffer_of(4) as buffer:
+        buffer.append(rows)
+        buffer.extend(split_experience_batch(rows))
+
+        assert buffer.sample().attention_mask.tolist() == [[1, 1, 1]] * 4
+
+
 def with_images(numbers, images, *, width=4, raw_images=None):
     """Return rows with `images` images each; the pixels are the number of their row."""
     text = numbered(numbers)
