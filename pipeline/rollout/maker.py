@@ -262,10 +262,11 @@ class NaiveExperienceMaker(ExperienceMaker):
                 in several calls a `StopStrings` saves the reading of the vocabulary), `temperature`, `top_p`, `top_k`,
                 `min_p`, `do_sample` (None: the default), `seed` (sampling depends on no other state), `use_cache`,
                 `eos_token_id` (default: the tokenizer's and those of the actor's `generation_config`), `pad_token_id`;
-                and for a vision-language prompt, whose image tokens are in `input_ids` already, `pixel_values`, `image_grid_thws`, `pixel_values_videos`, `video_grid_thws`,
-                `image_num`, `video_num` ((prompts,); if omitted, each prompt has one or none has any, unless grids are
-                a list) and `raw_images`, as in `ExperienceVL`; grids may be named as in transformers. Other keywords
-                are passed to ``actor.generate``.
+                and for a vision-language prompt, whose image tokens are in `input_ids` already, `pixel_values`,
+                `image_grid_thws`, `pixel_values_videos`, `video_grid_thws`, `image_num`, `video_num` ((prompts,); if
+                omitted, each prompt has one or none has any, unless grids are a list) and `raw_images`, as in
+                `ExperienceVL`; grids may be named as in transformers. Other keywords are passed to
+                ``actor.generate``.
 
         Returns:
             An `Experience` on the CPU, by the shapes of `pipeline.experience.types`, with B = prompts (x G with GRPO);
