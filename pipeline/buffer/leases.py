@@ -131,7 +131,7 @@ class Leases:
         for lease in sorted(self._ledger.leases()):
             if lease % world_size == rank and lease not in held:
                 chosen = self._ledger.redeliver(lease)
-                self._observer.lease_ended("holder_died", sum(len(rows) for _, rows in chosen), 0.0)
+                self._observer.lease_ended("holder_died", sum(len(rows) for _, rows in chosen), None)
                 self._send_lease(trainer_name(rank), lease, chosen)
 
     def acknowledge(self, ack: Ack, now_s: float) -> None:
@@ -152,7 +152,9 @@ class Leases:
 
     def _end(self, result: LeaseEnd, lease: int, now_s: float) -> None:
         rows = sum(len(rows) for _, rows in self._ledger.leases()[lease])
-        self._observer.lease_ended(result, rows, now_s - self._leased_s.pop(lease, now_s))
+        # Of a lease of an earlier buffer no time is known.
+        leased_s = self._leased_s.pop(lease, None)
+        self._observer.lease_ended(result, rows, None if leased_s is None else now_s - leased_s)
 
     def damaged(self, damaged: Damaged, now_s: float) -> None:
         """Take back a batch with damaged extents and the rank's batches after it; quarantine the damaged extents.

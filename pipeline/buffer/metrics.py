@@ -87,12 +87,12 @@ class BufferMetrics(Telemetry):
         """Count rows that were leased `age_s` after their seal."""
         self._age.observe(max(0.0, age_s), rows)
 
-    def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float) -> None:
-        """Count a batch that was trained, handed back, or whose holder died."""
+    def lease_ended(self, result: LeaseEnd, rows: int, duration_s: float | None) -> None:
+        """Count a batch that was trained, handed back, or whose holder died; `duration_s` is None if not known."""
         self._leases[result].inc()
         if result in self._requeued:
             self._requeued[result].inc(rows)
-        else:
+        elif duration_s is not None:
             self._lease_s.observe(max(0.0, duration_s))
 
     def set_aside(self, reason: AsideReason, rows: int) -> None:

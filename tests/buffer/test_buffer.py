@@ -252,10 +252,12 @@ def test_tickets_of_a_worker_that_this_run_does_not_have_go_to_others():
 def test_an_acknowledgement_is_counted_once():
     bench = Bench()
     lease = one_step(bench)
+    bench.now_s += 3.0
 
     bench.say(Ack("trainer-0", lease.lease), Ack("trainer-0", lease.lease))
 
     assert bench.ledger.totals.trained == 8
+    assert bench.counts.lease_s == [3.0]
     assert bench.counts.duplicates == 1
 
 
@@ -309,6 +311,7 @@ def test_a_restarted_buffer_greets_everyone_and_forgets_nothing():
     bench.say(Hello("trainer-0", 1, held=[lease.lease]), Ack("trainer-0", lease.lease))
     assert bench.heard("trainer-0", Lease) == [], "the trainer still holds its batch"
     assert bench.ledger.totals.trained == 8
+    assert bench.counts.lease_s == [None], "no time from lease to ack is known"
 
 
 def leased(bench):

@@ -50,6 +50,7 @@ class Counts:
 
     def __init__(self):
         self.ended = {}
+        self.lease_s = []
         self.aside = {}
         self.files = []
         self.duplicates = 0
@@ -64,6 +65,7 @@ class Counts:
         pass
 
     def lease_ended(self, result, rows, duration_s):
+        self.lease_s.append(duration_s)
         self.ended[result] = self.ended.get(result, 0) + 1
 
     def set_aside(self, reason, rows):
