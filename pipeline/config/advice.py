@@ -35,6 +35,8 @@ _TYPE_MESSAGES = {
 _FORMER_SECTION = "reward"
 _NEW_REWARDS = 'a table [[rewards]] with a name for each function, or rewards = ["math", "format"] above all sections'
 _SHOWN_CHARACTERS = 60
+_BARE = re.compile("[A-Za-z0-9_-]+")
+"""A key that TOML takes without quotes."""
 _SAME_KEY = 0.8
 """Least likeness of two names that mean one key: below it a pointer is often to a key of another meaning."""
 _ALL_KEYS = f"`rlhfd config show --effective` lists all, {PAGE} those of other trainers"
@@ -254,11 +256,21 @@ def toml(value: object) -> str:
         case bool():
             return str(value).lower()
         case str() | Path():
-            return json.dumps(str(value), ensure_ascii=not str(value).isprintable())
+            # Of JSON's own escapes TOML lacks the pairs of surrogates alone.
+            return "".join(map(_shown, json.dumps(str(value), ensure_ascii=False)))
         case list() | tuple():
             return f"[{', '.join(map(toml, value))}]"
         case BaseModel():
             return toml({name: inner for name, inner in value if inner is not None})
         case dict():
-            return f"{{{', '.join(f'{key(name)} = {toml(inner)}' for name, inner in value.items())}}}"
+            pairs = [
+                f"{name if _BARE.fullmatch(name) else toml(name)} = {toml(inner)}" for name, inner in value.items()
+            ]
+            return f"{{{', '.join(pairs)}}}"
     return str(value)
+
+
+def _shown(character: str) -> str:
+    if character.isprintable():
+        return character
+    return f"\\u{ord(character):04x}" if ord(character) <= 0xFFFF else f"\\U{ord(character):08x}"

@@ -371,7 +371,8 @@ def _of_ranks(config: Config) -> Conflicts:
 def _of_rates(config: Config) -> Conflicts:
     trainer = config.trainer
     if trainer.warmup_ratio and not (trainer.decay.steps or trainer.max_steps):
-        message = "needs trainer.decay_steps or trainer.max_steps, of which it is a share"
+        steps = "trainer.max_steps" if trainer.schedule == "constant" else "trainer.decay_steps or trainer.max_steps"
+        message = f"needs {steps}, of which it is a share"
         yield ("trainer.warmup_ratio", "trainer.decay_steps", "trainer.max_steps", "trainer.schedule"), message
     elif trainer.schedule == "cosine" and not trainer.decay_steps:
         yield (

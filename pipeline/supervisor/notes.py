@@ -95,9 +95,9 @@ def _without_effect(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
         (config.trainer_kl_coef == 0, ("trainer.kl_estimator",), "trainer.kl_coef = 0"),
         (has_one_update, ("trainer.target_kl",), "trainer.epochs = 1 and trainer.mini_batches = 1"),
         (correction == "none", ("trainer.importance_cap",), 'trainer.importance_correction = "none"'),
-        (rollout.log_probs == "engine", _CORRECTION, 'rollout.log_probs = "engine"'),
+        (log_probs_by(config) == "engine", _CORRECTION, 'rollout.log_probs = "engine"'),
         # The ratio that they bound is 1 in the first update of a step.
-        (rollout.log_probs == "trainer" and has_one_update, _ALL_CLIPS, 'rollout.log_probs = "trainer"'),
+        (log_probs_by(config) == "trainer" and has_one_update, _ALL_CLIPS, 'rollout.log_probs = "trainer"'),
         (trainer.schedule == "constant", _FALL, 'trainer.schedule = "constant"'),
         (not config.model.lora_rank, _LORA, "model.lora_rank = 0"),
         (config.cluster.engine == "local", ("cluster.address", "cluster.worker_gpus"), 'cluster.engine = "local"'),
@@ -124,11 +124,13 @@ def _of_loss(config: Config) -> Iterator[tuple[str, str]]:
             "reinforce has no ratio: every update of a step but the first is biased, with trainer.epochs = "
             f"{trainer.epochs} and trainer.mini_batches = {trainer.mini_batches}",
         )
-    if lacks_ratio_for_staleness(config) and log_probs_by(config) != "trainer":
+    is_corrected = log_probs_by(config) == "trainer" and trainer.importance_correction != "none"
+    if trainer.kind == "builtin" and lacks_ratio_for_staleness(config) and not is_corrected:
         yield (
             "trainer.policy_loss",
             "reinforce corrects for no staleness, with buffer.max_staleness = "
-            f'{config.buffer.max_staleness}: set it to 0, or rollout.log_probs = "trainer" without a KL in the reward',
+            f'{config.buffer.max_staleness}: set it to 0, or rollout.log_probs = "trainer" without a KL in the reward '
+            "and a trainer.importance_correction",
         )
     if trainer.kl_estimator == "k1" and config.trainer_kl_coef:
         text = "the gradient of k1 in the loss is 0 on average: k2 and k3 hold the policy near the reference"
@@ -162,6 +164,12 @@ def _of_schedule(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
                 )
     if trainer.kind != "builtin" or not trainer.max_steps:
         return
+    if loaded.config.rollout.algorithm == "ppo" and trainer.critic_warmup_steps >= trainer.max_steps:
+        yield (
+            "trainer.max_steps",
+            f"{trainer.max_steps} steps, of which the first {trainer.critic_warmup_steps} (trainer.critic_warmup_steps) "
+            "train the critic alone: the actor is never trained",
+        )
     decay, has_ratio = trainer.decay, trainer.warmup_ratio > 0
     if decay.warmup_steps >= trainer.max_steps and not has_ratio and "trainer.warmup_steps" in loaded.origins:
         yield (

@@ -219,7 +219,10 @@ def _problems_of_vocabularies(config: Config) -> Problems:
         if reward is not None and reward.tokenizer == "own":
             yield reward.tokenizer_key, NO_IMAGES if has_images(actor) else ""
         elif key != "model.actor" and (problem := problem_of_vocabulary(Path(source), actor)):
-            advice = "" if reward is None else f'; {reward.tokenizer_key} = "own" gives it texts'
+            advice = ""
+            # An environment gives rows of several turns, which are no text of one prompt.
+            if reward is not None and config.rollout.environment is None:
+                advice = f'; {reward.tokenizer_key} = "own" gives it texts'
             yield key, f"{problem}{advice}"
 
 

@@ -447,8 +447,20 @@ def model(folder: Path, **config: int) -> Path:
         (
             '[rollout]\nlog_probs = "worker"\n[trainer]\npolicy_loss = "reinforce"\n',
             "c.toml:4:15: trainer.policy_loss: reinforce corrects for no staleness, with buffer.max_staleness = 1: set "
-            'it to 0, or rollout.log_probs = "trainer" without a KL in the reward',
+            'it to 0, or rollout.log_probs = "trainer" without a KL in the reward and a trainer.importance_correction',
         ),
+        (
+            '[trainer]\npolicy_loss = "reinforce"\nimportance_correction = "none"\n',
+            "c.toml:2:15: trainer.policy_loss: reinforce corrects for no staleness, with buffer.max_staleness = 1: set "
+            'it to 0, or rollout.log_probs = "trainer" without a KL in the reward and a trainer.importance_correction',
+        ),
+        (
+            '[rollout]\nalgorithm = "ppo"\n[trainer]\nmax_steps = 10\n',
+            "c.toml:4:13: trainer.max_steps: 10 steps, of which the first 10 (trainer.critic_warmup_steps) train the "
+            "critic alone: the actor is never trained",
+        ),
+        ('[trainer]\nimportance_cap = 3.0\n',
+         'c.toml:2:18: trainer.importance_cap: has no effect with rollout.log_probs = "engine"'),
         ('[rollout]\nlog_probs = "engine"\n[trainer]\nimportance_cap = 3.0\n',
          'c.toml:4:18: trainer.importance_cap: has no effect with rollout.log_probs = "engine"'),
         ('[rollout]\nlog_probs = "trainer"\n[trainer]\nclip_low = 0.1\n',

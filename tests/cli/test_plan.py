@@ -117,6 +117,9 @@ def test_a_check_names_a_disk_that_a_run_may_fill(
     (note,) = disk_notes(config)
 
     assert note.startswith(f"daemon.state_dir: the disk of {tmp_path}/state has 0.0 MB for this run, which may write ")
+    for keep, advice in ((0, "set trainer.keep_checkpoints, or take"), (1, "take"), (9, "lower trainer.keep_chec")):
+        (note,) = disk_notes(config.changed("trainer", keep_checkpoints=keep))
+        assert f"; {advice}" in note
     assert disk_notes(Config()) == [], "the embedded run writes little"
 
 

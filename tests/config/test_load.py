@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import load as config_load
+from pipeline.config.advice import toml
 from pipeline.config.load import ConfigErrors, Origin, overridden
 from pipeline.config.rewards import OwnReward
 from pipeline.config.schema import Config
@@ -255,3 +257,11 @@ def test_keys_of_the_file_that_something_above_it_overrides_are_named(tmp_path):
         "rollout.temperature": "--set rollout.temperature",
         "trainer.learning_rate": "RLHFD_TRAINER__LEARNING_RATE",
     }
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["Be nice \N{GRINNING FACE}\nThink", "\x7f\x85\u2028 \\u0041", {"a.b": 1, "\u00e9": [2], "c d": {"e-f": "g"}}],
+)
+def test_a_value_in_toml_is_read_back_as_it_was(value: object) -> None:
+    assert tomllib.loads(f"value = {toml(value)}") == {"value": value}

@@ -88,6 +88,10 @@ def test_the_keys_give_the_course(sets, expected):
             ("trainer.warmup_ratio=0.1", "trainer.decay_steps=0", "trainer.max_epochs=2"),
             "trainer.warmup_ratio: needs trainer.decay_steps or trainer.max_steps",
         ),
+        (
+            ("trainer.warmup_ratio=0.1", "trainer.schedule=constant"),
+            "trainer.warmup_ratio: needs trainer.max_steps, of which it is a share",
+        ),
         (("trainer.warmup_ratio=1.0",), "trainer.warmup_ratio: must be less than 1, got 1.0"),
         (
             ("trainer.schedule=cosine", "trainer.decay_steps=0"),

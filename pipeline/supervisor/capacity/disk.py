@@ -56,9 +56,12 @@ def disk_notes(config: Config) -> list[str]:
     if not budget.lacks_bytes:
         return []
     parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in budget.terms.items() if nbytes)
+    # 0 keeps all of them.
+    advice = {0: "set trainer.keep_checkpoints, or ", 1: ""}
+    fewer = advice.get(config.trainer.keep_checkpoints, "lower trainer.keep_checkpoints, or ")
     return [
         f"daemon.state_dir: the {budget.name} has {size(budget.capacity_bytes)} for this run, which may write "
-        f"{size(budget.total_bytes)}: {parts}; lower trainer.keep_checkpoints, or take a larger disk"
+        f"{size(budget.total_bytes)}: {parts}; {fewer}take a larger disk"
     ]
 
 

@@ -173,6 +173,7 @@ class PromptSourceOf:
     ("sets", "message"),
     [
         ((), 'model.reward: .* has another tokenizer .*; model.reward_tokenizer = "own" gives it texts'),
+        (("rollout.environment=a:B",), "model.reward: .* has another tokenizer .* there\n"),
         (("model.reward_tokenizer=own", "rollout.environment=a:B"),
          'model.reward_tokenizer: must be "policy" with rollout.environment: '),
         (("model.reward_tokenizer=theirs",), 'model.reward_tokenizer: must be "policy" or "own", got "theirs"'),
