@@ -48,7 +48,7 @@ class ModelSizes(NamedTuple):
         tensors: Shape of each tensor in the files; tied tensors count once.
         layers: Decoder layers.
         hidden: Width of the hidden states.
-        inner: Width inside the MLP of a layer.
+        inner: Width inside the MLP of a layer, of a mixture that of all experts of a token.
         cached: Elements of keys and values that a cache holds a token and layer.
         vocabulary: Tokens of the vocabulary.
     """
@@ -163,12 +163,26 @@ def model_sizes(folder: Path, field: str) -> ModelSizes:
             _tensors(folder, field),
             layers=_first(text, "num_hidden_layers", "n_layer"),
             hidden=hidden,
-            inner=text.get("intermediate_size") or text.get("n_inner") or 4 * hidden,
+            inner=_inner(text, hidden),
             cached=2 * (text.get("num_key_value_heads") or heads) * head_size,
             vocabulary=_first(text, "vocab_size"),
         )
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{field}: {path} does not give the model's sizes: {error}") from error
+
+
+def _inner(text: Mapping[str, Any], hidden: int) -> int:
+    """Return the width inside the MLP of a layer; of a mixture that of all experts of a token.
+
+    Each of these experts has a copy of the hidden state, too.
+    """
+    dense: int = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    chosen = text.get("num_experts_per_tok") or 0
+    if not chosen:
+        return dense
+    expert = text.get("moe_intermediate_size") or dense
+    shared: int = text.get("shared_expert_intermediate_size") or expert * (text.get("n_shared_experts") or 0)
+    return max(dense, chosen * (expert + hidden) + shared)
 
 
 def end_token_ids(folder: Path) -> dict[str, list[int]]:

@@ -15,7 +15,8 @@ from pipeline.supervisor.fleet import FORKSERVERS, Fleet, Slot
 log = logging.getLogger(__name__)
 
 _LESS_MEMORY: Final = {
-    "rollout": "rollout.logits_forward_tokens, rollout.inference_batch_size, rollout.batch_size or rollout.workers",
+    "rollout": "rollout.logits_forward_tokens (rollout.logits_forward_batch_size, where it is set), "
+    "rollout.inference_batch_size, rollout.batch_size or rollout.workers",
     "trainer": "trainer.micro_batch_tokens (trainer.micro_batch_size, where it is set), buffer.sample_batch_size or "
     "rollout.max_length",
 }

@@ -167,8 +167,8 @@ def _of_schedule(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     if loaded.config.rollout.algorithm == "ppo" and trainer.critic_warmup_steps >= trainer.max_steps:
         yield (
             "trainer.max_steps",
-            f"{trainer.max_steps} steps, of which the first {trainer.critic_warmup_steps} (trainer.critic_warmup_steps) "
-            "train the critic alone: the actor is never trained",
+            f"{trainer.max_steps} steps, of which the first {trainer.critic_warmup_steps} "
+            "(trainer.critic_warmup_steps) train the critic alone: the actor is never trained",
         )
     decay, has_ratio = trainer.decay, trainer.warmup_ratio > 0
     if decay.warmup_steps >= trainer.max_steps and not has_ratio and "trainer.warmup_steps" in loaded.origins:

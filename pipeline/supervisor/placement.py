@@ -138,8 +138,10 @@ def worker_count(config: Config, gpus: Sequence[str]) -> int:
         return config.rollout.workers
     if config.rollout.devices != "auto":
         return max(len(config.rollout.devices) // config.rollout.tensor_parallel, config.rollout.workers)
+    devices = config.trainer.devices
     ranks = config.ranks_here if config.trainer.kind == "builtin" else 0
-    return max(config.rollout.workers, (len(gpus) - ranks) // config.rollout.tensor_parallel)
+    taken = ranks if isinstance(devices, str) else len({*devices})
+    return max(config.rollout.workers, (len(gpus) - taken) // config.rollout.tensor_parallel)
 
 
 def _chosen(devices: str | list[int], gpus: Sequence[str], key: str) -> list[str]:

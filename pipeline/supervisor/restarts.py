@@ -49,9 +49,10 @@ class RestartPolicy:
         self._unhealthy = 0
 
     def limit(self, limits: RestartLimits) -> None:
-        """Apply other bounds from now on; a wait above the new cap is cut to it."""
+        """Apply other bounds from now on; a wait outside of the new ones is the nearest of them."""
         is_first = self._delay_s == self._limits.first_delay_s
-        self._delay_s = limits.first_delay_s if is_first else min(self._delay_s, limits.longest_delay_s)
+        bounded_s = min(max(self._delay_s, limits.first_delay_s), limits.longest_delay_s)
+        self._delay_s = limits.first_delay_s if is_first else bounded_s
         self._limits = limits
 
     def started(self, now_s: float) -> None:

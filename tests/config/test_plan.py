@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipeline.config import plan
 from pipeline.config.losses import answers_every, worker_holds_actor
 from pipeline.config.model_files import model_sizes
-from pipeline.config.plan import checkpoint_bytes, models_of, needs
+from pipeline.config.plan import checkpoint_bytes, kept_bytes_a_token, models_of, needs
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models.lora import adapt, adapter_of
@@ -56,6 +56,50 @@ def test_parameters_and_layers_are_those_of_the_model(folder: Path) -> None:
     assert sizes.layer_parameters == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     assert sizes.backbone_parameters == sum(parameter.numel() for parameter in model.model.parameters())
     assert (sizes.layers, sizes.hidden, sizes.inner, sizes.cached, sizes.vocabulary) == (2, 16, 24, 32, 23)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("mixtral", {"intermediate_size": 352, "num_local_experts": 8, "num_experts_per_tok": 2}),
+        ("olmoe", {"intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 8}),
+        ("qwen3_moe", {"intermediate_size": 384, "moe_intermediate_size": 48, "num_experts_per_tok": 8}),
+        (
+            "qwen2_moe",
+            {
+                "intermediate_size": 384, "moe_intermediate_size": 88, "shared_expert_intermediate_size": 352,
+                "num_experts": 16, "num_experts_per_tok": 4,
+            },
+        ),
+        ("llama", {"intermediate_size": 352}),
+    ],
+)  # fmt: skip
+def test_the_activations_of_a_mixture_are_those_of_all_experts_of_a_token(
+    tmp_path: Path, kind: str, sizes: dict[str, Any]
+) -> None:
+    """By the tensors that a pass keeps for its backward pass: between two thirds of the plan and the plan."""
+    common = {
+        "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 64, "max_position_embeddings": 256, "pad_token_id": 0,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common, **sizes), attn_implementation="sdpa")
+    model.save_pretrained(tmp_path)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model.model(input_ids=torch.arange(512).reshape(4, 128) % 64)
+
+    measured = sum(nbytes for nbytes, _ in kept.values()) / 512
+    planned = kept_bytes_a_token(model_sizes(tmp_path, "model.actor"), "float32", checkpointed=False)
+    assert output.last_hidden_state.requires_grad
+    assert 0.65 * planned < measured < planned
 
 
 def test_adapters_have_the_parameters_of_the_adapted_model(folder: Path) -> None:

@@ -106,6 +106,16 @@ def test_a_card_for_which_no_pass_is_small_enough_keeps_the_defaults_and_the_rea
     assert found.reasons[KEYS[1]] == "no pass leaves 10% of the card free"
 
 
+def test_a_card_that_the_smallest_pass_alone_fits_has_that_one(folder: Path) -> None:
+    smallest = configured(folder, micro_batch_tokens=8_192)
+    (rank, *_) = (one for one in budgets_of(smallest, models_of(smallest), cards(80)) if one.holds_ranks)
+
+    found, in_force = chosen(configured(folder), cards(rank.total_bytes * 1.02 / GB))
+
+    assert in_force == (None, 8_192)
+    assert found.reasons[KEYS[1]] == "no pass leaves 10% of the card free"
+
+
 CACHE = "rollout.cache_bytes"
 A_ROW = 2 * 2048 * 24 * 2 * 128
 """Bytes of a row of 2,048 tokens: keys and values of 24 layers, 2 heads of 64, in 16 bits."""
@@ -118,12 +128,12 @@ A_ROW = 2 * 2048 * 24 * 2 * 128
         (80, {}, 256, 16_384),
         (80, {"inference_batch_size": 64}, 64, 16_384),
         (30, {}, 128, 16_384),
-        # Without the reserve alone: a step of the least size beside one row.
-        (24, {}, 8, None),
+        # Without the reserve alone: the smallest pass.
+        (24, {}, 32, 8_192),
     ],
 )
 def test_beside_a_rank_the_cache_of_vllm_has_room_for_the_rows_that_run_and_leaves_a_step_its_own(
-    folder: Path, gpu_gb: float, rollout: dict[str, Any], rows: int, tokens: int | None
+    folder: Path, gpu_gb: float, rollout: dict[str, Any], rows: int, tokens: int
 ) -> None:
     config = configured(folder, {"engine": "vllm", **rollout})
 
@@ -133,7 +143,7 @@ def test_beside_a_rank_the_cache_of_vllm_has_room_for_the_rows_that_run_and_leav
     assert found.reasons[CACHE] == f"{rows} rows of 2,048 tokens, beside a step on the same card"
     assert in_force[1] == tokens
     (card,) = (one for one in budgets_of(found.config, models_of(config), cards(gpu_gb, 1)) if one.is_card)
-    assert card.total_bytes <= (0.9 if tokens else 1.0) * card.capacity_bytes
+    assert card.total_bytes <= (1.0 if tokens == 8_192 else 0.9) * card.capacity_bytes
     assert found.shown[CACHE].endswith(f" here: {found.reasons[CACHE]}")
 
 
@@ -178,7 +188,7 @@ def asleep_at_steps(folder: Path) -> Config:
     return Config.model_validate(settings)
 
 
-@pytest.mark.parametrize(("gpu_gb", "rows", "least"), [(141, 256, 256), (24, 128, 8), (10, 1, None)])
+@pytest.mark.parametrize(("gpu_gb", "rows", "least"), [(141, 256, 256), (24, 128, 32), (10, 1, None)])
 def test_an_engine_that_sleeps_has_a_cache_of_a_fixed_size_and_a_larger_one(
     folder: Path, gpu_gb: float, rows: int, least: int | None
 ) -> None:

@@ -75,6 +75,22 @@ def test_an_external_trainer_leaves_all_gpus_to_the_workers():
     assert worker_count(config(trainer={"kind": "external"}), ["0", "1"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ({"kind": "external", "devices": [0]}, ["b", "c", "d"]),
+        ({"kind": "external", "devices": [1, 3]}, ["a", "c"]),
+        ({"devices": [0, 1]}, ["c", "d"]),
+    ],
+)
+def test_gpus_that_the_trainer_is_given_have_no_worker_and_the_others_one_each(trainer, expected):
+    gpus = ["a", "b", "c", "d"]
+
+    devices = assign(config(trainer=trainer), gpus, range(8))
+
+    assert [gpu for name, gpu in gpus_of(devices).items() if name.startswith("rollout")] == expected
+
+
 def test_workers_that_compute_in_a_cluster_take_neither_gpu_nor_core_here():
     chosen = config(cluster={"engine": "ray"}, rollout={"workers": 3}, trainer={"world_size": 2})
 

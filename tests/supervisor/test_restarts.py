@@ -95,3 +95,12 @@ def test_a_wait_that_has_grown_is_cut_to_the_new_cap(policy):
     policy.limit(RestartLimits(first_delay_s=0.5, longest_delay_s=2.0, starts=5, window_s=600.0))
 
     assert 1.6 <= crash(policy, 20) <= 2.4
+
+
+def test_a_wait_that_has_grown_is_raised_to_the_new_first_one(policy):
+    for at_s in (0, 10):
+        crash(policy, at_s)
+
+    policy.limit(RestartLimits(first_delay_s=30.0, longest_delay_s=3600.0, starts=5, window_s=600.0))
+
+    assert 24 <= crash(policy, 20) <= 36

@@ -199,7 +199,12 @@ def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, s
             cards = _cards_of_ranks(sized, models, machine)
             if _fit(cards, share):
                 return sized, _fullest(cards)
-    return config, f"no pass leaves {1.0 - share:.0%} of the card free"
+    reason = f"no pass leaves {1.0 - share:.0%} of the card free"
+    if not has_size and not _fit(_cards_of_ranks(config, models, machine), 1.0):
+        smallest = config.changed("trainer", micro_batch_tokens=_PASS_TOKENS[-1])
+        if _fit(_cards_of_ranks(smallest, models, machine), 1.0):
+            return smallest, reason
+    return config, reason
 
 
 def _log_prob_passes(config: Config, models: Models, machine: Machine) -> tuple[Config, str | None]:
