@@ -198,7 +198,8 @@ class RewardPool(RowRewards):
                     scores[at] = [verdict] * len(work[at].rows)
                 if len(work[at].rows) == 1 or isinstance(event, Ended):
                     timeouts = timeouts + 1 if scores[at][0].problem == "timeout" else 0
-            if timeouts >= _TIMEOUTS_IN_A_ROW:
+            # Rows in hand at the same time count once: each process takes one of them.
+            if timeouts >= _TIMEOUTS_IN_A_ROW * len(self._pool.processes):
                 text = f"not tried: {timeouts} rows in a row took longer than {self._timeout_s:g} s"
                 late = RowScore(problem="timeout", text=text)
                 scores |= {at: [late] * len(work[at].rows) for at in waiting}

@@ -264,3 +264,12 @@ def test_two_processes_share_the_rows_with_their_images_and_end_with_the_pool(fo
     assert len(set(pids)) == 2
     assert min(kept) > 100_000, "a collection in a scorer does not copy the objects of the imports"
     assert not any(is_alive(int(pid)) for pid in pids), "they die with it"
+
+
+def test_rows_that_hang_at_the_same_time_are_not_rows_in_a_row(folder: Path, tokenizer: str) -> None:
+    """As many rows as there are processes can hang at the front of a call, and say nothing of those behind them."""
+    with RewardPool(["judges:by_answer", "judges:length"], tokenizer, timeout_s=1.0, processes=3) as rewards:
+        rewards.wait_ready()
+        scores = score(rewards, ["hang"] * 3 + ["a"] * 4)
+
+    assert all(map(math.isnan, scores[:3])) and scores[3:] == [right(row) for row in range(3, 7)]
