@@ -155,7 +155,7 @@ class Service:
                     late = RewardError(f"no answer of the service within {settings.deadline_s:g} s")
                     late.__cause__ = error
                     return late
-                except (LookupError, RecursionError, TypeError, ValueError) as error:
+                except (LookupError, RecursionError, TypeError, ValueError, httpx.DecodingError) as error:
                     said = "the service answered in another form"
                     return RewardError(f"{said}: {error!r:.200}", bare=f"{said}: {type(error).__name__}")
 
@@ -171,6 +171,10 @@ class Service:
                     status, content = await self._post(client, body)
             except (httpx.TransportError, TimeoutError) as error:
                 problem = f"{type(error).__name__}"
+            except httpx.DecodingError:
+                # Its content is not encoded as it says.
+                self._breaker.answered()
+                raise
             else:
                 if status == 200:
                     self._breaker.answered()

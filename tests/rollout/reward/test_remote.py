@@ -36,6 +36,10 @@ class Letters:
         return "".join(chr(token) for token in ids if token or not skip_special_tokens)
 
 
+class NoGzip(bytes):
+    """Content that is sent as gzip."""
+
+
 class Server:
     """Counts requests; `reply` gives the answer to each: a value sent as JSON, bytes, or an HTTP status.
 
@@ -71,6 +75,8 @@ class Server:
                     self.send_response(answer if type(answer) is int else 200)
                     self.send_header("content-length", str(len(content)))
                     self.send_header("location", "http://127.0.0.1:1/")
+                    if isinstance(answer, NoGzip):
+                        self.send_header("content-encoding", "gzip")
                     self.end_headers()
                     self.wfile.write(content)
 
@@ -259,6 +265,18 @@ def test_an_answer_that_is_nested_without_end_costs_the_rows_of_its_request_alon
 
     assert found[1] == 4.0
     with pytest.raises(RewardError, match=r"^reward:remote: the service answered in another form: .* for row 0$"):
+        raise found[0]
+
+
+def test_an_answer_that_is_not_encoded_as_it_says_costs_the_rows_of_its_request_alone() -> None:
+    def reply(server: Server, number: int, body: dict[str, Any]) -> Any:
+        return NoGzip(b'{"scores": [1]}') if body["rows"][0]["response"] == "bad" else lengths(server, number, body)
+
+    with served(reply) as server:
+        found = results(settings(server.url, batch_size=1), ["bad", "fine"])
+
+    assert found[1] == 4.0 and len(server.requests) == 2
+    with pytest.raises(RewardError, match=r"the service answered in another form: DecodingError.* for row 0$"):
         raise found[0]
 
 
