@@ -5,6 +5,7 @@ A reward that is not a finite number ends the experience with `RewardError`; it 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
@@ -159,8 +160,8 @@ class FunctionReward(RowRewards):
             if len(results) != len(rows):
                 raise RewardError(f"{_name_of(function)} returned {len(results)} scores for {len(rows)} rows")
             return results
-        # User code may raise any exception; every row has it.
-        except Exception as error:  # noqa: BLE001
+        # User code may raise any exception; every row has it. A task that it cancels is its own: the call is not.
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             return [error] * len(rows)
 
 
@@ -275,8 +276,8 @@ def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> floa
     name = _name_of(function)
     try:
         result = call()
-    # User code may raise any exception; the error names the row.
-    except Exception as error:  # noqa: BLE001
+    # User code may raise any exception, also of a task that it has cancelled; the error names the row.
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
         if isinstance(error, RewardError) and getattr(function, "__module__", "") == NAMED:
             return _told(name, row, error)
         location = _location_of(function, error)

@@ -16,6 +16,7 @@ from pipeline.config.rewards import LengthReward, RewardConfig
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.problems import RewardProblems
 from tests.support.folders import importable
 from tests.support.told import Told
 
@@ -57,10 +58,18 @@ async def slowly(input_ids, attention_mask, *, gt_answer, **_):
         await asyncio.sleep(60)
     if gt_answer == "fail":
         raise OSError("no route")
+    if gt_answer == "cancel":
+        task = asyncio.ensure_future(asyncio.sleep(60))
+        task.cancel()
+        await task
     if gt_answer in ("now", "none"):
         return 0.5 if gt_answer == "now" else None
     await asyncio.sleep(0.3)
     return 0.5
+
+@batched
+async def cancels(input_ids, attention_mask, **_):
+    raise asyncio.CancelledError
 
 @batched
 async def all_slowly(input_ids, attention_mask, *, level, **_):
@@ -146,6 +155,18 @@ def test_async_calls_run_at_the_same_time_and_end_at_the_limit(folder: Path) -> 
     assert time.monotonic() - began_s < 40 * 0.3 / 2
     with pytest.raises(RewardError, match=r"slowly raised TimeoutError\(\) for row 1"):
         loaded("slowly", timeout_s=0.5)(**rows(["now", "late"]))
+
+
+def test_a_function_whose_own_task_is_cancelled_costs_its_row_alone(folder: Path) -> None:
+    """CancelledError is no Exception; nobody cancels the call of a function."""
+    problems = RewardProblems()
+
+    scores = loaded("slowly", problems=problems)(**rows(["now", "cancel"])).tolist()
+    together = loaded("cancels", problems=problems)(**rows(["", ""])).tolist()
+
+    assert scores[0] == 0.5 and all(map(math.isnan, [scores[1], *together]))
+    with pytest.raises(RewardError, match=r"slowly raised CancelledError.* for row 1"):
+        loaded("slowly")(**rows(["now", "cancel"]))
 
 
 def test_a_pool_scores_rows_one_by_one_and_together_alike(folder: Path, task: Path) -> None:
