@@ -99,6 +99,8 @@ def main() -> None:
     try:
         _die_with_parent()
         isolation = _isolate(unisolated=bool(request.get("unisolated")))
+        # The kernel takes it from a process that changes its user.
+        _die_with_parent()
         # The first child of a namespace of processes is its first process.
         child = os.fork()
         if child == 0:

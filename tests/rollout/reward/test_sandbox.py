@@ -380,6 +380,32 @@ def test_code_does_not_outlive_the_process_that_started_it(way: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("way", SCRIPTS)
+def test_the_sandbox_does_not_outlive_its_scorer(way: str) -> None:
+    request = {"sources": ["import time; time.sleep(30)"], "token": TOKEN, "cpu_s": 5, "memory_bytes": 512 << 20}
+    run = "import subprocess, sys; subprocess.run([*sys.argv[2:]], input=sys.argv[1].encode())"
+    command = [sys.executable, "-I", "-S", "-c", SCRIPTS[way]]
+    with subprocess.Popen([sys.executable, "-c", run, json.dumps(request), *command]) as scorer:
+        outer = first_child(scorer.pid)
+        child = limited_child(outer)
+
+        os.kill(scorer.pid, signal.SIGKILL)
+
+    deadline_s = time.monotonic() + 10
+    while is_running(outer) or is_running(child):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def first_child(parent: int) -> int:
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        if children := Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            return int(children[0])
+        time.sleep(0.01)
+    raise AssertionError("it has no child")
+
+
 def limited_child(parent: int) -> int:
     """Return the child of a process once it has its filter of system calls."""
     deadline_s = time.monotonic() + 20
