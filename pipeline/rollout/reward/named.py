@@ -123,7 +123,9 @@ def strict_json(text: str) -> Any:
     """
     try:
         text.encode()
-        return json.loads(text, parse_constant=_no_constant, parse_float=_number, object_pairs_hook=_object)
+        return json.loads(
+            text, parse_constant=_no_constant, parse_float=_number, parse_int=_integer, object_pairs_hook=_object
+        )
     except ValueError as error:
         raise UnreadableJson(str(error)) from error
 
@@ -136,6 +138,11 @@ def _number(digits: str) -> float:
     if not math.isfinite(value := float(digits)):
         raise ValueError(f"{digits:.40} is no number that float64 holds")
     return value
+
+
+def _integer(digits: str) -> int:
+    _number(digits)
+    return int(digits)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
