@@ -302,7 +302,8 @@ class Trainer:
         is_due = self._models.due(bool(every) and self.step // every > self.tried_step // every)
         # A step counts once its version is published: a killed trainer's successor takes it again before.
         counted = functools.partial(self._metrics.stepped, self.step, stats, gathered, last.for_version, means)
-        if self.step % self._config.publish_every == 0 or self._took_last_step:
+        # The buffer leases a version's batches from its publish on, also where a run was stopped between two versions.
+        if self.step - self._published_step >= self._config.publish_every or self._took_last_step:
             self._publish(keeps_state=is_due or self._took_last_step, then=counted)
         else:
             counted()

@@ -160,6 +160,18 @@ def test_with_publish_every_two_rows_count_as_trained_with_the_version_that_incl
     assert bench.house.ledger.totals.policy_version == 1
 
 
+def test_after_a_stop_between_two_versions_the_next_one_has_all_its_steps_again(bench):
+    """The buffer leases so many batches for the version of the resume, whatever the number of its step."""
+    trainer = bench.trainer(publish_every=2, start=Start(Progress(step=5), 3))
+    published = {}
+    while trainer.step < 9:
+        bench.turns(trainer, 1)
+        published.setdefault(trainer.version.version, trainer.step)
+
+    assert published == {3: 5, 4: 7, 5: 9}
+    trainer.close()
+
+
 def test_accumulated_batches_make_one_step(bench):
     trainer = bench.trainer(gradient_accumulation_steps=2, max_steps=1)
 
