@@ -128,7 +128,9 @@ class Trainer:
         """Whether the last step was taken and its version evaluated if due, or the daemon or another rank drains."""
         if self._connection.draining or self._agreed_to_stop:
             return True
-        return self.complete and not any(hook.awaits(self.version) for hook in self._hooks)
+        # Until a version that is being published is the newest, no hook is asked of it.
+        is_published = not self._publishing.is_pending
+        return self.complete and is_published and not any(hook.awaits(self.version) for hook in self._hooks)
 
     @property
     def complete(self) -> bool:

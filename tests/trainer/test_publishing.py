@@ -17,7 +17,7 @@ from pipeline.telemetry.slab import SlotWriter
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving import publishing
 from tests.models.weights.lazy_gpu import LazyGpu
-from tests.trainer.test_trainer import Bench, CountingLearner, NotedModels
+from tests.trainer.test_trainer import Bench, CountingLearner, Evaluations, NotedModels
 
 
 class MovingLearner(CountingLearner):
@@ -85,6 +85,29 @@ def held(trainer):
     state = {"progress": torch.zeros(3, dtype=torch.int64), "generator.cpu": torch.get_rng_state(), **moment}
     assert versions.restore_training(newest, state)
     return newest.version, weight["actor.weight"], moment["moment"]
+
+
+def test_a_run_that_ends_with_its_prompts_awaits_the_evaluation_of_the_version_under_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "BESIDE_FROM_BYTES", 1)
+    bench, follower = Bench(tmp_path, prompts=20), Evaluations()
+    bench.learner, follower.complete = MovingLearner(bench.model), {0}
+    trainer = bench.trainer(max_epochs=1, hooks=[follower])
+    steps(bench, trainer, 1)
+    trainer._publishing.finish()
+    gate = Gate(trainer)
+    steps(bench, trainer, 2)
+    bench.turns(trainer, 3)
+    assert trainer.complete and trainer.version.version == 1 and not trainer.finished
+
+    gate.open.set()
+    trainer._publishing.wait(60.0)
+    bench.turns(trainer, 1)
+    assert trainer.version.version == 2 and not trainer.finished
+    follower.complete.add(2)
+    bench.run(trainer)
+
+    assert follower.found == [0, 2]
+    bench.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "card"])
