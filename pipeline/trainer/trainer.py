@@ -155,6 +155,7 @@ class Trainer:
         """Work on one batch if one is leased; return whether there was one."""
         self._publishing.poll()
         if self.complete:
+            self._publish_rest()
             return False
         batch = None
         if not self._has_batches:
@@ -316,6 +317,15 @@ class Trainer:
             self._publishing.finish()
         if is_due and self.step == self._published_step:
             self.checkpoint()
+
+    def _publish_rest(self) -> None:
+        """Publish the last steps when the prompts end between two versions: they are evaluated before the end.
+
+        Shards are published by all ranks together, and another one may still wait for this one's agreement: `close`
+        publishes them.
+        """
+        if self.step > self._published_step and not self._models.is_sharded:
+            self._publish(keeps_state=True)
 
     def _dealt(self) -> list[RaggedRows]:
         """Return the rows of the step that this rank trains."""

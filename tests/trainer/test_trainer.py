@@ -590,6 +590,21 @@ def test_training_ends_once_the_prompts_of_all_passes_are_trained_as_far_as_they
     bench.close()
 
 
+def test_the_version_of_the_last_steps_is_evaluated_if_the_prompts_end_between_two_versions(tmp_path):
+    bench, follower = Bench(tmp_path, prompts=30), Evaluations(best=(2,))
+    follower.complete = {0}
+    trainer = bench.trainer(publish_every=2, max_epochs=1, hooks=[follower])
+
+    bench.turns(trainer, 15)
+    assert trainer.complete and trainer.version.version == 2 and not trainer.finished
+    assert bench.house.ledger.totals.trained == 24
+    follower.complete.add(2)
+    bench.run(trainer)
+
+    assert trainer.step == 3 and follower.found == [0, 2] and set(follower.kept) == {"step-000003"}
+    bench.close()
+
+
 def test_a_rank_without_its_last_batch_ends_all_ranks_and_each_says_that_training_is_complete(tmp_path):
     bench = Bench(tmp_path, prompts=12)
     said = []
