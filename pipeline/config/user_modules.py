@@ -56,6 +56,8 @@ _OWN: Final = ("input_ids", "attention_mask")
 AUTO: Final = "auto"
 FACTORY: Final = "factory"
 """In the place of a style: the function makes an environment."""
+ANY: Final = "any"
+"""In the place of a style: the caller's own check sees the arguments."""
 _TRAINERS: Final = {"rlhfd": "", "trl": "TRL", "verl": "verl"}
 """The trainer of each style of a reward function's table, "" for this project; "auto" goes by the signature."""
 RewardStyle = Literal["auto", "rlhfd", "trl", "verl"]
@@ -293,7 +295,7 @@ def problems_of_import(
     """Import each ``module:function`` in a process of its own, with its output discarded; return the problems.
 
     Args:
-        functions: The functions, each with the `RewardStyle` by which its parameters are checked, or `FACTORY`.
+        functions: The functions, each with the `RewardStyle` by which its parameters are checked, `FACTORY` or `ANY`.
         searched: Folders that are searched after the installed modules.
         columns: The further columns of the first prompts, for reward functions; None: they are not known.
     """
@@ -322,6 +324,8 @@ def _problem_of(name: str, style: str, columns: Sequence[str] | None) -> str:
         found = load_function("", name)
     except ConfigError as error:
         return str(error)
+    if style == ANY:
+        return ""
     problem = problem_of_factory(found) if style == FACTORY else problem_of_call(found, style)
     if not problem and columns is not None:
         missing = [column for column in needed_columns(found, style) if column not in columns]

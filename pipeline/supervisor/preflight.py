@@ -263,13 +263,20 @@ def _own_rewards(config: Config) -> list[OwnReward]:
 
 
 def problems_of_imports(loaded: LoadedConfig) -> list[str]:
-    """Import the modules of reward functions and environment in processes of their own; return the problems."""
+    """Import the modules of the user's functions in processes of their own; return the problems."""
     config, problems = loaded.config, []
-    # In a cluster the actors' machines import both.
-    environment = config.rollout.environment if config.cluster.engine == "local" else None
+    # In a cluster the actors' machines import those of workers.
+    is_local = config.cluster.engine == "local"
+    environment = config.rollout.environment if is_local else None
+    others = {
+        "rollout.engine": config.rollout.engine if is_local else "",
+        "rollout.advantages": (config.rollout.advantages or "") if is_local else "",
+        "trainer.policy_loss": config.trainer.policy_loss if config.trainer.kind == "builtin" else "",
+    }
     for key, functions in (
         ("rewards", [(reward.name, str(reward.style)) for reward in _own_rewards(config)]),
         ("rollout.environment", [(environment, user_modules.FACTORY)] if environment else []),
+        *((key, [(name, user_modules.ANY)] if ":" in name else []) for key, name in others.items()),
     ):
         if functions:
             columns = _first_columns(config) if key == "rewards" else None

@@ -204,6 +204,19 @@ def test_losses_and_advantages_of_ones_own_are_found_by_the_check(folder: Path) 
     assert advantages.startswith("c.toml:4:14: rollout.advantages: cannot import my_advantages")
 
 
+@pytest.mark.parametrize("key", ["trainer.policy_loss", "rollout.advantages", "rollout.engine"])
+def test_a_function_that_its_module_does_not_have_is_found_by_the_check(folder: Path, key: str) -> None:
+    (folder / "my_module.py").write_text("def mine(inputs): return inputs\n")
+    section, _, name = key.partition(".")
+
+    good, bad = (check(f'[{section}]\n{name} = "my_module:{function}"\n') for function in ("mine", "other"))
+
+    assert good.exit_code == 0, good.stderr
+    assert bad.exit_code == ExitCode.BAD_CONFIG
+    (line,) = bad.stderr.splitlines()
+    assert line.startswith(f"c.toml:2:{len(name) + 4}: {key}: my_module has no function other")
+
+
 def test_reward_modules_are_looked_up_in_the_configurations_folder(folder: Path) -> None:
     (folder / "there").mkdir()
     (folder / "there/rewards_there.py").write_text(REWARDS)
