@@ -153,16 +153,35 @@ class FunctionReward(RowRewards):
         try:
             if not signature.is_batched:
                 return awaited([functools.partial(of_row, row) for row in rows], self._timeout_s)
-            given = signature.together([keywords(signature, row) for row in rows])
-            call = functools.partial(function, input_ids, attention_mask, **given)
-            called = _taken(awaited([call], self._timeout_s)[0]) if signature.is_async else call()
-            results = list(of_rows(called, len(rows)))
-            if len(results) != len(rows):
-                raise RewardError(f"{_name_of(function)} returned {len(results)} scores for {len(rows)} rows")
-            return results
+            return self._batched(at, input_ids, attention_mask, keywords)
         # User code may raise any exception; every row has it. A task that it cancels is its own: the call is not.
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             return [error] * len(rows)
+
+    def _batched(
+        self, at: int, ids: Tensor, mask: Tensor, keywords: Callable[[Signature, int], dict[str, Any]]
+    ) -> list[Any]:
+        """Return the results of one call of a batched function for the rows that have its columns."""
+        function, signature = self._functions[at]
+        found: list[Any] = [None] * len(ids)
+        given: dict[int, dict[str, Any]] = {}
+        for row in range(len(ids)):
+            try:
+                given[row] = keywords(signature, row)
+            except LookupError as error:
+                found[row] = error
+        if not given:
+            return found
+        if len(given) < len(found):
+            ids, mask = ids[[*given]], mask[[*given]]
+        call = functools.partial(function, ids, mask, **signature.together([*given.values()]))
+        called = _taken(awaited([call], self._timeout_s)[0]) if signature.is_async else call()
+        results = list(of_rows(called, len(given)))
+        if len(results) != len(given):
+            raise RewardError(f"{_name_of(function)} returned {len(results)} scores for {len(given)} rows")
+        for row, result in zip(given, results, strict=True):
+            found[row] = result
+        return found
 
 
 def _taken(result: Any) -> Any:

@@ -50,6 +50,15 @@ def both(input_ids, attention_mask, *, gt_answer, response_start, response_end, 
             for answer, score in zip(gt_answer, scores)]
 
 @batched
+def of_level(input_ids, attention_mask, *, level, **_):
+    assert input_ids.shape == attention_mask.shape == (len(level), 4)
+    return [10.0 * one + float(ids[0]) for one, ids in zip(level, input_ids)]
+
+@batched
+async def of_level_async(input_ids, attention_mask, *, level, **_):
+    return of_level(input_ids, attention_mask, level=level)
+
+@batched
 def short(input_ids, attention_mask, **_):
     return [1.0]
 
@@ -146,6 +155,19 @@ def test_one_without_a_reward_among_batched_rows_is_an_error_of_its_row(folder: 
         loaded("both")(**rows(["error", ""]))
     with pytest.raises(RewardError, match="short returned 1 scores for 2 rows"):
         loaded("short")(**rows(["", ""]))
+
+
+@pytest.mark.parametrize("name", ["of_level", "of_level_async"])
+def test_a_row_without_a_column_is_left_out_of_a_batched_call(folder: Path, name: str) -> None:
+    columns = [{"level": 1}, {"other": 2}, {"level": 3}]
+    problems = RewardProblems()
+
+    scores = loaded(name, problems=problems)(**rows([""] * 3, columns)).tolist()
+    without = loaded(name, problems=problems)(**rows([""], [{}])).tolist()
+
+    assert (scores[0], scores[2]) == (11.0, 31.0) and all(map(math.isnan, [scores[1], *without]))
+    with pytest.raises(RewardError, match=r"needs the column 'level', the prompt's row has other.* for row 1"):
+        loaded(name)(**rows([""] * 3, columns))
 
 
 def test_async_calls_run_at_the_same_time_and_end_at_the_limit(folder: Path) -> None:
