@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import EvaluationFile, PromptResult
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.step_log import StepLog
+from pipeline.trainer.trainer import Trainer
 from tests.trainer.test_checkpoints import save
 from tests.trainer.test_step_log import taken
 
@@ -89,6 +91,23 @@ def test_the_best_checkpoint_has_the_highest_pass_rate_then_the_highest_reward(t
     assert best == bench.checkpoints / "step-000050"
     assert (bench.checkpoints / "best").resolve() == best.resolve(), "a link for from_pretrained"
     assert bench.follower.is_best(evaluation(60, 10)) and not bench.follower.is_best(evaluation(60, 0))
+
+
+def test_a_successor_marks_the_best_checkpoint_that_a_killed_trainer_had_written_and_not_marked(tmp_path: Path) -> None:
+    bench, successor = Follower(tmp_path), Follower(tmp_path).follower
+    assert bench.keep_if_best(10, 3)
+    bench.file.add(evaluation(20, 9))
+    save(bench.checkpoints, 20, version=20, fingerprint=f"{11:016x}")
+
+    successor.began(cast("Trainer", SimpleNamespace(saved_step=10)))
+    assert best_checkpoint(bench.checkpoints) == bench.checkpoints / "step-000010", "training goes on from another one"
+    successor.began(cast("Trainer", SimpleNamespace(saved_step=20)))
+    assert best_checkpoint(bench.checkpoints) == bench.checkpoints / "step-000020"
+
+    bench.file.add(evaluation(30, 4))
+    save(bench.checkpoints, 30, version=30, fingerprint=f"{11:016x}")
+    successor.began(cast("Trainer", SimpleNamespace(saved_step=30)))
+    assert best_checkpoint(bench.checkpoints) == bench.checkpoints / "step-000020"
 
 
 def test_an_evaluation_without_a_result_is_never_the_best(tmp_path: Path) -> None:

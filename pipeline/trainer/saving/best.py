@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CheckpointError
 from pipeline.runtime.checkpoint_note import folder_name, read_note
-from pipeline.runtime.latest_checkpoint import best_checkpoint, mark_best
+from pipeline.runtime.latest_checkpoint import best_checkpoint, mark_best, read_latest
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import Evaluation, find, read_evaluations
 from pipeline.trainer.hooks import TrainerHook
@@ -62,6 +62,15 @@ class EvaluationFollower(TrainerHook):
         self._reads = reads
         self._best_step = -1
         self._taken: int | None = None
+
+    def began(self, trainer: Trainer) -> TrainerHook:
+        """Make the latest checkpoint the best one if it is: a predecessor may have been killed before it marked it."""
+        latest = read_latest(self._checkpoints) if self._leads and self._keep_best and trainer.saved_step else None
+        if latest is not None and latest.step == trainer.saved_step:
+            known = find(read_evaluations(self._path), latest.version, latest.fingerprint)
+            if known is not None and self._is_better(known):
+                self.keep(self._checkpoints / latest.path)
+        return self
 
     def stepping(self, trainer: Trainer) -> None:
         """Tell the evaluation of the present weights to all hooks, and keep the weights if they are the best so far.
