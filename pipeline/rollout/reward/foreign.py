@@ -63,10 +63,11 @@ def _of_verl(function: Function) -> Function:
 
     def keywords(ids: torch.Tensor, row: dict[str, Any]) -> dict[str, Any]:
         if row["gt_answer"] is None:
-            raise RewardError(
+            lacks = (
                 "the row has no ground truth: prompts.answer_column names its column, in the data of verl "
                 '"reward_model.ground_truth"'
             )
+            raise RewardError(lacks, raised=True, cause=lacks)
         (text,) = _texts(row["tokenizer"], [ids[row["response_start"] : row["response_end"]].tolist()])
         return takes(
             {

@@ -168,7 +168,7 @@ class FunctionReward(RowRewards):
         for row in range(len(ids)):
             try:
                 given[row] = keywords(signature, row)
-            except LookupError as error:
+            except RewardError as error:
                 found[row] = error
         if not given:
             return found
@@ -279,9 +279,14 @@ def _seen(vision: VisionRows | None) -> dict[str, Any]:
 
 
 def _told(name: str, row: int, error: RewardError) -> RewardError:
-    """Return the error of a function of this package, in its words, which quote a text only beside `bare`."""
+    """Return an error of this package for a row, in its words, which quote a text only beside `bare`."""
     bare = error.bare or str(error)
-    told = RewardError(f"{name}: {error} for row {row}", bare=f"{name}: {bare} for row {row}", cause=f"{name}: {bare}")
+    told = RewardError(
+        f"{name}: {error} for row {row}",
+        bare=f"{name}: {bare} for row {row}",
+        raised=error.raised,
+        cause=f"{name}: {bare}",
+    )
     told.__cause__ = error.__cause__
     return told
 
@@ -297,7 +302,8 @@ def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> floa
         result = call()
     # User code may raise any exception, also of a task that it has cancelled; the error names the row.
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
-        if isinstance(error, RewardError) and getattr(function, "__module__", "") == NAMED:
+        # With a cause it is no error of the function: the row lacks what the call needs.
+        if isinstance(error, RewardError) and (error.cause or getattr(function, "__module__", "") == NAMED):
             return _told(name, row, error)
         location = _location_of(function, error)
         cause = f"{name} raised {type(error).__name__}"

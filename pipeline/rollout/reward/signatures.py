@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from pipeline.config.user_modules import ANSWER, PROMPT, RESPONSE, REWARD_KEYWORDS, VISION_KEYWORDS, needed_columns
+from pipeline.errors import RewardError
 
 F = TypeVar("F", bound=Callable[..., Any])
 CONCURRENCY: Final = 64
@@ -106,12 +107,13 @@ class Signature:
             response: Returns the text of the response.
 
         Raises:
-            LookupError: If the row lacks a column that the function needs.
+            RewardError: If the row lacks a column that the function needs.
         """
         for name in self._needed:
             if name not in columns:
                 known = ", ".join(sorted(columns)) or "no further columns"
-                raise LookupError(f"needs the column {name!r}, the prompt's row has {known}")
+                lacks = f"needs the column {name!r}, the prompt's row has {known}"
+                raise RewardError(lacks, raised=True, cause=lacks)
         given = {
             name: value
             for name, value in columns.items()

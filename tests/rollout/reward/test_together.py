@@ -142,9 +142,7 @@ def test_a_function_gets_the_columns_that_it_names_or_all_of_them(folder: Path) 
 
     assert loaded("columns")(**rows(["", ""], [{"level": 1, "other": 2}, {"level": 2}])).tolist() == [3, 2]
     assert loaded("one", "plain")(**rows(["", ""], given)).tolist() == [11, 21]
-    with pytest.raises(
-        RewardError, match=r"one raised LookupError.*needs the column 'level', the prompt's row has other"
-    ):
+    with pytest.raises(RewardError, match=r"one: needs the column 'level', the prompt's row has other for row 0$"):
         loaded("one")(**rows([""], [{"other": 1}]))
 
 
@@ -168,6 +166,18 @@ def test_a_row_without_a_column_is_left_out_of_a_batched_call(folder: Path, name
     assert (scores[0], scores[2]) == (11.0, 31.0) and all(map(math.isnan, [scores[1], *without]))
     with pytest.raises(RewardError, match=r"needs the column 'level', the prompt's row has other.* for row 1"):
         loaded(name)(**rows([""] * 3, columns))
+
+
+def test_the_log_says_which_column_a_row_lacks(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It quotes no text of the run: `daemon.log_texts` is off."""
+    for name in ("one", "of_level"):
+        loaded(name, problems=RewardProblems())(**rows([""], [{"other": 1}]))
+
+    lacks = "needs the column 'level', the prompt's row has other"
+    assert caplog.messages == [
+        f"reward errored: row=0 reason=exception: together_rewards:{name}: {lacks} for row 0"
+        for name in ("one", "of_level")
+    ]
 
 
 def test_async_calls_run_at_the_same_time_and_end_at_the_limit(folder: Path) -> None:
