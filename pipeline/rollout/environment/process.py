@@ -234,12 +234,13 @@ def _load(name: str, timeout_s: float) -> tuple[Serve, dict[str, Any]]:
     # Before the import: clients that the module makes belong to this loop.
     runner.get_loop()
     factory = user_modules.load_function("rollout.environment", name)
-    _check(factory, name)
+    # In the loop, as for each row: a client may ask for the running one.
+    runner.run(_check(factory, name))
     environments = Environments(factory, timeout_s)
     return lambda end: runner.run(_serve(Link(end, to_process), environments)), {}
 
 
-def _check(factory: Any, name: str) -> None:
+async def _check(factory: Any, name: str) -> None:
     """Refuse a factory whose object is no environment."""
     try:
         environment = factory()

@@ -34,6 +34,11 @@ def link_of_this():
     (link,) = set(sockets) - {loop._ssock.fileno(), loop._csock.fileno()}
     return link
 
+class Session:
+    def __init__(self): self.loop = asyncio.get_running_loop()
+    async def reset(self, prompt, answer, columns): pass
+    async def step(self, response): return Turn(str(self.loop is asyncio.get_running_loop() is at_import))
+
 class Grave(BaseException): pass
 class Mute(Exception):
     def __str__(self): raise OSError
@@ -343,6 +348,11 @@ def test_an_environment_that_cannot_be_used_is_refused(folder: Path) -> None:
     for pool, message in pools:
         with contextlib.closing(pool), pytest.raises(ConfigError, match=message):
             pool.wait_ready()
+
+
+def test_an_environment_may_make_a_client_of_the_loop_as_it_is_made(new_pool) -> None:
+    """As `aiohttp.ClientSession()`, which asks for the running loop."""
+    assert [answer.observation for answer in Rows(new_pool("Session"), 1).say("a")] == ["True"]
 
 
 def test_plain_functions_are_called_as_well_and_no_process_of_an_environment_loads_torch(new_pool) -> None:
