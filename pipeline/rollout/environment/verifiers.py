@@ -128,7 +128,7 @@ class _Host:
         return task
 
     async def serve(self) -> None:
-        """Start the servers of the environment, once."""
+        """Start the servers of the environment, unless they are started."""
         if self._keeper is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._keeper = asyncio.create_task(self._keep())
@@ -171,6 +171,8 @@ class _Host:
                 await asyncio.Event().wait()
         # It is the error of each row.
         except Exception as error:  # noqa: BLE001
+            # The next row starts them again.
+            self._keeper = None
             if not self._ready.done():
                 self._ready.set_exception(error)
 

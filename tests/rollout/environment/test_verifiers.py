@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from pipeline import verifiers_environment
 from pipeline.config.user_modules import FOLDER_VARIABLE
 from pipeline.errors import ConfigError
 from pipeline.rollout.environment.pool import EnvironmentPool, row_json
-from pipeline.rollout.environment.verifiers import _template_of
+from pipeline.rollout.environment.verifiers import _Host, _template_of
 from pipeline.rollout.environment.wire import Answer
 
 # CI has it not, for its size (CONTRIBUTING.md).
@@ -287,6 +290,43 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(ConfigError, match=re.escape("pip install 'rlhfd[verifiers]'")):
         verifiers_environment(lambda: None, render=str)()
+
+
+class Taskset(list[Any]):
+    bounded = True
+
+
+class LateServers:
+    """An environment whose servers start at the second attempt."""
+
+    starts = 0
+    taskset = Taskset()
+    _interception = None
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        self.starts += 1
+        if self.starts == 1:
+            raise OSError("the port is taken")
+        yield
+
+
+def test_servers_that_did_not_start_are_started_for_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that wait for the same start have its error."""
+    library = types.SimpleNamespace(ModelContext=lambda *_: None, TrainClientConfig=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "verifiers", types.ModuleType("verifiers"))
+    monkeypatch.setitem(sys.modules, "verifiers.v1", library)
+    env = LateServers()
+
+    async def serve() -> list[BaseException | None]:
+        host = _Host(env)
+        first = await asyncio.gather(host.serve(), host.serve(), return_exceptions=True)
+        return [*first, *await asyncio.gather(host.serve(), host.serve(), return_exceptions=True)]
+
+    errors = asyncio.run(serve())
+
+    assert list(map(repr, errors)) == ["OSError('the port is taken')"] * 2 + ["None"] * 2
+    assert env.starts == 2
 
 
 def test_exactly_one_rendering_is_given() -> None:
