@@ -70,7 +70,7 @@ def scored(reward: float, numbers: Mapping[Any, Any]) -> float:
     if not numbers:
         return reward
     score = Score(reward)
-    given = [(str(key)[:200], value) for key, value in numbers.items() if value is not None]
+    given = [(_text(key)[:200], value) for key, value in numbers.items() if value is not None]
     score.numbers = {key: _finite(value) for key, value in given[:_MOST_KEYS]}
     return score
 
@@ -109,8 +109,13 @@ def _finite(value: Any) -> float:
     return number if abs(number) <= torch.finfo(torch.float32).max else math.nan
 
 
+def _text(key: Any) -> str:
+    # A lone surrogate cannot be sent.
+    return str(key).encode("utf-8", "replace").decode()
+
+
 def _keys(result: Mapping[Any, Any]) -> str:
-    return ", ".join(str(key)[:_MOST_CHARACTERS] for key in list(result)[:8]) or "none"
+    return ", ".join(_text(key)[:_MOST_CHARACTERS] for key in list(result)[:8]) or "none"
 
 
 class FurtherNumbers:

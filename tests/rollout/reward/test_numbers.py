@@ -22,7 +22,7 @@ from pipeline.progress import Telemetry
 from pipeline.rollout.insert_gate import find_fault
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
-from pipeline.rollout.reward.numbers import PREFIX, columns_of, pack
+from pipeline.rollout.reward.numbers import PREFIX, columns_of, pack, scored, split
 from pipeline.rollout.reward.parts import RewardParts
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.roller import Rolled
@@ -313,3 +313,13 @@ def test_a_damaged_line_keeps_the_places_of_the_names_behind_it(tmp_path: Path, 
 
     assert names.names == ["a", "number-2", "c"]
     assert [names.place(name) for name in ("c", "d")] == [2, 3]
+
+
+def test_a_key_that_utf_8_cannot_encode_is_sent_by_a_scorer() -> None:
+    """It would end at the first such row."""
+    (number,) = scored(1.0, {"a\ud800": 2.0}).numbers.items()  # type: ignore[attr-defined]
+    with pytest.raises(RewardError) as refused:
+        split({"a\ud800": 2.0})
+
+    assert number == ("a?", 2.0)
+    assert str(refused.value).encode().endswith(b"its keys are a?")
