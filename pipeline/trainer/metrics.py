@@ -10,7 +10,6 @@ from typing import Final, get_args
 
 import numpy as np
 
-from pipeline.experience.ragged import RaggedRows
 from pipeline.models.device import allocator_bytes
 from pipeline.progress import Telemetry
 from pipeline.storage.recording import Recorded
@@ -201,15 +200,22 @@ class TrainerMetrics(Telemetry):
         self,
         step: int,
         stats: StepStats,
-        batches: list[RaggedRows],
-        for_version: int,
+        staleness: Sequence[np.ndarray],
         row_means: Mapping[str, float],
     ) -> None:
-        """Count the step of this number and export its statistics."""
-        for rows in batches:
-            self._experiences.inc(len(rows))
-            staleness = np.maximum(for_version - rows.columns["info.policy_version"], 0)
-            self._staleness.observe_many(staleness.tolist())
+        """Count the step of this number, whose version is published, and export its statistics.
+
+        Before the publish a killed trainer's successor takes the step again.
+
+        Args:
+            step: The number.
+            stats: The statistics.
+            staleness: Versions of each row of each batch.
+            row_means: See `TakenStep`.
+        """
+        for versions in staleness:
+            self._experiences.inc(len(versions))
+            self._staleness.observe_many(versions.tolist())
         for histogram, values in (
             (self._ratio, stats.row_importance_ratios), (self._kl, stats.row_kl_nats), (self._gaps, stats.row_gap_nats),
         ):  # fmt: skip

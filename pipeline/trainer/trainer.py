@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.config.schema import Config
@@ -95,6 +96,7 @@ class Trainer:
         self._models = models
         self._batches: list[Batch] = []
         self._published_step = start.progress.step
+        self._uncounted: list[Callable[[], None]] = []
         self.saved_step = self.tried_step = start.saved_step
         self._warnings = StepWarnings(skips_cut=config.trainer.mask_cut_responses)
         self._row_means = RowMeans.of(config)
@@ -303,13 +305,12 @@ class Trainer:
         every = self.save_every
         # On a full disk the next attempt is at the next due checkpoint, not at each step.
         is_due = self._models.due(bool(every) and self.step // every > self.tried_step // every)
-        # A step counts once its version is published: a killed trainer's successor takes it again before.
-        counted = functools.partial(self._metrics.stepped, self.step, stats, gathered, last.for_version, means)
+        # Not the rows, which are large: other steps may follow before these count.
+        staleness = [np.maximum(last.for_version - rows.columns["info.policy_version"], 0) for rows in gathered]
+        self._uncounted.append(functools.partial(self._metrics.stepped, self.step, stats, staleness, means))
         # The buffer leases a version's batches from its publish on, also where a run was stopped between two versions.
         if self.step - self._published_step >= self._config.publish_every or self._took_last_step:
-            self._publish(keeps_state=is_due or self._took_last_step, then=counted)
-        else:
-            counted()
+            self._publish(keeps_state=is_due or self._took_last_step)
         for hook in self._hooks:
             hook.stepped()
         self._warnings.look(stats, means["cut_ratio"])
@@ -354,19 +355,20 @@ class Trainer:
         for hook in self._hooks:
             hook.evaluated(self.step, evaluation)
 
-    def _publish(self, *, then: Callable[[], None] = lambda: None, **options: Any) -> None:
-        """Publish the weights, which acknowledges the batches in hand.
+    def _publish(self, **options: Any) -> None:
+        """Publish the weights, which acknowledges the batches in hand; the steps since the last version count then.
 
         If a trainer dies before the publish, every batch since the last version is delivered again.
 
         Args:
-            then: Called once the version is published.
             options: See `Publishing.publish`.
         """
         self._published_step = self.step
+        steps, self._uncounted = self._uncounted, []
         if not self._models.publishes:
             self._connection.settle()
-            then()
+            for counted in steps:
+                counted()
             return
         if self._checkpoints is not None and (held := self._checkpoints.held) is not None and held.is_next():
             self.wait_for_checkpoint(is_slow=True)
@@ -374,7 +376,8 @@ class Trainer:
         def ended() -> None:
             for hook in self._hooks:
                 hook.published(self.step, self.version)
-            then()
+            for counted in steps:
+                counted()
 
         self._publishing.publish(self.progress, then=ended, **options)
 

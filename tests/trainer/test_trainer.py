@@ -295,6 +295,26 @@ def test_what_was_learned_is_counted(bench):
     assert reading.value("rlhfd_policy_version", role="trainer", worker="0") == 2
 
 
+def test_steps_between_two_versions_count_with_the_next_version_and_once_after_a_kill(bench):
+    def counts():
+        reading = MetricsReader(bench.slab).read()
+        names = ("rlhfd_train_steps_total", "rlhfd_train_experiences_total", "rlhfd_train_step")
+        return [*map(reading.value, names), reading.value("rlhfd_tokens_total", kind="trained")]
+
+    killed = bench.trainer(publish_every=4, max_steps=0)
+    while killed.step < 3:
+        bench.turns(killed, 1)
+    assert counts() == [0, 0, 0, 0]
+
+    successor = bench.trainer(publish_every=4, max_steps=0, start=Start(version=None))
+    while successor.step < 5:
+        bench.turns(successor, 1)
+    assert counts() == [4, 32, 4, 20]
+    successor.close()
+
+    assert counts() == [5, 40, 5, 25], "the last step is published at the end"
+
+
 def test_a_step_with_nan_is_counted_and_the_run_goes_on(bench):
     update, nan = bench.learner.update, float("nan")
     rows = {"row_importance_ratios": (nan, 1.0), "row_kl_nats": (nan, float("inf")), "row_gap_nats": (nan, 0.5)}
@@ -377,7 +397,7 @@ def test_tokens_of_a_step_of_two_ranks_count_once(tmp_path):
         metrics = TrainerMetrics(slab.writer("trainer", rank), rank=rank, reward_source="function")
         metrics.began(0)
         # Each rank has the tokens of all of them.
-        metrics.stepped(1, dataclasses.replace(_idle([]), tokens_trained=1000), [], 0, collections.defaultdict(float))
+        metrics.stepped(1, dataclasses.replace(_idle([]), tokens_trained=1000), [], collections.defaultdict(float))
 
     assert MetricsReader(slab).read().value("rlhfd_tokens_total", kind="trained") == 1000
     slab.close()
@@ -392,7 +412,7 @@ def test_updates_and_kl_of_a_step_are_exported(bench):
     for kl_nats in (0.125, float("nan")):
         moments = {"return_mean": 7.0, "return_stddev": 3.0, "reward_running_mean": -1.0, "reward_running_stddev": 2.0}
         stats = dataclasses.replace(_idle([]), updates=3, kl_coef=0.5, policy_kl_nats=kl_nats, **moments)
-        metrics.stepped(1, stats, [], 0, {"cut_ratio": 0.25, "groups_without_signal_ratio": float("nan")})
+        metrics.stepped(1, stats, [], {"cut_ratio": 0.25, "groups_without_signal_ratio": float("nan")})
 
     found = reader.read()
     names = ("rlhfd_step_updates", "rlhfd_kl_coef", "rlhfd_policy_kl_nats", "rlhfd_cut_ratio")
