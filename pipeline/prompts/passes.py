@@ -21,11 +21,16 @@ def prompts_of_passes(config: Config) -> int:
         return config.trainer.max_epochs * len(source)
 
 
-def last_step(config: Config) -> int:
+def last_step(config: Config, *, step: int = 0, position: int = 0) -> int:
     """Return the most steps of a run; 0 without an end.
 
     They are those of `trainer.max_steps`, or of the rows of `trainer.max_epochs` passes if those are fewer: the last
     rows that are fewer than a step's are not trained.
+
+    Args:
+        config: The run's configuration.
+        step: Steps taken so far, which may have had other numbers of rows.
+        position: First prompt that may be missing from them.
 
     Raises:
         ConfigError: If the passes have fewer rows than a step, or a file of prompts cannot be read.
@@ -40,4 +45,6 @@ def last_step(config: Config) -> int:
             f"trainer.max_epochs: {trainer.max_epochs} passes have {prompts:,} prompts, which give "
             f"{prompts * config.group_size:,} rows, fewer than the {of_step:,} of a step (buffer.sample_batch_size)"
         )
+    if step:
+        steps = step + max(0, prompts - position) * config.group_size // of_step
     return min(steps, trainer.max_steps or steps)

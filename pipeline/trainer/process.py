@@ -230,8 +230,6 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
             gather=waiting(progress_of_all_ranks),
             balance=RankBalance(connection, device, waiting(rows_of_all_ranks)) if deals_rows(config) else None,
         )
-    ends_at = last_step(config)
-    metrics.ends_at(ends_at)
     turn = functools.partial(turn_of_start, context, metrics) if config.rollout.sleep else contextlib.nullcontext
     learner = new_learner(config, models, tokens, device, metrics, turn)
     rank_models = RankModels(config, models, connection, device, metrics.in_collective, beside=learner.published())
@@ -246,6 +244,8 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     start = resumption.find() if context.index == 0 or not is_spread else Start()
     if is_spread:
         start = waiting(spread)(start, learner, rank_models, connection, device)
+    ends_at = last_step(config, step=start.progress.step, position=start.progress.position)
+    metrics.ends_at(ends_at)
     # A barrier: the first rank replaces nothing that another rank still reads.
     ranks.agree(True)
     if context.index == 0:

@@ -37,6 +37,23 @@ def test_a_run_ends_with_its_steps_or_its_passes_whichever_come_first(tmp_path, 
     assert (prompts_of_passes(config), last_step(config)) == (prompts, steps)
 
 
+@pytest.mark.parametrize(
+    ("sets", "step", "position", "last"),
+    [
+        ((), 3, 24, 6),
+        (("trainer.gradient_accumulation_steps=2",), 3, 24, 4),
+        (("buffer.sample_batch_size=16",), 3, 24, 9),
+        (("trainer.max_steps=4",), 3, 24, 4),
+        (("trainer.max_epochs=1",), 6, 49, 6),
+    ],
+)
+def test_a_resume_with_other_rows_a_step_counts_the_prompts_that_are_left(tmp_path, sets, step, position, last):
+    """Three steps of 32 rows have 24 of the 50 prompts; six steps 48."""
+    config = config_of(tmp_path, "trainer.max_epochs=2", *sets)
+
+    assert last_step(config, step=step, position=position) == last
+
+
 def test_passes_without_the_rows_of_a_step_are_refused(tmp_path):
     config = config_of(tmp_path, "trainer.max_epochs=1", "buffer.sample_batch_size=128")
 
