@@ -71,9 +71,10 @@ def entries_of(state_dir: Path) -> list[dict[str, Any]]:
 def state_dir_of(directory: Path | None, path: Path | None) -> Path:
     """Return the running instance's state directory; if none runs, that of its unit or the configured one.
 
+    Where none runs in a runtime directory that is not the configured one, and `path` is None, a line on standard error
+    says whose runs are shown.
+
     Raises:
-        NotRunningError: If none runs in a runtime directory that is not the configured one, and `path` is None: its
-            state directory is not known.
         UnreachableError: If one starts in it that does not use the configured state directory.
     """
     import json
@@ -101,7 +102,8 @@ def state_dir_of(directory: Path | None, path: Path | None) -> Path:
     if unit := Unit.of_runtime_dir(folder.absolute()):
         return unit.state_dir
     if path is None:
-        raise NotRunningError(f"no instance runs in {folder}: name its configuration by --config to see its runs")
+        shown = f"no instance runs in {folder}: these are the runs of {daemon.state_dir}, --config names those of"
+        click.echo(f"{shown} another", err=True)
     return daemon.state_dir
 
 
