@@ -158,18 +158,18 @@ def test_an_open_file_descriptor_is_found_until_it_is_closed() -> None:
 
 
 def test_a_variable_that_is_set_changed_or_removed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEAKS_CHANGED", "LEAKS_REMOVED"):
+    for name in ("RLHFD_CHANGED", "RLHFD_REMOVED"):
         monkeypatch.setenv(name, "before")
     before = Holdings.now()
 
-    monkeypatch.setenv("LEAKS_SET", "after")
-    monkeypatch.setenv("LEAKS_CHANGED", "after")
-    monkeypatch.delenv("LEAKS_REMOVED")
+    monkeypatch.setenv("RLHFD_SET", "after")
+    monkeypatch.setenv("RLHFD_CHANGED", "after")
+    monkeypatch.delenv("RLHFD_REMOVED")
 
     assert leaks_of(before) == [
-        "variable LEAKS_CHANGED is 'after', it was 'before'",
-        "variable LEAKS_REMOVED is None, it was 'before'",
-        "variable LEAKS_SET is 'after', it was None",
+        "variable RLHFD_CHANGED is 'after', it was 'before'",
+        "variable RLHFD_REMOVED is None, it was 'before'",
+        "variable RLHFD_SET is 'after', it was None",
     ]
 
 

@@ -26,8 +26,8 @@ _SEGMENT_PREFIX = "rlhfd"
 _GRACE_S = 10.0
 # Opened once by a library and kept for the life of the process.
 _LIBRARY_DESCRIPTORS = ("/dev/nvidia", "/dev/dri/", "/dev/shm/cuda", "/dev/urandom", "/dev/random", "/sys/", "/proc/")
-# Set once, by pytest or as a library is imported, and kept for the life of the process.
-_KEPT_VARIABLES = ("PYTEST_", "HF_HUB_", "RAY_", "TOKENIZERS_", "TORCHINDUCTOR_")
+# Those that change the tests behind one; libraries set others once, as they are imported, and keep them.
+_VARIABLES = ("RLHFD_", "_RLHFD_", "GLOO_SOCKET_", "NCCL_SOCKET_", "CUDA_VISIBLE_")
 
 _own: set[Path] = set()
 
@@ -192,7 +192,7 @@ def _is_held_by_others(segment: Path) -> bool:
 
 
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(_KEPT_VARIABLES)}
+    return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
 
 
 def _umask() -> str:
