@@ -200,7 +200,7 @@ def read_sampling(
         ShapeError: If `max_length` leaves no room for a response.
     """
     keywords = dict(generate_kwargs)
-    # Off, as for transformers.
+    # None is the default, as for transformers.
     for name in ("temperature", "top_p", "top_k", "min_p", "do_sample"):
         if keywords.get(name, 0) is None:
             del keywords[name]
