@@ -113,10 +113,7 @@ class HttpServer:
                 raise ConfigError(f"{key} {port} on {host} is in use{by}; {key} = 0 takes any free port") from error
             where = f"{key} {port} on {host}" if error.errno == errno.EACCES else f"metrics.host {host}"
             raise ConfigError(f"{where} cannot be bound: {error.strerror or error}") from error
-        if not server._access.token and not server.is_loopback:
-            log.warning(
-                "metrics are open to every client that reaches %s: metrics.token_file requires a token", server.host
-            )
+        server._warn_if_open()
         return server
 
     @property
@@ -136,13 +133,21 @@ class HttpServer:
         Raises:
             ConfigError: If they cannot be read or used; the previous ones stay in use.
         """
-        access = Access.of(config)
-        if self._access.tls is not None and access.tls is not None:
+        access, before = Access.of(config), self._access
+        if before.tls is not None and access.tls is not None:
             # The listener keeps its context: the new certificate is loaded into it.
-            load_certificate(self._access.tls, config)
-        self._access = dataclasses.replace(access, tls=self._access.tls)
+            load_certificate(before.tls, config)
+        self._access = dataclasses.replace(access, tls=before.tls)
+        if before.token:
+            self._warn_if_open()
         if self._access_check is not None:
             self._access_check.access = self._access
+
+    def _warn_if_open(self) -> None:
+        if not self._access.token and not self.is_loopback:
+            log.warning(
+                "metrics are open to every client that reaches %s: metrics.token_file requires a token", self.host
+            )
 
     async def start(self, routes: Sequence[Route]) -> None:
         """Answer requests from now on; see `instance_routes` and `page_routes`."""

@@ -350,9 +350,14 @@ def test_a_key_that_others_may_read_or_a_file_that_is_no_certificate_is_refused(
 @pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_an_address_that_others_reach_is_warned_of(host: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     HttpServer.bind(host, 0).close()
-    HttpServer.bind(host, 0, Access(token=b"x")).close()
-
+    server = HttpServer.bind(host, 0, Access(token=b"x"))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+
+    # A reload takes the token away; the next one changes nothing.
+    server.renew(MetricsConfig())
+    server.renew(MetricsConfig())
+    server.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"] * warned
 
 
 async def test_answers_name_no_server_and_only_reading_is_allowed() -> None:
