@@ -15,7 +15,7 @@ from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.inputs import accepted_keywords, is_transformers_model
 from pipeline.models.position_limits import check_generation
-from pipeline.models.vision_inputs import token_kinds, vision_backbone
+from pipeline.models.vision_inputs import plain_tokens, token_kinds, vision_backbone
 from pipeline.progress import Telemetry
 from pipeline.rollout.generation.interface import Responses, Sampling, row_seed
 from pipeline.rollout.generation.stops import ends_with_stop, response_lengths
@@ -117,7 +117,7 @@ class ActorGenerator:
         if sampling.stop_sequences or sampling.stop_strings is not None:
             keywords["stopping_criteria"] = [_stopping_criterion(ids.shape[1], sampling)]
         generate = self._actor.generate
-        with _without_processors(self._actor):
+        with _without_processors(self._actor), _plain_samples(self._actor):
             result: Tensor = generate(input_ids=ids, attention_mask=mask, **accepted_keywords(generate, keywords))
         return result
 
@@ -138,6 +138,20 @@ def _without_processors(actor: Any) -> Iterator[None]:
         yield
     finally:
         actor.generation_config = given
+
+
+@contextlib.contextmanager
+def _plain_samples(actor: Any) -> Iterator[None]:
+    """Have a sampled image or video token embedded as the passes of log-probs embed it.
+
+    Those of the prompt are embedded so as well: their place is taken by features of the image.
+    """
+    if (backbone := vision_backbone(actor)) is None:
+        yield
+        return
+    embedding = actor.get_input_embeddings()
+    with embedding.register_forward_pre_hook(lambda _, given: (plain_tokens(backbone, given[0]), *given[1:])):
+        yield
 
 
 def _stopping_criterion(width: int, sampling: Sampling) -> Callable[..., Tensor]:

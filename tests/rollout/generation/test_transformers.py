@@ -18,13 +18,14 @@ from transformers.cache_utils import DynamicLayer
 from pipeline.config.model_files import processors_of
 from pipeline.errors import FieldError, ShapeError
 from pipeline.models.inputs import cache_keyword
+from pipeline.models.log_probs import action_log_probs
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 from pipeline.rollout.generation.stops import parse_stop_token_ids, response_lengths
 from pipeline.rollout.generation.token_sampler import sample_tokens
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
-from tests.support import tiny
+from tests.support import tiny, tiny_vision
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
@@ -415,6 +416,27 @@ def test_the_cached_loop_agrees_with_transformers_own_generate(stops: Any) -> No
 
     assert torch.equal(cached.sequences, own.sequences)
     assert torch.equal(cached.lengths, own.lengths)
+
+
+def test_log_probs_behind_a_sampled_image_token_are_those_of_generates_own_passes() -> None:
+    model = tiny_vision.model()
+    made = tiny_vision.prompts([10, (1, 4, 4), 11], [12, 13, 14, 15, 16, 17, 18, 19, 20])
+    vision, width = tiny_vision.vision_of(made), made["input_ids"].shape[1]
+    logits: list[Tensor] = []
+    wild = sampling(max_length=width + 40, temperature=5.0, eos_token_ids=(), pad_token_id=tiny_vision.PAD, seed=3)
+
+    with model.lm_head.register_forward_hook(lambda _, __, made: logits.append(made[:, -1])):
+        sequences = (
+            ActorGenerator(model).generate(made["input_ids"], made["attention_mask"], wild, vision=vision).sequences
+        )
+
+    responses = sequences[:, width:]
+    assert (responses[:, :-1] == tiny_vision.IMAGE).any(), "one was sampled"
+    mask = torch.cat([made["attention_mask"], torch.ones_like(responses)], dim=1)
+    with torch.no_grad():
+        read = action_log_probs(model, sequences, mask, responses.shape[1], vision=vision)
+    own = torch.stack(logits, dim=1).log_softmax(dim=-1).gather(-1, responses.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(own, read, atol=1e-5, rtol=0.0)
 
 
 @pytest.mark.parametrize(
