@@ -35,7 +35,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # As each command of ours that loads models sets it.
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 # How long an example takes is the machine's affair: no test fails because others are busy beside it.
-settings.register_profile("rlhfd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("rlhfd", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Tests of many examples take a multiple of `settings.default.max_examples`.
 settings.register_profile("variants", settings.get_profile("rlhfd"), max_examples=400)
 settings.load_profile("rlhfd")

@@ -468,7 +468,6 @@ EVENTS = ["roll", "train", "save", "journal_begins", "journal_ends", "roll_back"
         st.sampled_from([*EVENTS, "roll", "train", "roll", "journal_begins", "journal_ends"]), min_size=40, max_size=60
     )
 )
-@settings(max_examples=80)
 def test_no_row_is_trained_twice_and_no_prompt_lost_whenever_the_machine_crashes(events):
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(Path(folder))

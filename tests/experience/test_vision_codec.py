@@ -399,7 +399,7 @@ def test_lengths_without_sequences_are_damage():
         codec.ExtentReader(relaid(reader, header))
 
 
-@settings(max_examples=500)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), min_size=1, max_size=8))
 def test_changed_bytes_are_damage_or_other_values(flips):
     memory = memoryview(bytearray(CLEAN))

@@ -350,4 +350,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=120, stateful_step_count=50)
+TestLedgerMachine.settings = settings(stateful_step_count=50)

@@ -193,7 +193,7 @@ class VersionsMachine(RuleBasedStateMachine):
 
 
 TestVersionsMachine = VersionsMachine.TestCase
-TestVersionsMachine.settings = settings(max_examples=80, stateful_step_count=25)
+TestVersionsMachine.settings = settings(stateful_step_count=25)
 
 
 class TwoSlotsMachine(VersionsMachine):
@@ -203,7 +203,7 @@ class TwoSlotsMachine(VersionsMachine):
 
 
 TestTwoSlotsMachine = TwoSlotsMachine.TestCase
-TestTwoSlotsMachine.settings = settings(max_examples=80, stateful_step_count=25)
+TestTwoSlotsMachine.settings = settings(stateful_step_count=25)
 
 
 def test_a_file_of_two_slots_stays_so_and_takes_versions_without_a_state_that_end_the_one_kept(tmp_path):
