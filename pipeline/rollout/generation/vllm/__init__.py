@@ -1,14 +1,14 @@
 """The vLLM engine: vLLM in a child process of the worker, which cannot outlive it.
 
 adapters        LoRA adapters in vLLM's slot for them
-core            vLLM itself; it, `adapters`, `quantized`, `ranks` and `vision` alone import it
+core            vLLM itself; it, `adapters`, `ranks`, `repacked` and `vision` alone import it
 engine          the worker's side
 images          the images of a request, between worker and child
 memory          tensors in memory that worker and child map
 packed          packed copies of the matrices of a CPU's model
 process         the child's process
-quantized       published weights into quantized layers
 ranks           the processes that vLLM starts in the child's, one a card
+repacked        published weights into layers that vLLM quantizes or packs
 releases        the admitted releases of vLLM, and the differences between them
 step_progress   tokens so far, and whether the steps advance
 targets         the targets of published tensors in vLLM's parameters

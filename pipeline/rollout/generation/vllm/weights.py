@@ -7,7 +7,8 @@ each update where it cuts tensors. Each verifies the fingerprint of the whole ve
 At the first update with given names every element of every parameter is marked before the copy, and a mark that is left
 over afterwards is a stale parameter: vLLM's loader alone reports the names that it met, and counts a fused parameter of
 which one part is missing. This update also shows the target of each tensor (`targets`): further ones are copied there
-block by block, with the fingerprint taken on the way. Adapters are small: they are copied and verified first, then
+block by block, with the fingerprint taken on the way. Where vLLM repacks what it loads, its own reload takes each update
+(`repacked`). Adapters are small: they are copied and verified first, then
 replaced (`adapters`), so that a torn version never reaches the engine.
 """
 
@@ -25,8 +26,8 @@ from pipeline.errors import WeightsError, WeightsMismatchError
 from pipeline.models.weights.store import WeightsReader, joined, part_of
 from pipeline.models.weights.tensor_specs import TensorSpec
 from pipeline.rollout.generation.vllm.memory import mapped
-from pipeline.rollout.generation.vllm.quantized import reload_quantized
 from pipeline.rollout.generation.vllm.ranks import forget_names
+from pipeline.rollout.generation.vllm.repacked import reload
 from pipeline.rollout.generation.vllm.targets import watched
 from pipeline.storage.weights_header import Age
 
@@ -153,10 +154,7 @@ class FeedsWeights:
         self._rlhfd_learned = None
         try:
             if not _is_plain(model, parameters):
-                if self.vllm_config.model_config.quantization is None:
-                    self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-                else:
-                    reload_quantized(model, tensors, self.vllm_config)
+                reload(model, tensors.items(), self.vllm_config)
                 _renew_heads(model)
                 return
             with torch.no_grad():

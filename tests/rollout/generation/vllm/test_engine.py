@@ -310,6 +310,9 @@ def test_a_model_of_16_bits_follows_each_version(models, tmp_path, forkserver):
             for response in run(engine, request())[0]:
                 expected = log_probs_of(copy.deepcopy(model).float(), PROMPT, response.token_ids)
                 assert float((response.log_probs - expected).abs().mean()) < 0.1, "1 and more with an old head"
+        partial = {name: tensor for name, tensor in first.state_dict().items() if "1.mlp.down_proj" not in name}
+        with pytest.raises(WeightsMismatchError, match=r"6,144 of 6,144 values of model.layers.1.mlp.down_proj"):
+            engine.update_weights(partial, 3)
 
 
 def test_damaged_weights_are_never_used(directory, models, tmp_path, forkserver):

@@ -1,15 +1,16 @@
-"""Published weights into a model whose layers vLLM quantizes as it loads them.
+"""Published weights into a model whose layers vLLM lays out anew as it loads them: quantized, or packed for a kernel.
 
-Such a layer has 8 bits a weight, and a scale a row, in place of the published matrix. vLLM's layerwise reload gives
-each layer room for the published form, quantizes it once all parts are there, and copies weights and scales to their
-former addresses. A layer of which nothing came keeps its former weights, one of which a part came is quantized with
-whatever its memory held: vLLM reports neither. So the elements that came are counted, layer by layer, at each update.
+A quantized layer has 8 bits a weight, and a scale a row, in place of the published matrix; experts lie as the kernel of
+their card reads them, and matrices of 16 bits as that of a CPU does. vLLM's layerwise reload gives each layer room for
+the published form, lays it out once all parts are there, and copies the result to its former addresses. A layer of
+which nothing came keeps its former weights, one of which a part came is laid out with whatever its memory held: vLLM
+reports neither. So the elements that came are counted, layer by layer, at each update.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor
 from pipeline.errors import WeightsMismatchError
 
 
-def reload_quantized(model: torch.nn.Module, tensors: Mapping[str, Tensor], configuration: Any) -> None:
+def reload(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]], configuration: Any) -> None:
     """Replace all weights of a model; after an error they are of no version.
 
     Args:
         model: vLLM's, this rank's part.
-        tensors: The published ones, by name.
+        tensors: The published ones with their names, which vLLM's loader knows.
         configuration: vLLM's, of this rank.
 
     Raises:
@@ -37,7 +38,7 @@ def reload_quantized(model: torch.nn.Module, tensors: Mapping[str, Tensor], conf
     logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
     with set_current_vllm_config(configuration), torch.no_grad():
         layerwise.initialize_layerwise_reload(model)
-        model.load_weights(iter(tensors.items()))  # type: ignore[operator]
+        model.load_weights(iter(tensors))  # type: ignore[operator]
         for name, loaded, needed in missing_parts(model, layerwise.get_layerwise_info):
             raise WeightsMismatchError(
                 f"the weights do not cover the engine's model: {needed - loaded:,} of {needed:,} values of {name} were "
@@ -57,10 +58,10 @@ def missing_parts(model: torch.nn.Module, info_of: Callable[[torch.nn.Module], A
     for name, layer in model.named_modules():
         info = info_of(layer)
         parameters = [parameter for parameter in layer._parameters.values() if parameter is not None]
-        # A layer whose parts have all come is quantized already, and its account is closed.
+        # A layer whose parts have all come is laid out already, and its account is closed.
         if not info.can_load():
             kept |= {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        elif needed := sum(parameter.numel() for parameter in parameters) - _padding(layer):
+        elif needed := sum(map(_elements, parameters)) - _padding(layer):
             if info.load_numel >= needed:
                 kept |= _former(info)
             else:
@@ -69,6 +70,11 @@ def missing_parts(model: torch.nn.Module, info_of: Callable[[torch.nn.Module], A
         # A head that is the embedding, which has come, gets nothing itself.
         if info.load_numel or not _former(info) <= kept:
             yield name, info.load_numel, needed
+
+
+def _elements(parameter: Tensor) -> int:
+    """Return the elements that a checkpoint has; experts may be padded beyond these."""
+    return int(getattr(parameter, "weight_loader_numel", parameter.numel()))
 
 
 def _former(info: Any) -> set[int]:
