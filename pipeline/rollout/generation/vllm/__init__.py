@@ -1,6 +1,7 @@
 """The vLLM engine: vLLM in a child process of the worker, which cannot outlive it.
 
 adapters        LoRA adapters in vLLM's slot for them
+checkpoint_form tensors of mixtures of experts as their checkpoints have them
 core            vLLM itself; it, `adapters`, `ranks`, `repacked` and `vision` alone import it
 engine          the worker's side
 images          the images of a request, between worker and child

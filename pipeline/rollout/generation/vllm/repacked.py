@@ -36,6 +36,7 @@ def reload(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]], config
 
     # It warns of each buffer that no checkpoint has, such as those of rotary embeddings; parameters are counted here.
     logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
+    _forget_kernels(model)
     with set_current_vllm_config(configuration), torch.no_grad():
         layerwise.initialize_layerwise_reload(model)
         model.load_weights(iter(tensors))  # type: ignore[operator]
@@ -45,6 +46,18 @@ def reload(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]], config
                 "not loaded"
             )
         layerwise.finalize_layerwise_reload(model, configuration.model_config)
+
+
+def _forget_kernels(model: torch.nn.Module) -> None:
+    """Have experts on a CPU be packed again, which vLLM does only where it makes their kernel.
+
+    On a card the kernel stays: graphs have its addresses, and vLLM lays experts out at each reload.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        has_kernel = getattr(method, "moe_kernel", None) is not None
+        if has_kernel and all(parameter.device.type == "cpu" for parameter in layer.parameters()):
+            method.moe_kernel = None
 
 
 def missing_parts(model: torch.nn.Module, info_of: Callable[[torch.nn.Module], Any]) -> Iterator[tuple[str, int, int]]:

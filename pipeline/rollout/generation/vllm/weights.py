@@ -7,9 +7,9 @@ each update where it cuts tensors. Each verifies the fingerprint of the whole ve
 At the first update with given names every element of every parameter is marked before the copy, and a mark that is left
 over afterwards is a stale parameter: vLLM's loader alone reports the names that it met, and counts a fused parameter of
 which one part is missing. This update also shows the target of each tensor (`targets`): further ones are copied there
-block by block, with the fingerprint taken on the way. Where vLLM repacks what it loads, its own reload takes each update
-(`repacked`). Adapters are small: they are copied and verified first, then
-replaced (`adapters`), so that a torn version never reaches the engine.
+block by block, with the fingerprint taken on the way. Where vLLM repacks what it loads, its own reload takes each
+update (`repacked`). Adapters are small: they are copied and verified first, then replaced (`adapters`), so that a torn
+version never reaches the engine.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from pipeline.errors import WeightsError, WeightsMismatchError
 from pipeline.models.weights.store import WeightsReader, joined, part_of
 from pipeline.models.weights.tensor_specs import TensorSpec
+from pipeline.rollout.generation.vllm.checkpoint_form import CheckpointForm
 from pipeline.rollout.generation.vllm.memory import mapped
 from pipeline.rollout.generation.vllm.ranks import forget_names
 from pipeline.rollout.generation.vllm.repacked import reload
@@ -137,6 +138,12 @@ class FeedsWeights:
     def _rlhfd_addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.model_runner.get_model().parameters()]
 
+    def _rlhfd_checkpoint_form(self) -> CheckpointForm:
+        form: CheckpointForm | None = getattr(self, "_rlhfd_form", None)
+        if form is None:
+            form = self._rlhfd_form = CheckpointForm(self.vllm_config.model_config.model)
+        return form
+
     def _rlhfd_load(self, tensors: Mapping[str, torch.Tensor], *, learn: bool = False) -> None:
         """Copy tensors into the model's parameters by vLLM's loader.
 
@@ -154,7 +161,7 @@ class FeedsWeights:
         self._rlhfd_learned = None
         try:
             if not _is_plain(model, parameters):
-                reload(model, tensors.items(), self.vllm_config)
+                reload(model, self._rlhfd_checkpoint_form()(tensors), self.vllm_config)
                 _renew_heads(model)
                 return
             with torch.no_grad():

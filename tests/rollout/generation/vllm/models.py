@@ -6,10 +6,18 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -29,6 +37,36 @@ def small_llama(seed, **changes):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, 0.15)
+    return model.eval()
+
+
+MIXTURES = {
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "intermediate_size": 32}),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, {
+        "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    }),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {
+        "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32,
+    }),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM, {"num_experts": 4, "intermediate_size": 32}),
+}  # fmt: skip
+"""Mixtures of experts by type: configuration, model and settings, with 4 experts of 32 in each layer."""
+
+
+def small_mixture(kind, seed):
+    """A mixture of 4 experts, 2 of which read a token."""
+    configuration, model_class, settings = MIXTURES[kind]
+    config = configuration(
+        vocab_size=VOCABULARY_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        num_experts_per_tok=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=None, eos_token_id=EOS,
+        tie_word_embeddings=False, **settings,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.15)
