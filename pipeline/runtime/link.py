@@ -45,7 +45,7 @@ class Link(Generic[M]):
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unwritten else 0)
 
     def post(self, message: msgspec.Struct) -> None:
-        """Send a message as far as the socket takes it; `flush` sends the rest.
+        """Send a message as far as the socket takes it; `flush` and `receive` send the rest.
 
         Raises:
             DecodeError: If the message is too large.
@@ -87,7 +87,7 @@ class Link(Generic[M]):
                     self.flush()
 
     def receive(self, timeout_s: float | None = 0.0) -> list[M]:
-        """Return the messages that have arrived; without one, wait for the first.
+        """Return the messages that have arrived; without one, wait for the first. Posted ones are sent meanwhile.
 
         Args:
             timeout_s: Longest wait; None: no limit.
@@ -103,14 +103,22 @@ class Link(Generic[M]):
             while (message := self._next()) is not None:
                 messages.append(message)
             left_s = 0.0 if messages else None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            if not self._wait(select.POLLIN, left_s):
+            wanted = select.POLLIN | (select.POLLOUT if self._unwritten else 0)
+            if not (events := self._wait(wanted, left_s)):
                 return messages
             try:
-                self._take()
+                if events[0] & select.POLLOUT:
+                    self.flush()
+                if events[0] & select.POLLIN:
+                    self._take()
             except LinkEndedError:
-                if messages:
+                # What the other end sent before is read first: nobody reads what is left here.
+                if self._unwritten:
+                    self._unwritten.clear()
+                elif messages:
                     return messages
-                raise
+                else:
+                    raise
 
     def close(self) -> None:
         """Close the socket."""

@@ -68,6 +68,36 @@ def test_two_ends_that_both_write_more_than_the_socket_holds_do_not_wait_for_eac
     assert received == [[long]] * 2
 
 
+def test_a_wait_for_messages_sends_what_was_posted(ends: tuple[Link[Text], Link[Text]]) -> None:
+    ours, theirs = ends
+    sent, received = [Text("x" * 1_000_000), Text("last")], list[Text]()
+
+    def read_and_answer() -> None:
+        while len(received) < len(sent):
+            received.extend(theirs.receive(60.0))
+        theirs.send(Text("all"))
+
+    for message in sent:
+        ours.post(message)
+    reader = threading.Thread(target=read_and_answer, daemon=True)
+    reader.start()
+
+    assert ours.receive(30.0) == [Text("all")]
+    reader.join(60)
+    assert received == sent
+
+
+def test_messages_of_an_end_that_reads_no_more_are_returned(ends: tuple[Link[Text], Link[Text]]) -> None:
+    ours, theirs = ends
+    ours.post(Text("x" * 1_000_000))
+    theirs.send(Text("last"))
+    theirs.close()
+
+    assert ours.receive(5.0) == [Text("last")]
+    with pytest.raises(LinkEndedError):
+        ours.receive(5.0)
+
+
 def test_messages_before_the_end_are_returned_and_then_the_end_is_raised(ends: tuple[Link[Text], Link[Text]]) -> None:
     ours, theirs = ends
     theirs.send(Text("last"))

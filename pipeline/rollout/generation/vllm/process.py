@@ -142,7 +142,8 @@ def _serve(core: Core, link: Link[wire.Order]) -> None:
         # A report is a heartbeat of the worker: an engine that steps without progress makes none.
         if (ended or now_s - reported_s >= _REPORT_S) and (report := core.stepped()) is not None:
             reported_s = now_s
-            link.send(report)
+            # The worker reads between two tickets that it scores: steps do not wait for it.
+            link.post(report)
 
 
 def _obey(core: Core, link: Link[wire.Order], order: wire.Order, *, paused: bool) -> bool:
