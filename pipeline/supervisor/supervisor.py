@@ -209,6 +209,8 @@ class Supervisor:
     reasons: Mapping[str, str]
     has_begun: bool = dataclasses.field(default=False, init=False)
     _looks_at_s: float = dataclasses.field(default=0.0, init=False)
+    # Whether SIGTERM or SIGINT has come.
+    _is_asked: bool = dataclasses.field(default=False, init=False)
     _hangup: Hangup = dataclasses.field(default_factory=Hangup, init=False)
     # Set at a change that the next tick has to see soon, while ticks are rare.
     _news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
@@ -495,7 +497,9 @@ class Supervisor:
     def _hung_up(self) -> None:
         match self._hangup.meaning():
             case "stop":
-                self._stop_asked(signal.SIGHUP)
+                # It ends nothing at once: a session that is closed sends SIGTERM and SIGHUP, one after the other.
+                if not self._shutdown.under_way:
+                    self._drain("SIGHUP received")
             case "reload":
                 self._reload.schedule()
 
@@ -504,7 +508,11 @@ class Supervisor:
                     "shuts down with a checkpoint; the pid of a role takes SIGUSR1 for its stacks")  # fmt: skip
 
     def _stop_asked(self, number: signal.Signals) -> None:
-        if self._shutdown.under_way:
+        is_second, self._is_asked = self._is_asked, True
+        if self._shutdown.under_way and not is_second:
+            # A command, a failure or the last step began the drain: a service manager's SIGTERM follows each of them.
+            log.info("draining already: %s received, a second one ends at once", signal.Signals(number).name)
+        elif self._shutdown.under_way:
             log.info("ending at once: second signal")
             if self._shutdown.has_unsaved():
                 log.warning("the steps since the last checkpoint are given up")

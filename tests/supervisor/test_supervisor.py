@@ -65,8 +65,31 @@ def test_a_second_signal_says_whether_steps_are_given_up(made, caplog, unsaved):
     )
 
     supervisor._stop_asked(signal.SIGINT)
+    assert not killed, "a command or a failure began the drain"
+    supervisor._stop_asked(signal.SIGINT)
 
     assert killed and ("the steps since the last checkpoint are given up" in caplog.text) == unsaved
+
+
+def test_a_closed_terminal_begins_a_drain_and_cuts_none_short(made, monkeypatch):
+    supervisor, calls = made(), []
+    monkeypatch.setattr(supervisor._hangup, "meaning", lambda: "stop")
+    shutdown = supervisor._shutdown = SimpleNamespace(
+        under_way=False,
+        begin=lambda *, complete: calls.append("begin"),
+        kill_all=lambda: calls.append("kill"),
+        has_unsaved=lambda: False,
+    )
+
+    supervisor._hung_up()
+    shutdown.under_way = True
+    supervisor._hung_up()
+    supervisor._stop_asked(signal.SIGTERM)
+    supervisor._hung_up()
+    assert calls == ["begin"]
+    supervisor._stop_asked(signal.SIGTERM)
+
+    assert calls == ["begin", "kill"]
 
 
 def test_a_start_that_fails_after_a_childs_end_ends_the_run(made):
