@@ -98,6 +98,13 @@ def test_the_unit_of_a_checkout_in_a_ready_environment_runs_that_checkout(config
     assert f"Environment=RLHFD_CONFIG={config} RLHFD_VENV={sys.prefix}\n" in planned.text
 
 
+def test_a_start_of_a_service_has_the_time_to_check_millions_of_prompts() -> None:
+    # systemd hears nothing of a start before its prompts are checked: some 100 us a prompt.
+    limit_s = float(re.findall(r"^TimeoutStartSec=(\d+)$", SHIPPED, re.MULTILINE)[0])
+
+    assert limit_s / 100e-6 >= 5e6
+
+
 def test_a_python_below_a_home_directory_stays_visible(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
     home = config.parent.parent
     monkeypatch.setitem(systemd_units._HIDING, "ProtectHome=yes", ("ProtectHome=read-only", (home,)))
