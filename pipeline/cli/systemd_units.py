@@ -176,7 +176,8 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
         (configured, f"{_escaped(path)}{also}"),
     ):
         text = _replaced(text, old, new)
-    shown += [program, Path(sys.executable).resolve(), SHIPPED]
+    environment = Path(sys.prefix)
+    shown += [program, environment, environment.resolve(), Path(sys.executable).resolve(), SHIPPED]
     for strict, (relaxed, folders) in _HIDING.items():
         if hidden := [str(found) for found in shown if any(found.is_relative_to(folder) for folder in folders)]:
             text = _replaced(text, strict, relaxed)

@@ -98,6 +98,23 @@ def test_the_unit_of_a_checkout_in_a_ready_environment_runs_that_checkout(config
     assert f"Environment=RLHFD_CONFIG={config} RLHFD_VENV={sys.prefix}\n" in planned.text
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_ready_environment_stays_visible_and_so_does_the_folder_to_which_it_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Path, is_link: bool
+) -> None:
+    hidden = tmp_path / "hidden"
+    (hidden / "venv").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(hidden / "venv")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "link" if is_link else hidden / "venv"))
+    # As if the interpreter lay elsewhere, as that of a virtual environment does.
+    monkeypatch.setitem(systemd_units._HIDING, "PrivateTmp=yes", ("PrivateTmp=no", (hidden,)))
+
+    planned = plan(Unit(), config, "root", {"RLHFD_VENV": "ready"})
+
+    assert "\nPrivateTmp=no\n" in planned.text
+    assert f"PrivateTmp=no, not yes: the service could not see {hidden}/venv" in planned.notes
+
+
 def test_a_start_of_a_service_has_the_time_to_check_millions_of_prompts() -> None:
     # systemd hears nothing of a start before its prompts are checked: some 100 us a prompt.
     limit_s = float(re.findall(r"^TimeoutStartSec=(\d+)$", SHIPPED, re.MULTILINE)[0])
