@@ -46,8 +46,6 @@ def main(reports: int, spec_json: str) -> int:
 
     spec = msgspec.json.decode(spec_json, type=LaunchSpec)
     user_modules.extend_path()
-    if spec.cpus:
-        os.sched_setaffinity(0, spec.cpus)
     workspace = Workspace.open(spec.folder)
     config = Config.model_validate_json(workspace.config_path.read_bytes())
     log.configure(f"{spec.role}-{spec.index}", level=config.daemon.log_level, json=config.daemon.log_format == "json")
@@ -58,6 +56,7 @@ def main(reports: int, spec_json: str) -> int:
     writer = slab.writer("supervisor" if spec.role == "setup" else spec.role, spec.index)
     if spec.role != "setup":
         count_warnings(writer)
+    keep_to(spec.cpus)
     context = RoleContext(spec.role, spec.index, workspace.folder, writer, report, spec.generation, spec.prompts)
     context.stop_on_sigterm()
     try:
@@ -77,6 +76,18 @@ def main(reports: int, spec_json: str) -> int:
         sys.stderr.flush()
         os._exit(code)
     return int(code)
+
+
+def keep_to(cpus: list[int]) -> None:
+    """Run on these cores alone; an empty list is all that this process may use."""
+    if not cpus:
+        return
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        # An administrator, or the container's runtime, has taken them away since the supervisor's start.
+        logging.getLogger(__name__).warning("none of the cores of this process may be used any more, it runs on "
+                                            "others: cores=%s reason=%s", cpus, error.strerror)  # fmt: skip
 
 
 def _run(config: Config, context: RoleContext) -> ExitCode:
