@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -17,7 +18,8 @@ import msgspec
 from pipeline.errors import RlhfdError, UnreachableError
 from pipeline.runtime.lock import InstanceRecord
 from pipeline.runtime.signals import refuse_stopped
-from pipeline.storage.files import UNREADABLE
+from pipeline.storage.arena import PAGE_BYTES
+from pipeline.storage.files import UNREADABLE, no_room
 
 CONTROL_SOCKET = "control.sock"
 _REQUEST_BYTES = 64 << 10
@@ -42,6 +44,9 @@ async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
     Args:
         path: Path of the socket, mode 0600; a socket of a dead process is replaced.
         handler: Returns the answer to a request; an `RlhfdError` or `OSError` becomes the answer ``{"error": ...}``.
+
+    Raises:
+        ConfigError: If there is no room for the socket.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -52,8 +57,10 @@ async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
         new.chmod(0o600)
         listener.listen()
         new.replace(path)
-    except BaseException:
+    except BaseException as error:
         listener.close()
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise no_room(path.parent, PAGE_BYTES, "the control socket") from error
         raise
     clients = 0
 

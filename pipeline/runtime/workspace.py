@@ -104,7 +104,8 @@ class Workspace:
 
         Raises:
             ConfigError: If the arena does not fit into shared memory, or is too small for the configured batches; if
-                the folder holds steps of a killed run that are in no checkpoint, and that this start would not resume.
+                shared memory cannot be written; if the folder holds steps of a killed run that are in no checkpoint,
+                and that this start would not resume.
         """
         _make_own(folder)
         folder.chmod(0o700)
@@ -237,3 +238,7 @@ def _make_own(folder: Path) -> None:
             raise ConfigError(f"{folder} belongs to another user") from None
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"{folder} is not a directory") from None
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise no_room(folder.parent, PAGE_BYTES, "a folder") from error
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error

@@ -46,6 +46,11 @@ def refuse_larger_than_free(folder: Path, nbytes: int, name: str) -> None:
 def no_room(folder: Path, nbytes: int, name: str) -> ConfigError:
     """Return the error for a file that does not fit; the message has its size and the file system's free bytes."""
     system = os.statvfs(folder)
+    # Some file systems count no inodes.
+    if system.f_files and not system.f_favail:
+        return ConfigError(
+            f"{name} does not fit: all {system.f_files:,} inodes of the file system of {folder} are taken"
+        )
     free_bytes, total_bytes = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
     return ConfigError(f"{name} of {nbytes:,} B does not fit: {free_bytes:,} B free of {total_bytes:,} B on {folder}")
 

@@ -1,10 +1,14 @@
 """The control socket's server, beside a loop that is late."""
 
 import asyncio
+import errno
 import json
 import socket
 import time
 
+import pytest
+
+from pipeline.errors import ConfigError
 from pipeline.runtime import control
 from pipeline.runtime.pause import Pause
 
@@ -89,3 +93,13 @@ def test_a_client_that_sees_the_socket_is_never_refused(tmp_path, monkeypatch):
 
     assert served(path, client) == {"heard": "status"}
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_shared_memory_without_room_for_the_socket_is_refused_with_its_path(tmp_path, monkeypatch):
+    def full(path, mode):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "chmod", full)
+
+    with pytest.raises(ConfigError, match=rf"the control socket of 4,096 B does not fit: .* on {tmp_path}"):
+        asyncio.run(control.serve_control(tmp_path / "control.sock", handler))

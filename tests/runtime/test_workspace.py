@@ -245,3 +245,10 @@ def test_a_link_or_a_file_under_its_name_is_refused_and_what_it_leads_to_is_left
 
         assert (tmp_path / "mine" / "work").exists()
         folder.unlink()
+
+
+def test_shared_memory_in_which_nothing_can_be_made_is_refused_with_the_reason(tmp_path):
+    folder = tmp_path / "gone" / "rlhfd-0-abc"
+
+    with pytest.raises(ConfigError, match=f"{folder} cannot be made: No such file or directory"):
+        Workspace.prepare(folder, config(), checked_layout(config()))

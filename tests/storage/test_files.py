@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.storage.files import not_taken, replacing, round_up
+from pipeline.storage.files import no_room, not_taken, replacing, round_up
 
 
 def test_a_file_is_replaced_at_the_end_of_the_block_alone(tmp_path: Path) -> None:
@@ -89,3 +89,15 @@ def test_a_flush_is_of_the_file_before_its_rename_and_of_the_folder_after(
 
 def test_sizes_are_rounded_up_to_whole_multiples() -> None:
     assert [round_up(nbytes, 64) for nbytes in (0, 1, 64, 65)] == [0, 64, 64, 128]
+
+
+def test_a_file_system_without_an_inode_says_so_and_not_how_many_bytes_are_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = list(os.statvfs(tmp_path))
+    full[5:8] = [20, 0, 0]
+    monkeypatch.setattr(os, "statvfs", lambda folder: os.statvfs_result(full))
+
+    assert str(no_room(tmp_path, 4096, "a file")) == (
+        f"a file does not fit: all 20 inodes of the file system of {tmp_path} are taken"
+    )
