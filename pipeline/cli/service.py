@@ -43,6 +43,8 @@ def _service(command: _Command) -> _Command:
     return _instance(config(user(command)))
 
 
+_SYSTEMD = Path("/run/systemd/system")
+"""A folder of each machine that systemd runs (sd_booted)."""
 _ROLES = ("supervisor", "buffer", "rollout", "trainer", "setup", "forkserver", "engines", "serial")
 
 
@@ -183,7 +185,8 @@ def _destination(path: Path | None, runtime_dir: Path | None) -> str:
     folder = runtime_dir_of(runtime_dir, path)
     with contextlib.suppress(NotRunningError, UnreachableError):
         return lock.find(folder).log
-    if unit := Unit.of_runtime_dir(folder.absolute()):
+    # Another service manager, as that of a container, may have made the same folder: the log is a file there.
+    if (unit := Unit.of_runtime_dir(folder.absolute())) and _SYSTEMD.is_dir():
         return f"journal:{unit.name}"
     config = load(path, (), files=False).config
     if folder.absolute() != Path(config.daemon.runtime_dir).absolute():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipeline.cli import systemd_units
+from pipeline.cli import service, systemd_units
 from pipeline.cli.collect_env import collect
 from pipeline.cli.main import main
 from pipeline.cli.systemd_units import Unit, plan, shipped, verify
@@ -211,6 +211,19 @@ def test_logs_of_an_instance_that_has_ended_are_found_by_its_configuration(confi
     assert shown("rollout") == "rollout-0 rollout-1"
     assert shown("rollout-1") == "rollout-1"
     assert shown("buffer", "-n", "1") == "buffer-0"
+
+
+def test_logs_of_a_services_folder_are_a_file_where_systemd_does_not_run_the_machine(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in an image, of an instance that has ended.
+    monkeypatch.setenv("RLHFD_DAEMON__RUNTIME_DIR", "/run/rlhfd-none")
+    found = {}
+    for name, place in (("systemd", config.parent), ("other", config.parent / "none")):
+        monkeypatch.setattr(service, "_SYSTEMD", place)
+        found[name] = service._destination(config, None)
+
+    assert found == {"systemd": "journal:rlhfd@none.service", "other": f"{config.parent}/state/log/rlhfd.log"}
 
 
 def test_logs_that_are_not_there_are_exit_3_with_the_reason(config: Path, tmp_path: Path) -> None:
