@@ -170,15 +170,22 @@ def write_new(folder: Path, files: Mapping[str, str]) -> None:
             raise RlhfdError(f"nothing was written, {name} cannot name a path that is not UTF-8") from error
     if present := [str(folder / name) for name in files if (folder / name).exists()]:
         raise RlhfdError(f"nothing was written, there is already {', '.join(present)}")
+    path, made = folder, list[Path]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
+            path = folder / name
             # "x": a file that another process makes at this moment is not overwritten, either.
-            with (folder / name).open("x", encoding="utf-8") as file:
+            with path.open("x", encoding="utf-8") as file:
+                made.append(path)
                 file.write(text)
-            click.echo(f"wrote {folder / name}")
     except OSError as error:
-        raise RlhfdError(f"{error.filename}: {error.strerror}") from error
+        # As on a full disk: files that stay would refuse the next try.
+        for each in made:
+            each.unlink(missing_ok=True)
+        raise RlhfdError(f"nothing was written, {path}: {error.strerror}") from error
+    for each in made:
+        click.echo(f"wrote {each}")
 
 
 def _program() -> str:

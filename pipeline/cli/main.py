@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -19,6 +20,7 @@ from pipeline.cli.options import (
     REQUEST_TIMEOUT_S,
     ask,
     configured,
+    drop_unwritable_output,
     escape_unknown_characters,
     finding,
     load,
@@ -38,6 +40,10 @@ from pipeline.runtime.signals import keep_exit_codes
 # Each command imports its other modules itself: `rlhfd --help` and completion answer at once.
 
 
+# A file of another user or of another kind, or a path that is none, which any command may meet.
+_OF_PATHS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
 class _Commands(click.Group):
     """Turns our errors into lines on standard error and their exit codes."""
 
@@ -51,11 +57,13 @@ class _Commands(click.Group):
         except RlhfdError as error:
             click.echo(str(error), err=True)
             context.exit(int(error.exit_code))
-        except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
-            # Of a file of another user or of another kind, which any command may meet; one without a name is none.
-            if error.filename is None:
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and drop_unwritable_output():
+                click.echo(f"standard output: {error.strerror}", err=True)
+            elif error.errno in _OF_PATHS and error.filename is not None:
+                click.echo(f"{error.filename}: {error.strerror}", err=True)
+            else:
                 raise
-            click.echo(f"{error.filename}: {error.strerror}", err=True)
             context.exit(int(ExitCode.FAILED))
 
 

@@ -124,6 +124,21 @@ def escape_unknown_characters() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def drop_unwritable_output() -> bool:
+    """Return whether standard output cannot be written, as of a file on a full disk; its unwritten rest is given up."""
+    if sys.stdout is None:
+        return False
+    try:
+        sys.stdout.flush()
+        # A flush has nothing to write after a large write that has failed.
+        os.write(1, b"\n")
+    except OSError:
+        # Python flushes the rest once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
+        return True
+    return False
+
+
 def _complete_key(context: click.Context, option: click.Parameter, typed: str) -> list[str]:
     from pipeline.config.advice import SECTIONS
 

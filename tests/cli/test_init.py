@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -46,6 +48,19 @@ def test_the_files_are_a_configuration_without_a_mistake(folder: Path) -> None:
     prompts = [json.loads(line) for line in (folder / "deep/my-run/prompts.jsonl").read_text().splitlines()]
     assert len(prompts) == 64
     assert all(sorted(prompt["prompt"].removesuffix(">")) == list(prompt["answer"]) for prompt in prompts)
+
+
+def test_a_disk_that_is_full_is_named_with_the_file_and_leaves_none_that_refuses_the_next_try() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        made = run("init", "my-run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert made.exit_code == 1 and "wrote" not in made.output
+    assert re.fullmatch(r"nothing was written, my-run/\S+: File too large\n", made.stderr)
+    assert run("init", "my-run").exit_code == 0
 
 
 @pytest.mark.parametrize("is_on_path", [False, True])

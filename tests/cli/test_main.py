@@ -117,6 +117,23 @@ class TestCommands:
 
         assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 7
 
+    def test_output_that_a_full_disk_refuses_is_one_line_on_standard_error(self) -> None:
+        # More than Python's buffer, and less.
+        for words in (["config", "show", "--effective"], ["completion", "bash"]):
+            code = f"from pipeline.cli.main import main; main({words})"
+            with open("/dev/full", "w") as full:
+                ended = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+
+            assert (ended.returncode, ended.stderr) == (1, "standard output: No space left on device\n"), words
+
+    def test_a_path_that_is_none_is_named_in_one_line(self, folder: Path) -> None:
+        (folder / "loop").symlink_to("loop")
+        for path, reason in (("loop", "Too many levels of symbolic links"), ("a" * 300, "File name too long")):
+            result = run("status", "--runtime-dir", path)
+
+            assert result.exit_code == ExitCode.FAILED
+            assert result.stderr.startswith(path) and result.stderr.endswith(f": {reason}\n")
+
     def test_configuration_and_status_need_no_torch(self) -> None:
         code = (
             "import sys; from pipeline.cli.main import main\n"
