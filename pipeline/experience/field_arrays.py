@@ -14,13 +14,13 @@ from pipeline.experience.checks import check_travels
 from pipeline.experience.extent_format import Array, Columns, FieldHeader, as_array, field_headers
 from pipeline.experience.types import OBJECT_FIELDS, SCORE_FIELDS, TOKEN_FIELDS, Experience
 
-# In stored order: `ACTION_FIELDS`, and those of `SCORE_FIELDS` that may be (B, A). `reward` is always one number a row.
+# In stored order: `ACTION_FIELDS`, and `SCORE_FIELDS`, which may be (B, A).
 _PER_ACTION_FIELDS = (
     "action_log_probs", "base_action_log_probs", "behaviour_log_probs", "values", "returns", "kl", "advantages",
-    "action_mask", "action_entropy",
+    "action_mask", "action_entropy", "reward",
 )  # fmt: skip
 _USUAL_COLUMNS: dict[str, Columns] = {**dict.fromkeys(TOKEN_FIELDS, "S"), **dict.fromkeys(_PER_ACTION_FIELDS, "A")}
-TEXT_FIELDS = (*TOKEN_FIELDS, *_PER_ACTION_FIELDS, "reward", *OBJECT_FIELDS)
+TEXT_FIELDS = (*TOKEN_FIELDS, *_PER_ACTION_FIELDS, *OBJECT_FIELDS)
 
 
 class FieldArrays(NamedTuple):

@@ -57,7 +57,7 @@ def experiences(draw, most_rows=6, most_columns=12, masks=MASKS, action_masks=MA
         action_log_probs=field(),
         kl=field(draw(st.sampled_from((torch.float32, torch.bfloat16)))),
         values=torch.randn(rows, generator=rng) if draw(st.booleans()) else field(),
-        reward=torch.randn(rows, generator=rng),
+        reward=torch.randn(rows, generator=rng) if draw(st.booleans()) else field(),
         info={"score": torch.randn((rows, 2), generator=rng)} if draw(st.booleans()) else None,
     )
 

@@ -25,7 +25,7 @@ from pipeline.errors import (
     ShapeError,
 )
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
-from pipeline.experience.types import BufferItem, Experience, ExperienceVL
+from pipeline.experience.types import SCORE_FIELDS, BufferItem, Experience, ExperienceVL
 from pipeline.replay.client import ROWS_PER_EXTENT, make_folder, sweep
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
@@ -88,6 +88,26 @@ def test_rows_come_out_as_they_went_in(ppo):
             assert torch.equal(getattr(left, name), getattr(right, name)), (row, name)
         assert left.info.keys() == right.info.keys() == {"score", "group_mixed"}
         assert all(torch.equal(left.info[key], right.info[key]) for key in left.info)
+
+
+@pytest.mark.parametrize("name", SCORE_FIELDS)
+def test_a_score_of_one_number_an_action_stays_with_its_action(name):
+    appends = []
+    for actions in (3, 4):
+        # The last column of each row is padding.
+        mask = torch.arange(2 + actions).expand(2, -1) < 1 + actions
+        numbers = torch.arange(2.0 * actions).reshape(2, actions)
+        fields = {"sequences": torch.ones(mask.shape, dtype=torch.int64), "attention_mask": mask.long(),
+                  "action_mask": mask[:, 2:], "action_log_probs": numbers, name: numbers}  # fmt: skip
+        appends.append(Experience(**fields))
+
+    with buffer_of(4) as buffer:
+        for experience in appends:
+            buffer.append(experience)
+        batch = buffer.sample()
+
+    expected = [[0, 0, 1], [0, 3, 4], [0, 1, 2], [4, 5, 6]]
+    assert batch.action_log_probs.tolist() == getattr(batch, name).tolist() == expected
 
 
 def test_items_of_different_lengths_go_in_with_or_without_padding():

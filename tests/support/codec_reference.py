@@ -8,9 +8,9 @@ from pipeline.experience.types import OBJECT_FIELDS
 TOKEN_FIELDS = ("sequences", "attention_mask")
 ACTION_FIELDS = (
     "action_log_probs", "base_action_log_probs", "behaviour_log_probs", "values", "returns", "kl", "advantages",
-    "action_mask", "action_entropy",
+    "action_mask", "action_entropy", "reward",
 )  # fmt: skip
-NAMES = (*TOKEN_FIELDS, *ACTION_FIELDS, "reward", *OBJECT_FIELDS)
+NAMES = (*TOKEN_FIELDS, *ACTION_FIELDS, *OBJECT_FIELDS)
 
 
 def extent_of(experience):
