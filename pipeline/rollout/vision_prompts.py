@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,6 +128,11 @@ def _read(path: str) -> Any:
     with Image.open(path) as image:
         # As it is seen: cameras write its rotation beside the pixels.
         upright = ImageOps.exif_transpose(image)
+        if upright.mode in ("I", "F"):
+            raise OSError(f"the white of its gray levels (mode {upright.mode}) is unknown: save it as a PNG")
+        # Pillow clips levels of 16 bits to 255, which is white.
+        if upright.mode.startswith("I;16"):
+            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
         # Always three channels: the file may have a palette, gray levels, or an alpha channel.
         return upright.convert("RGB")
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -111,6 +112,28 @@ def test_a_palette_and_shades_of_gray_are_read_as_three_colours(tmp_path: Path, 
 
     torch.testing.assert_close(palette.vision["pixel_values"][0], normalized(RED), atol=1e-5, rtol=0)
     torch.testing.assert_close(gray.vision["pixel_values"][0], normalized((255, 255, 255)), atol=1e-5, rtol=0)
+
+
+def test_gray_levels_of_16_bits_are_scaled_to_8(
+    tmp_path: Path, vision: VisionPrompts, subtests: pytest.Subtests
+) -> None:
+    for level in (0, 0x40FF, 0xFFFF):
+        for name in ("gray.png", "gray.tif"):
+            Image.fromarray(np.full((8, 8), level, np.uint16)).save(tmp_path / name)
+
+            gray = vision.render(prompt_of("a", str(tmp_path / name)))
+
+            with subtests.test(name, level=level):
+                expected = normalized((level >> 8,) * 3)
+                torch.testing.assert_close(gray.vision["pixel_values"][0], expected, atol=1e-5, rtol=0)
+
+
+def test_gray_levels_of_an_unknown_white_are_refused(tmp_path: Path, vision: VisionPrompts) -> None:
+    for name, dtype in (("whole.tif", np.int32), ("float.tif", np.float32)):
+        Image.fromarray(np.ones((8, 8), dtype)).save(tmp_path / name)
+
+        with pytest.raises(PromptError, match=f"^image {tmp_path / name}: the white of its gray levels "):
+            vision.render(prompt_of("a", str(tmp_path / name)))
 
 
 def test_a_photo_is_turned_upright(tmp_path: Path, vision: VisionPrompts) -> None:
