@@ -349,9 +349,18 @@ def test_the_keyboard_reaches_everything(seen: Seen, page: Page) -> None:
     page.press("ArrowLeft", 37)
     page.wait("!document.querySelector('#chart-reward .read').hidden")
     assert "step" in page.text("#chart-reward .read")
+    assert page.text("#chart-reward ~ [role=status]") == page.text("#chart-reward .read"), "a screen reader says it"
     page.run("document.querySelector('summary').focus()")
     page.press("Enter", 13, "\r")
     page.wait("document.querySelectorAll('details[open] tbody tr').length > 0", "the numbers are shown")
+    page.run("document.querySelector('.mate .text').style.maxHeight = '1em'")
+    page.run("document.querySelector('.rollout').focus()")
+    page.press("Tab", 9)
+    assert page.run(FOCUSED) == "text", "a text that is longer than its place is scrolled"
+
+
+def test_numbers_that_change_each_second_are_not_said(page: Page) -> None:
+    assert set(page.each("output", "e.ariaLive")) == {"off"}
 
 
 def test_a_phone_shows_it_without_scrolling_sideways(seen: Seen) -> None:

@@ -122,6 +122,9 @@ class Chart {
     this.cross = element("line", "cross", null);
     for (const part of ["top", "bottom", "from", "to", "read"]) this[part] = label(part, host);
     this.read.hidden = true;
+    // Of an image a screen reader says the name alone.
+    this.said = label("unseen", host.parentElement);
+    this.said.setAttribute("role", "status");
     this.at = null;
     host.addEventListener("pointermove", (event) => {
       const box = this.svg.getBoundingClientRect();
@@ -136,6 +139,7 @@ class Chart {
       const now = this.at === null ? last : this.#nearest(this.at);
       const next = Math.min(last, Math.max(0, now + step));
       this.#look(this.points[next].at);
+      this.said.textContent = this.read.textContent;
     });
   }
 

@@ -151,8 +151,6 @@ function mateOf(response) {
   make("span", "", `${response.tokens} tokens${response.stopped ? "" : ", cut at the limit"}${response.stop ? `, ended with ${response.stop}` : ""}`, score);
   const text = make("div", "text", undefined, mate);
   text.dir = "auto";
-  // Scrollable elements are focusable anyway; this one also takes the focus when its button is removed.
-  text.tabIndex = -1;
   const show = (from, to) => {
     for (let at = from; at < to; at++) {
       const token = make("span", "token", visible(response.pieces[at]), text);
@@ -168,6 +166,8 @@ function mateOf(response) {
       rest.remove();
       show(TOKENS_AT_FIRST, length);
       colourCard(mate, $("colour").value);
+      // The button that had the focus is gone.
+      text.tabIndex = 0;
       text.focus();
     });
   }
