@@ -31,6 +31,8 @@ pytestmark = [
 ]
 
 MARKUP = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
+# A sign that reorders the text, a space without width, and a hyphen that is not shown.
+UNSEEN = "\u202e\u200b\u00ad"
 _REWARD = """
 def first(input_ids, attention_mask, *, response_start, response_end, **_):
     length = int(response_end - response_start)
@@ -107,7 +109,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Seen]
 
 def keep_markup(run_dir: Path) -> None:
     """Keep a rollout as a worker would whose tokenizer knows more than digits."""
-    response = SampledResponse([MARKUP, "\u202e"], [-0.5] * 2, [], [1.0], 2, True, 1.0, {MARKUP: 1.0, "b": 0.0})
+    response = SampledResponse([MARKUP, UNSEEN], [-0.5] * 2, [], [1.0], 2, True, 1.0, {MARKUP: 1.0, "b": 0.0})
     writer = SampleWriter(folder_of(run_dir), 7, 1 << 20)
     writer.write(Sample(4e9, 7, 0, 0, 0, MARKUP, 9, json.dumps(MARKUP), 1, [response]))
     writer.close()
@@ -270,7 +272,7 @@ def test_one_step_is_one_dot(page: Page) -> None:
 def test_a_text_is_a_text_whatever_stands_in_it(seen: Seen, page: Page) -> None:
     first = ".rollout:first-child"
     assert page.text(f"{first} .prompt") == MARKUP
-    assert page.text(f"{first} .mate .text") == MARKUP + "\N{SYMBOL FOR SUBSTITUTE FORM TWO}"
+    assert page.text(f"{first} .mate .text") == MARKUP + "\N{SYMBOL FOR SUBSTITUTE FORM TWO}" * len(UNSEEN)
     assert MARKUP.replace('"', "") in page.text(f"{first} .facts")
     assert page.each("#feed script, #feed img, #feed .prompt *", "e.outerHTML") == []
     assert "rlhfd" in page.run("document.title")

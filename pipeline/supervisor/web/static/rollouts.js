@@ -31,7 +31,7 @@ function shade(value, mode) {
 const visible = (text) => text
   .replaceAll("\n", "⏎\n").replaceAll("\t", "→\t")
   .replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
-  .replace(/[\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "␦");
+  .replace(/[\u007f-\u009f\p{Cf}\p{Zl}\p{Zp}]/gu, "␦");
 
 export class Feed {
   constructor() {
