@@ -59,15 +59,20 @@ def follow(
         write_progress(path, progress)
         return clock()
 
-    lines = LineFollower(run_dir, after_unix_s=progress.unix_s)
+    def beat() -> None:
+        nonlocal noted_s
+        if clock() - noted_s >= _LOOK_S:
+            noted_s = note()
+
+    lines = LineFollower(run_dir, after_unix_s=progress.unix_s, beat=beat)
     samples = SampleFollower(run_dir, after_unix_s=progress.samples_unix_s)
     noted_s, is_ending = clock(), False
     try:
         while True:
             for record in lines.read():
                 # Also amid a backlog, which takes long; never between lines of one time: a successor goes on by time.
-                if record.unix_s != progress.unix_s and clock() - noted_s >= _LOOK_S:
-                    noted_s = note()
+                if record.unix_s != progress.unix_s:
+                    beat()
                 tracker.log(record)
                 progress.step, progress.unix_s = record.step, record.unix_s
             if rows := samples.read():

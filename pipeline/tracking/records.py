@@ -7,7 +7,7 @@ line is sent at least once: a process that is killed between a line and its note
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -115,10 +115,12 @@ class LineFollower:
     Args:
         run_dir: Folder of the run.
         after_unix_s: Lines up to this time were read before.
+        beat: Called amid lines that were read before, which take minutes in a run of weeks.
     """
 
-    def __init__(self, run_dir: Path, *, after_unix_s: float = 0.0) -> None:
+    def __init__(self, run_dir: Path, *, after_unix_s: float = 0.0, beat: Callable[[], object] = lambda: None) -> None:
         self._path = run_dir / _METRICS
+        self._beat = beat
         self._after_unix_s = after_unix_s
         self._end = 0
         self._last = b""
@@ -129,12 +131,15 @@ class LineFollower:
         while lines := self._next_lines():
             if not self._end:
                 after_unix_s = self._after_unix_s
+            is_old = True
             for line in lines:
                 self._end, self._last = self._end + len(line), line
                 record = record_of(line)
                 if record is not None and record.unix_s > after_unix_s:
-                    self._after_unix_s = record.unix_s
+                    self._after_unix_s, is_old = record.unix_s, False
                     yield record
+            if is_old:
+                self._beat()
 
     def _next_lines(self) -> list[bytes]:
         """Return some whole lines behind the last one that was read; those of a month are not held at once."""

@@ -21,7 +21,7 @@ from pipeline.telemetry.samples import SampleWriter, folder_of
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.tracking.launcher import Trackers
 from pipeline.tracking.process import follow
-from pipeline.tracking.records import Progress, Record, read_progress
+from pipeline.tracking.records import Progress, Record, read_progress, write_progress
 from tests.support.daemon import wait_until
 from tests.tracking.test_records import add, line, sample
 
@@ -106,6 +106,22 @@ def test_the_place_in_a_long_backlog_is_kept_each_second(tmp_path: Path) -> None
     follow(tmp_path, "wandb", lambda *_: second, wait=turns())
 
     assert first.steps + second.steps == list(range(1, 101))
+
+
+def test_a_successor_notes_its_place_amid_the_lines_that_were_sent_before(tmp_path: Path) -> None:
+    """Without a note for `daemon.hang_timeout_s` it is killed, and so is each of its successors."""
+    add(tmp_path / "metrics.jsonl", *(line(step, float(step), name="x" * 4000) for step in range(1, 1001)))
+    path, flushed = tmp_path / "tracking" / "wandb.json", []
+    write_progress(path, Progress("id", 1000.0, 0.0, 1000))
+    tracker, seconds = Kept(), itertools.count()
+    tracker.flush = lambda: flushed.append(read_progress(path))  # type: ignore[method-assign]
+
+    follow(tmp_path, "wandb", lambda *_: tracker, wait=lambda _: True, clock=lambda: float(next(seconds)))
+
+    # 4 MB are read in pieces of one; each of both turns ends with a note.
+    assert len(flushed) >= 2 + 3
+    assert {(progress.unix_s, progress.step) for progress in flushed} == {(1000.0, 1000)}
+    assert tracker.steps == []
 
 
 def test_no_place_is_kept_between_lines_of_the_same_time(tmp_path: Path) -> None:
