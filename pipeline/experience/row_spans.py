@@ -68,8 +68,10 @@ class Spans(NamedTuple):
             if count is not None:
                 start_of, end_of = np.where(count, start_of, columns), np.where(count, end_of, 0)
             taken = end_of - start_of if count is None else count
-            if (end_of + shift > end).any():
-                row = int(np.flatnonzero(end_of + shift > end)[0])
+            # Of a row without an action the ends above are no columns.
+            behind = (end_of + shift > end) & (taken > 0)
+            if behind.any():
+                row = int(np.flatnonzero(behind)[0])
                 raise FieldError(f"action_mask: row {row} masks in an action behind its last token")
             first = np.maximum(start, start_of + shift)
         actions = np.maximum(end - first, 0)

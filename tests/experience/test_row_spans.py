@@ -41,6 +41,14 @@ def test_both_ways_find_the_same(dtype, action_dtype, data):
     assert spans(mask, action_mask) == expected
 
 
+def test_a_row_without_an_action_may_end_before_the_action_columns():
+    found = spans(np.array([[1, 0, 0, 0], [1, 1, 1, 1]]), np.array([[0, 0], [0, 1]]))
+
+    assert (found.tokens, found.actions, found.end) == ([1, 4], [0, 1], [1, 4])
+    with pytest.raises(FieldError, match="row 0 masks in an action behind its last token"):
+        spans(np.array([[1, 0, 0, 0], [1, 1, 1, 1]]), np.array([[1, 0], [0, 1]]))
+
+
 @pytest.mark.parametrize(
     "mask",
     [
