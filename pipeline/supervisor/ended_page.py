@@ -151,7 +151,7 @@ def _points(path: Path, after: Point) -> Iterator[tuple[Fields, Point | None]]:
     for fields in _lines(path):
         step, unix_s = fields["step"], fields["time_unix_s"]
         if (evaluation := fields.get("evaluation")) is not None:
-            right = evaluation["total"].get("pass_at_1")
+            right = (evaluation.get("total") or {}).get("pass_at_1")
             evaluated = {} if right is None else {"pass_at_1": (right, 1.0)}
             is_later = unix_s > after.end_s
             at_s = end_s or unix_s
@@ -165,6 +165,8 @@ def _points(path: Path, after: Point) -> Iterator[tuple[Fields, Point | None]]:
         # The first step of a start has no speed: its time is not known, and it lasts none.
         start_s = max(end_s, unix_s - (tokens / speed if speed else 0.0))
         end_s = max(start_s, unix_s)
+        # Those of the time that it lasts: of points that are merged, tokens and seconds are added.
+        tokens = speed * (end_s - start_s)
         known = {name: (fields[field], 1.0) for name, field in LEARNING_FIELDS.items() if fields.get(field) is not None}
         has_reward, staleness = fields.get("reward_mean") is not None, fields.get("staleness_mean_versions")
         point = Point(

@@ -94,6 +94,13 @@ def test_a_damaged_history_is_no_obstacle(folder: Path, damage: bytes) -> None:
     assert live(folder)["history"] == whole
 
 
+def test_an_evaluation_without_a_total_is_no_obstacle(folder: Path) -> None:
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "time_unix_s": 1e9, "evaluation": {"total": null}}\n')
+
+    assert [point.get("pass_at_1") for point in live(folder)["history"]] == [None] * 4
+
+
 def test_a_history_is_continued_by_the_steps_behind_its_end(folder: Path, tmp_path: Path) -> None:
     history = History(folder / "history.msgpack", identity_of(config(tmp_path)))
     history.add(Point(AT_S - 2.0, AT_S + 1.0, 3.0, 1, 1.0, 0.25, 0.0625))
@@ -104,7 +111,21 @@ def test_a_history_is_continued_by_the_steps_behind_its_end(folder: Path, tmp_pa
     assert [(point["step"], point["reward"]) for point in points] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     # The step's span begins where the history ends.
     assert (points[0]["seconds"], points[1]["start_s"], points[1]["seconds"]) == (3.0, AT_S + 1.0, 1.0)
+    assert points[1]["tokens_per_s"] == 24.0
     assert [point["step"] for point in live(folder, AT_S + 1.5)["history"]] == [2, 3]
+
+
+def test_merged_points_have_the_speed_of_their_steps(folder: Path) -> None:
+    """Of a long run several steps are one point; the first of a start has no speed."""
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    first, second = (json.loads(line) for line in lines[:2])
+    steps = [first, *({**second, "step": step, "time_unix_s": AT_S + 2.0 * (step - 1)} for step in range(2, 2001))]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+
+    points = live(folder)["history"]
+
+    assert len(points) < 2000 and points[0]["seconds"] > 0
+    assert {round(point["tokens_per_s"]) for point in points} == {24}
 
 
 def test_the_state_is_that_of_the_end(folder: Path, tmp_path: Path) -> None:
