@@ -221,7 +221,7 @@ def test_rows_that_leave_go_on_in_a_graph_of_fewer_rows_that_is_kept() -> None:
     engine = engine_on(device, tiny.llama())
     # Few of them end in the eight steps between two looks.
     most_end = dataclasses.replace(SAMPLING, max_length=60, eos_token_ids=(1, 2))
-    batches = [dataclasses.replace(most_end, seed=seed) for seed in range(12)]
+    batches = [dataclasses.replace(most_end, seed=seed) for seed in range(6)]
     for sampling in batches:
         assert_tokens_of_the_plain_loop(engine, sampling=sampling, group_size=16)
     captures = device.captures
