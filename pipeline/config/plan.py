@@ -47,6 +47,7 @@ _OF_PASSES = (
 
 _PASS_TOKENS = 16_384
 """Tokens of a pass without a backward pass on a GPU, where no plan has chosen."""
+_ROW_STEP = 32
 _PASS_STATES, _PASS_INNER = 4, 3
 """Vectors of a token that such a pass holds at a time, of the hidden width and of the MLP's: those of one layer."""
 _PASS_LOGITS, _SAMPLED_LOGITS = 2, 5
@@ -302,6 +303,11 @@ def cache_bytes(config: Config, models: Models, rows: int) -> int:
     return math.ceil(rows * _cache_of_a_row(config, models) / config.rollout.tensor_parallel)
 
 
+def row_bucket(rows: int) -> int:
+    """Return the rows of the engine's tensors on a card: a power of two up to 32, then a multiple of 32."""
+    return 1 << (rows - 1).bit_length() if rows <= _ROW_STEP else -(-rows // _ROW_STEP) * _ROW_STEP
+
+
 def _cache_of_a_row(config: Config, models: Models) -> int:
     sizes = models.actor
     return WEIGHT_BYTES[config.model.dtype] * config.lengths.row * sizes.layers * sizes.cached
@@ -336,6 +342,7 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
             sampled = 4 * _SAMPLED_LOGITS * most * sizes.vocabulary
             terms["passes and graphs of the engine"] = _GRAPH_BYTES + sampled + _pass_bytes(sizes, width, _PASS_TOKENS)
     else:
+        rows = row_bucket(rows) if on_cards else rows
         terms["KV cache"] = rows * a_row
         if on_cards:
             # In the memory of graphs. The first token, outside of these, takes what passes over rows take later.

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from pipeline.config import plan
 from pipeline.config.losses import answers_every, worker_holds_actor
 from pipeline.config.model_files import model_sizes
-from pipeline.config.plan import checkpoint_bytes, kept_bytes_a_token, models_of, needs
+from pipeline.config.plan import checkpoint_bytes, kept_bytes_a_token, models_of, needs, row_bucket
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models.lora import adapt, adapter_of
@@ -286,10 +286,11 @@ def test_the_rows_of_a_worker_are_at_most_those_of_a_ticket(
     rollout = {"num_generations": 4, "batch_size": 2, "max_length": 10, **configured_rows}
     config = configured(folder, rollout=rollout)
 
-    found = needs(config, models_of(config), on_cards=True)
+    on_card, on_cpu = (needs(config, models_of(config), on_cards=on_cards) for on_cards in (True, False))
 
-    # Two layers with 32 elements a token, in float32.
-    assert found.worker["KV cache"] == rows * 10 * 2 * 32 * 4
+    # Two layers with 32 elements a token, in float32; on a card the engine's tensors have a power of two of rows.
+    assert on_cpu.worker["KV cache"] == rows * 10 * 2 * 32 * 4
+    assert on_card.worker["KV cache"] == row_bucket(rows) * 10 * 2 * 32 * 4
 
 
 def test_the_rows_of_a_worker_are_those_of_an_evaluation_where_its_ticket_is_larger(folder: Path) -> None:
@@ -298,7 +299,7 @@ def test_the_rows_of_a_worker_are_those_of_an_evaluation_where_its_ticket_is_lar
     (folder / "held-out.jsonl").write_text('{"prompt": "1"}\n')
     config = configured(folder, rollout=rollout, evaluation=evaluation)
 
-    found = needs(config, models_of(config), on_cards=True)
+    found = needs(config, models_of(config), on_cards=False)
 
     assert found.worker["KV cache"] == 15 * 10 * 2 * 32 * 4
 

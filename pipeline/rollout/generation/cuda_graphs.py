@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from pipeline.config.plan import row_bucket
 from pipeline.models.pass_size import released_when_full
 from pipeline.models.varlen_attention import uses_varlen_attention
 from pipeline.rollout.generation.graph_capture import GraphCapture
@@ -36,18 +37,12 @@ from pipeline.rollout.generation.token_sampler import NO_TOKEN, BegunRows, Token
 Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """Returns ``(rows, V)`` float32 logits of tokens, mask, positions and cache."""
 
-_ROW_STEP = 32
 _LEAST_ROOM_TOKENS = 64
 _LEAST_NEW_TOKENS = 32
 _EAGER_STEPS = 2
 """Steps before the capture: libraries initialize in them, and initialization must not be captured."""
 _MOST_BUCKETS = 128
 """A graph holds some MB of a card's memory; beyond this number the one that was not used for longest is dropped."""
-
-
-def row_bucket(rows: int) -> int:
-    """Return the rows of the tensors for a batch: a power of two up to 32, then a multiple of 32."""
-    return 1 << (rows - 1).bit_length() if rows <= _ROW_STEP else -(-rows // _ROW_STEP) * _ROW_STEP
 
 
 def room_bucket(filled: int, most: int, multiple: int = 1) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import FalconConfig, FalconForCausalLM, MistralConfig, MistralForCausalLM
 
+from pipeline.config.plan import row_bucket
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.inputs import cache_keyword
 from pipeline.models.pass_size import release_memory
@@ -450,7 +451,7 @@ def test_only_full_attention_by_sdpa_has_fixed_shapes() -> None:
 
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (17, 32), (32, 32), (33, 64), (97, 128)])
 def test_rows_are_rounded_up_to_powers_of_two_then_to_multiples_of_32(rows: int, bucket: int) -> None:
-    assert cuda_graphs.row_bucket(rows) == bucket
+    assert row_bucket(rows) == bucket
 
 
 @pytest.mark.parametrize(
