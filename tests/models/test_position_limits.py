@@ -170,6 +170,26 @@ def test_what_is_sampled_up_to_the_boundary_is_what_is_trained() -> None:
     torch.testing.assert_close(made.log_probs, trained, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("rope", DEPENDENT)
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_rows_with_limits_of_their_own_may_each_reach_the_boundary(rope: str, fixed_shapes: bool) -> None:
+    actor = seeded(LlamaForCausalLM, config_of(rope))
+    _, prompts, mask, _ = rows_of(5, 9)
+    generator = TransformersGenerator(actor, fixed_shapes=fixed_shapes)
+    sampling = Sampling(max_length=9 + BOUNDARY - 5, pad_token_id=0, seed=1)
+
+    made = generator.generate(prompts, mask, sampling, row_seeds=[1, 2], row_limits=[BOUNDARY - 5, BOUNDARY - 9])
+
+    assert made.log_probs is not None
+    for row, length in enumerate((5, 9)):
+        tokens, actions = made.sequences[row : row + 1, 9 - length : 9 - length + BOUNDARY], BOUNDARY - length
+        with torch.no_grad():
+            alone = action_log_probs(actor, tokens, torch.ones_like(tokens), actions)
+        torch.testing.assert_close(made.log_probs[row : row + 1, :actions], alone, atol=1e-4, rtol=0)
+    with pytest.raises(FieldError, match="rows of up to 17 tokens"):
+        generator.generate(prompts, mask, sampling, row_seeds=[1, 2], row_limits=[BOUNDARY - 5, BOUNDARY - 8])
+
+
 def test_a_maker_refuses_prompts_whose_rows_can_cross_the_boundary() -> None:
     actor = seeded(LlamaForCausalLM, config_of("longrope"))
     _, prompts, mask, _ = rows_of(5, 9)

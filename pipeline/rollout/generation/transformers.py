@@ -147,7 +147,11 @@ class TransformersGenerator:
         With `row_seeds` each row draws by its own seed, whatever the other rows and the room are. With `row_limits`
         each row ends after its own number of tokens.
         """
-        check_generation(self._model, (attention_mask != 0).sum(dim=1), sampling.max_length)
+        lengths, most = (attention_mask != 0).sum(dim=1), sampling.max_length
+        if row_limits is not None:
+            # The longest prompt and the largest room may be those of two rows.
+            most = int((lengths.cpu().repeat_interleave(group_size) + torch.tensor(row_limits)).max())
+        check_generation(self._model, lengths, most)
         prompts, width = input_ids.shape
         num_actions = sampling.max_length - width
         shape = (prompts * group_size, num_actions)
