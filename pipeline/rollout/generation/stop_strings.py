@@ -21,6 +21,7 @@ from torch import Tensor
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # A decoder may read the first tokens of a text differently: a space is left out, a character lacks its first bytes.
 _CONTEXT_TOKENS = 8
+_CHARACTER_BYTES = 4
 _WIDER = 4
 
 
@@ -39,6 +40,7 @@ class StopStrings:
         self.strings = tuple(strings)
         self._tokenizer = tokenizer
         self._longest = max(map(len, self.strings))
+        self._are_unfinished = any(_UNFINISHED in string for string in self.strings)
         # A token with a text has at least one byte of it.
         self._window_tokens = max(len(string.encode()) for string in self.strings) + _CONTEXT_TOKENS
         self._can_complete = torch.tensor([*self._candidates(), False])  # (tokens + 1,) bool
@@ -62,8 +64,8 @@ class StopStrings:
             return None
         width = self._window_tokens
         while width < len(token_ids):
-            text = self._text(token_ids[-width:])
-            if _UNFINISHED in text:
+            text = self._end(token_ids, width)
+            if text is None:
                 break
             if len(text) >= self._longest + _CONTEXT_TOKENS:
                 if not any(string in text for string in self.strings):
@@ -91,6 +93,23 @@ class StopStrings:
         for row in ended.nonzero().flatten().tolist():
             ended[row] = self.completed_by(responses[row].tolist()) is not None
         return ended
+
+    def _end(self, token_ids: Sequence[int], width: int) -> str | None:
+        """Return the text of the last tokens, some `width`, up to the last whole character.
+
+        None if a character before is broken: the tokens in front of these may make it another one. Where the first
+        token has the rest of a character, one of the next three in front of it begins one.
+        """
+        best: str | None = None
+        for more in range(_CHARACTER_BYTES):
+            text = self._text(token_ids[-width - more :])
+            if _UNFINISHED not in text:
+                return text
+            # An unfinished character completes nothing, unless a string has one.
+            whole = text.rstrip(_UNFINISHED)
+            if not self._are_unfinished and _UNFINISHED not in whole and (best is None or len(whole) > len(best)):
+                best = whole
+        return best
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(

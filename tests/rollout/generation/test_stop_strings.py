@@ -148,9 +148,34 @@ def test_a_string_is_found_however_it_is_tokenized() -> None:
         assert end < 2 or stops.completed_by(ids[: end - 1]) is None
 
 
-def test_a_long_response_is_not_decoded_a_token_at_a_time() -> None:
-    tokenizer, decoded = TOKENIZERS["byte-level"], [0, 0]
-    stops = StopStrings(["</answer>"], tokenizer)
+EMOJI = "😀😃🙂 नमस्ते 日本。"
+
+
+@pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
+@pytest.mark.parametrize("string", ["。", "本", "日本。", "🙂 न", "本\N{REPLACEMENT CHARACTER}"])
+def test_the_end_is_found_among_characters_of_several_tokens(name: str, string: str) -> None:
+    tokenizer, draws = TOKENIZERS[name], random.Random(3)
+    characters = [tokenizer(character, add_special_tokens=False)["input_ids"] for character in EMOJI]
+    # The sign of a space that sentencepiece puts in front.
+    characters = [ids[1:] if len(ids) > 1 and not tokenizer.decode(ids[:1]) else ids for ids in characters]
+    stops = StopStrings([string], tokenizer)
+    found = 0
+
+    for _ in range(60):
+        ids = [token for _ in range(draws.randrange(1, 40)) for token in draws.choice(characters[:13])]
+        # With and without a broken character in between.
+        ids += draws.choice(characters)[: draws.randrange(1, 4)] if draws.random() < 0.5 else []
+        ids += [token for character in characters[12:] for token in character]
+        end = slow_end(tokenizer, [string], ids)
+        assert stops.end_of(ids) == end, ids
+        found += end is not None
+    # A broken character of sentencepiece breaks all of its neighbours.
+    assert found or (name, string[-1]) == ("sentencepiece", "\N{REPLACEMENT CHARACTER}")
+
+
+def count_decoded(stops: StopStrings, tokenizer: Any) -> list[int]:
+    """Return the texts that are decoded from now on, and their tokens."""
+    decoded = [0, 0]
 
     class Counting:
         def decode(self, ids: list[int], **keywords: Any) -> str:
@@ -159,6 +184,26 @@ def test_a_long_response_is_not_decoded_a_token_at_a_time() -> None:
             return str(tokenizer.decode(ids, **keywords))
 
     stops._tokenizer = Counting()
+    return decoded
+
+
+@pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
+def test_characters_of_several_tokens_are_decoded_at_the_end_of_a_response_alone(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer("😀😃🙂 नमस्ते " * 80, add_special_tokens=False)["input_ids"]
+    stops = StopStrings(["。"], tokenizer)
+    decoded = count_decoded(stops, tokenizer)
+
+    assert stops.end_of(ids) is None
+
+    assert len(ids) > 2000
+    assert decoded[1] < 400 * len(ids), "the whole response each time is 500 tokens for each 1,000 of them, and more"
+
+
+def test_a_long_response_is_not_decoded_a_token_at_a_time() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    stops = StopStrings(["</answer>"], tokenizer)
+    decoded = count_decoded(stops, tokenizer)
     text = tokenizer("the answer is 12 > 11. " * 80, add_special_tokens=False)["input_ids"]
     ids = [*text, *tokenizer("</answer>", add_special_tokens=False)["input_ids"]]
     ended = [n for n in range(1, len(ids) + 1) if stops.completed_by(ids[:n]) is not None]
