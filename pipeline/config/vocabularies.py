@@ -7,6 +7,7 @@ last rows are padding, which the actor can sample all the same.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pipeline.config.model_files import json_object
@@ -45,6 +46,19 @@ def problem_of_vocabulary(folder: Path, actor: Path) -> str:
         f"{folder} has another tokenizer than model.actor, and gets its token ids: {len(others):,} of {len(mine):,} "
         f"mean another token there, such as {number}, {token!r} of the actor and {other!r} there"
     )
+
+
+def problem_of_stop_tokens(folder: Path, sequences: Iterable[Sequence[int]]) -> str:
+    """Return which token of stop sequences the model in a folder does not have, else an empty text."""
+    return problem_of_tokens(sequences, _rows(folder))
+
+
+def problem_of_tokens(sequences: Iterable[Sequence[int]], vocabulary: int | None) -> str:
+    """Return which token of sequences a vocabulary does not have, else an empty text; None: it is not known."""
+    highest = max((token for sequence in sequences for token in sequence), default=-1)
+    if vocabulary is None or highest < vocabulary:
+        return ""
+    return f"model.actor has no token {highest:,}: its ids are below {vocabulary:,}"
 
 
 def _rows(folder: Path) -> int | None:

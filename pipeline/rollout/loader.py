@@ -287,6 +287,7 @@ def new_roller(
         vision: The reader of prompts with images; None if the actor takes none.
         vocabulary: Tokens of the actor's vocabulary.
     """
+    sampling = sampling_of(config, maker.tokenizer, vocabulary)
     roller = LocalRoller(
         maker,
         PromptSource(prompts, config.daemon.seed),
@@ -296,7 +297,7 @@ def new_roller(
         lengths=config.lengths,
         vocabulary=vocabulary,
         template=rendering_of(config.prompts),
-        sampling=sampling_of(config, maker.tokenizer, vocabulary),
+        sampling=sampling,
         vision=vision,
         turns=environment,
         readers=prompt_readers(functions, maker.reward_model),

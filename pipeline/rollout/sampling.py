@@ -15,6 +15,8 @@ from typing import Any
 from pipeline.config.model_files import end_token_ids
 from pipeline.config.schema import Config
 from pipeline.config.types import stop_sequences_of
+from pipeline.config.vocabularies import problem_of_tokens
+from pipeline.errors import ConfigError
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.stop_strings import StopStrings
 
@@ -28,13 +30,19 @@ def sampling_of(config: Config, tokenizer: Any, vocabulary: int) -> Sampling:
         config: The instance's.
         tokenizer: The actor's.
         vocabulary: Tokens of the model.
+
+    Raises:
+        ConfigError: If the model lacks a token of `rollout.stop_token_ids`, which would end no response.
     """
     rollout = config.rollout
+    stop_sequences = stop_sequences_of(rollout.stop_token_ids)
+    if problem := problem_of_tokens(stop_sequences, vocabulary):
+        raise ConfigError(f"rollout.stop_token_ids: {problem}")
     return Sampling(
         max_length=config.lengths.row,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_ids=end_tokens(config, tokenizer, vocabulary),
-        stop_sequences=stop_sequences_of(rollout.stop_token_ids),
+        stop_sequences=stop_sequences,
         stop_strings=_strings(rollout.stop, tokenizer),
         temperature=rollout.temperature,
         top_p=rollout.top_p,

@@ -29,9 +29,9 @@ from pipeline.config.positions import problem_of_positions
 from pipeline.config.rewards import OwnReward, missing_package, reward_models
 from pipeline.config.schema import Config
 from pipeline.config.sections import missing_tracker
-from pipeline.config.types import BUILTIN_PREFIX
+from pipeline.config.types import BUILTIN_PREFIX, stop_sequences_of
 from pipeline.config.vllm_release import refusal_of_vllm
-from pipeline.config.vocabularies import NO_IMAGES, problem_of_vocabulary
+from pipeline.config.vocabularies import NO_IMAGES, problem_of_stop_tokens, problem_of_vocabulary
 from pipeline.errors import ConfigError
 from pipeline.prompts.check import check
 from pipeline.prompts.rendering import rendering_of
@@ -99,6 +99,8 @@ def _problems_of_models(loaded: LoadedConfig) -> Problems:
         problem = f'must be "none": {actor} is a vision-language model, which is not quantized'
         yield "rollout.quantization", problem
     yield from _problems_of_vocabularies(config)
+    stops = stop_sequences_of(config.rollout.stop_token_ids)
+    yield "rollout.stop_token_ids", problem_of_stop_tokens(actor, stops)
     yield "model.lora_adapter", _problem_of_adapter(loaded)
 
 

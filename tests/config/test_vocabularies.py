@@ -99,3 +99,15 @@ def test_the_key_of_each_model_that_reads_the_rows_is_named_before_a_start(tmp_p
     problems = [line for line in problems_of_files(load(None, sets, {})) if "another tokenizer" in line]
 
     assert len(problems) == 1 and problems[0].startswith(f"--set model.{name}: ")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("stops", "is_refused"), [("[[1, 9], [3]]", False), ("[[1, 10], [3]]", True), ("10", True)])
+def test_a_stop_token_that_the_model_does_not_have_is_refused_before_a_start(tmp_path, stops, is_refused, nested):
+    actor = a_model(tmp_path / "actor", nested=nested)
+    sets = [f"model.actor={actor}", f"rollout.stop_token_ids={stops}"]
+
+    problems = [line for line in problems_of_files(load(None, sets, {})) if "stop_token_ids" in line]
+
+    expected = "model.actor has no token 10: its ids are below 10"
+    assert [line.partition(": ")[2] for line in problems] == [expected] * is_refused

@@ -15,6 +15,7 @@ from pipeline.config.identity import run_dir
 from pipeline.config.model_files import end_token_ids
 from pipeline.config.schema import Config
 from pipeline.config.types import stop_sequences_of
+from pipeline.errors import ConfigError
 from pipeline.models.loading import load_tokenizer
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.loader import load_roller
@@ -201,6 +202,11 @@ def test_tokens_beside_the_tokenizers_are_named_and_ordinary_ones_warned_of(
         ("INFO", "a response ends with tokens beside the tokenizer's eos: ids=[0] file=generation_config.json eos=1"),
         ("WARNING", "a response ends with tokens that are no special tokens: ids=[7] file=config.json"),
     ]
+
+
+def test_a_stop_token_beyond_the_vocabulary_is_refused_by_every_worker(load: Callable[..., LocalRoller]) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids: model\.actor has no token 1,000,000"):
+        load(rollout={"stop_token_ids": [[FOUR, 10**6]]})
 
 
 def test_files_without_a_list_of_ends_name_none(tmp_path: Path) -> None:
