@@ -25,7 +25,8 @@ class ActorGenerator:
     """An engine over any object with the Hugging Face convention of ``generate``.
 
     The actor gets rows in batch order at full prompt width, with the prompts already repeated, and returns ``(B, T)``
-    ids. It draws from the global random state, which is seeded for the call and restored after it.
+    ids. It draws from the global random state, which is seeded for the call and restored after it: a row's tokens
+    depend on the rows beside it, so that other `batch_rows` give other tokens.
 
     Args:
         actor: ``generate(input_ids=, attention_mask=, max_length=, do_sample=, temperature=, top_k=, top_p=,

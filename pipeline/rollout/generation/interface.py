@@ -111,7 +111,8 @@ class ResponseGenerator(Protocol):
             attention_mask: ``(prompts, P)``, 1 where the token is real.
             sampling: The sampling parameters; P is below `max_length`.
             group_size: Responses of each prompt (G), contiguous in the result.
-            batch_rows: Rows that run at a time, at most; None for all. It bounds memory and changes no token.
+            batch_rows: Rows that run at a time, at most; None for all. It bounds memory and changes no token, save
+                of `hf_generate`.
             vision: Images and videos of the prompts; not passed if no prompt has any.
 
         Returns:
