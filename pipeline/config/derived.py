@@ -11,6 +11,7 @@ from typing import Final
 from pipeline.config.evaluation import prompts_per_ticket
 from pipeline.config.losses import lacks_ratio_for_staleness, log_probs_by
 from pipeline.config.own_model import Default
+from pipeline.config.plan import VLLM_ROWS
 from pipeline.config.schema import Config
 from pipeline.config.types import BUILTIN_PREFIX
 
@@ -73,7 +74,9 @@ def _of_rollouts(config: Config, *, on_cards: bool) -> dict[str, Default]:
         "rollout.engine_gap_nats": Default(
             None, "for fp8" if rollout.quantization == "fp8" else f"by the tolerance of {config.model.dtype}"
         ),
-        "rollout.inference_batch_size": Default(None, f"the {rows} rows of a ticket"),
+        "rollout.inference_batch_size": Default(
+            None, f"{VLLM_ROWS} rows of vLLM" if rollout.engine == "vllm" else f"the {rows} rows of a ticket"
+        ),
         "rollout.logits_forward_batch_size": Default(None, _rows_of_a_pass(config, on_cards=on_cards)),
         "rollout.logits_forward_tokens": Default(None, _tokens_of_a_pass(config, on_cards=on_cards)),
     }

@@ -133,7 +133,7 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
     lam: float = Field(default=0.95, ge=0, le=1)
     """Lambda of generalized advantage estimation (PPO)."""
     inference_batch_size: int | None = Field(default=None, ge=1)
-    """Rows generated at once; left out: the ticket's; halved if a GPU is full."""
+    """Rows generated at once; left out: the ticket's, of vLLM 256; halved if a GPU is full (not of vLLM)."""
     logits_forward_batch_size: int | None = Field(default=None, ge=1)
     """Rows per forward pass of log-probs or values; left out: of logits_forward_tokens on a GPU, a minute's on a CPU;
     halved if a GPU is full."""

@@ -55,6 +55,8 @@ def test_every_key_that_may_be_left_out_has_a_default_with_its_origin_or_is_off(
             False,
             'log_probs = "trainer"  # default; trainer.policy_loss reinforce with stale rows',
         ),
+        ((), False, "# inference_batch_size is left out  # the 128 rows of a ticket"),
+        (("rollout.engine=vllm",), False, "# inference_batch_size is left out  # 256 rows of vLLM"),
         ((), False, 'advantages = "grpo"  # default; for grpo'),
         (("rollout.algorithm=ppo",), False, 'advantages = "gae"  # default; for ppo'),
         (("rollout.algorithm=ppo",), False, "sample_batch_size = 128  # default; for ppo"),
