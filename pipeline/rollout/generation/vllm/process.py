@@ -8,6 +8,7 @@ closed. Its output goes into the worker's log.
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import logging
 import os
@@ -35,6 +36,8 @@ _IDLE_S = 1.0
 _REPORT_S = 0.1
 # vLLM's errors where another process took or freed memory of the card between two of its looks.
 _CHANGED_MEMORY = ("Free memory on device", "Error in memory profiling")
+# Errors of the system that a file of the model has; transformers' own have no number. Others are the machine's.
+_OF_A_FILE = (None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +191,8 @@ def _refusal(error: Exception) -> wire.Failed:
     """Return the report of a failed start; what another configuration or model cures is no reason for a restart."""
     wrong = isinstance(error, ValueError | TypeError | OSError | NotImplementedError | ImportError | AssertionError)
     wrong = wrong and not str(error).startswith(_CHANGED_MEMORY)
+    if isinstance(error, OSError):
+        wrong = wrong and error.errno in _OF_A_FILE
     return wire.Failed("config" if wrong else "engine", _one_line(error))
 
 

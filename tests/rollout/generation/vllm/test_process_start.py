@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,14 +89,16 @@ def test_an_engine_is_executed_where_the_forkserver_dies_as_it_is_asked(
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
+        (OSError("no file named model.safetensors"), "config"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), "config"),
+        (OSError(errno.EMFILE, "Too many open files"), "engine"),
+        (OSError(errno.EADDRINUSE, "Address already in use"), "engine"),
         (ValueError("Free memory on device cuda:0 (27.94/74.51 GiB) on startup is less than desired"), "engine"),
         (AssertionError("Error in memory profiling. Initial free memory 20.0 GiB, current free memory 30.0"), "engine"),
         (ValueError("To serve at least one request, more KV cache is needed"), "config"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "engine"),
     ],
 )
-def test_memory_of_the_card_that_others_took_or_freed_meanwhile_is_a_reason_to_start_again(
-    error: Exception, kind: str
-) -> None:
+def test_what_the_machine_lacks_for_the_moment_is_a_reason_to_start_again(error: Exception, kind: str) -> None:
     """A configuration that cannot be ends the run, by whichever worker starts again."""
     assert process._refusal(error).kind == kind
