@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benches import rollout_peers as peers
 from benches.rollout import _COATI, _GENERATE, _OURS, check, coati, ours
+from benches.rollout_card import read_bytes
 from benches.rollout_peers import EOS, PAD, Work
 
 WORK = Work(prompts=3, prompt_tokens=12, group_size=2, new_tokens=10)
@@ -48,6 +50,19 @@ def test_a_response_ends_with_its_first_eos():
     tokens = torch.tensor([[5, EOS, 7, EOS], [5, 6, 7, 8], [EOS, PAD, PAD, PAD]])
 
     assert peers.lengths_of(tokens).tolist() == [2, 4, 1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_on_a_card_reads_the_input_embedding_as_the_head_alone(tied):
+    config = LlamaConfig(
+        vocab_size=10, hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+    found = read_bytes(LlamaForCausalLM(config))
+
+    # The head; queries and the output, keys and values; the MLP; three norms. Four bytes each.
+    assert found == 4 * (10 * 4 + 2 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 6 + 3 * 4)
 
 
 def test_texts_are_prompts_without_their_padding():
