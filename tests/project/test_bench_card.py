@@ -90,9 +90,10 @@ def command_of(pid):
         return ""
 
 
-REPORT = """<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1">
+REPORT = """<testsuites><testsuite tests="6" failures="1" errors="2" skipped="1">
 <testcase name="test_a"/><testcase name="test_b"/><testcase name="test_c"><skipped message="no"/></testcase>
 <testcase name="test_d"><failure message="AssertionError: 3 is not 4&#10;more">text</failure></testcase>
+<testcase name="test_d"><error message="left behind">text</error></testcase>
 <testcase name="test_e"><error message="no fixture">text</error></testcase></testsuite></testsuites>"""
 
 
@@ -105,9 +106,11 @@ def test_tests_are_counted_and_those_that_failed_are_named(tmp_path):
     assert rows == [
         Row("tests that need a GPU", "2 passed, 2 failed, 1 skipped", failed="pytest ended with 1"),
         Row("`test_d`", failed="AssertionError: 3 is not 4"),
+        Row("`test_d`", failed="left behind"),
         Row("`test_e`", failed="no fixture"),
     ]
-    path.write_text('<testsuites><testsuite tests="2" failures="0" errors="0" skipped="2"/></testsuites>')
+    skipped = "".join(f'<testcase name="{name}"><skipped/></testcase>' for name in "ab")
+    path.write_text(f"<testsuites><testsuite>{skipped}</testsuite></testsuites>")
     assert [*of_report(path, 0)] == [Row("tests that need a GPU", "0 passed, 0 failed, 2 skipped")]
     path.write_text('<testsuites><testsuite tests="0" failures="0" errors="0" skipped="0"/></testsuites>')
     assert [row.failed for row in of_report(path, 5)] == ["pytest ended with 5"], "none was found"
