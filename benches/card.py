@@ -39,16 +39,16 @@ _SHM = Path("/dev/shm")
 _TEXT = """*tests*: the tests that need a GPU. *embedded*: the embedded task, with SIGKILL of a worker, the trainer, the
 buffer and a worker again. *transformers*, *vllm*: a run on a random model of Qwen2.5-0.5B's shape with each engine that
 is installed, {new} tokens a response; memory is what the card has in use beside what it had before. *train*: steps on
-ragged rows of the same model, up to {longest} tokens, padded and packed; its head and the log-probs alone. *publish*:
-weights through shared memory, against page-locked memory of the card. All figures of a run are those of its own
-metrics."""
+ragged rows of the same model, up to {longest} tokens, padded and packed; its head and the log-probs alone; one way
+after the other, ratios are those of the medians. *publish*: weights through shared memory, against page-locked memory
+of the card. All figures of a run are those of its own metrics."""
 _KILLS_TEXT = """The embedded task with both roles on the card, undisturbed and with SIGKILL of each role in turns, the
 supervisor's command started again at once; with vLLM also of its process; TRL where it is installed, one process, with
 a checkpoint each 10 steps. One run each. How each figure is counted: `bin/bench kills`."""
 _SLEEP_TEXT = """`rollout.sleep`: the engine of a run on a random model sleeps while the trainer steps on the same card;
 Qwen2.5-1.5B's shape trained whole (*colocated*), 7B's with LoRA (*colocated-lora*), vLLM with a cache of 8 GiB. Memory
-is that of the card beside what was in use before the run, read every 20 ms, the largest of a phase, asleep the least;
-the terms are those of `rlhfd plan`, the largest five."""
+is that of the card beside what was in use before the run, read again and again, 20 ms after each reading, the largest
+of a phase, asleep the least; the terms are those of `rlhfd plan`, the largest five."""
 
 
 class _Group(NamedTuple):

@@ -22,8 +22,9 @@ _INTRODUCTION = """# Results
 
 Written by `bin/bench`, which measures the sections that take 15 minutes together; `bin/bench NAME` measures one. The
 sections *card*, *sleep* and those named after a card are of `bin/card`, each of a run on that card.
-A figure is the median, with the range over the rounds in brackets. Compared ways were measured in turns, and a ratio is
-the median of the ratios of the rounds: on a machine with other users, ratios hold and absolute figures do not.
+A figure is the median, with the range over the rounds in brackets. Unless a section says otherwise, compared ways were
+measured in turns, and a ratio is the median of the ratios of the rounds: on a machine with other users, ratios hold and
+absolute figures do not.
 """
 _VERSIONS = ("torch", "numpy", "pyzmq", "transformers")
 

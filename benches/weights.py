@@ -95,16 +95,14 @@ def _measure(nbytes: int, device: torch.device, *, rounds: int) -> list[tuple[st
         found = {name: Sample.of(values) for name, values in interleaved(ways, rounds).items()}
         alone = _looks(reader)
         with _Fetching(path, nbytes):
-            beside = {
-                f"{name}, beside a fetch": Sample.of(ways[name]() for _ in range(rounds))
-                for name in ("plain copy", "publish", "fetch")
-            }
+            taken = interleaved({f"{name}, beside a fetch": way for name, way in ways.items()}, rounds)
+            beside = {name: Sample.of(values) for name, values in taken.items()}
             looks = _looks(reader)
         label = f"{nbytes / _GIB:.3g} GiB"
         rows = [
-            (label, name, str(Sample.of(nbytes / 1e9 / value for value in taken.values)), str(copy.over(taken)))
+            (label, name, str(Sample.of(nbytes / 1e9 / value for value in own.values)), str(copy.over(own)))
             for copy, group in ((found["plain copy"], found), (beside["plain copy, beside a fetch"], beside))
-            for name, taken in group.items()
+            for name, own in group.items()
         ]
         rows.append((label, "a look for a newer version", f"{alone} µs at the 99th percentile", ""))
         rows.append((label, "a look, beside a fetch", f"{looks} µs at the 99th percentile", ""))
