@@ -53,18 +53,19 @@ _FIRST_STEPS = 3
 _UNDISTURBED, _KILLED = "undisturbed", "killed"
 _TEXT = """The embedded task, a Llama of 0.86 M parameters that learns to sort digits: {rows} rows a step, {steps}
 steps, {seeds}. *Killed*: SIGKILL after every {every} steps, in rlhfd of the worker, the trainer, the buffer and the
-supervisor in turns, whose command is started again at once, in TRL ({trl}) of its only process, which is started again
-at once too. rlhfd runs with its defaults, one checkpoint at the end. TRL writes a checkpoint each {save} steps and
-resumes from the last one. A kill costs the difference of both runs of a seed to the end of the last step, divided by
-the kills: imports and loading of the process that is started again are part of it. Steps computed again were taken once
-more, from the state before them; a kill comes right after the end of a step, whose weights have mostly been published
-by then; within a step it would cost either way the begun part of that step too. Rows lost were sampled and are in no
-step of the final model: rlhfd's dropped rows, less those of the undisturbed run, which drops the rows that were ahead
-at its end too; TRL's are those of the steps that are computed again. Rows trained twice are in two steps of the final
-model: rows of its steps less the rows that the ledger counts as trained; TRL samples within its step, so that it has
-none. The cost by process is the time from a kill to the next one, or to the end, less the median step of the
-undisturbed run of that seed for each step between; the start of the run is no part of it. verl and OpenRLHF, which need
-a GPU, resume from a checkpoint as TRL does, and were not measured. {note}"""
+supervisor in turns, whose command is started again at once, in TRL ({trl}) of its only process, which is started
+again at once too. TRL has one thread, rlhfd one in each of its two processes at work; with two threads a step of
+TRL's takes 0.66 of the time (`bin/bench run`). rlhfd runs with its defaults, one checkpoint at the end. TRL writes a
+checkpoint each {save} steps and resumes from the last one. A kill costs the difference of both runs of a seed to the
+end of the last step, divided by the kills: imports and loading of the process that is started again are part of it.
+Steps computed again were taken once more, from the state before them; a kill comes right after the end of a step,
+whose weights have mostly been published by then; within a step it would cost either way the begun part of that step
+too. Rows lost were sampled and are in no step of the final model: rlhfd's dropped rows, less those of the undisturbed
+run, which drops the rows that were ahead at its end too; TRL's are those of the steps that are computed again. Rows
+trained twice are in two steps of the final model: rows of its steps less the rows that the ledger counts as trained;
+TRL samples within its step, so that it has none. The cost by process is the time from a kill to the next one, or to
+the end, less the median step of the undisturbed run of that seed for each step between; the start of the run is no
+part of it. verl and OpenRLHF, which need a GPU, resume from a checkpoint as TRL does, and were not measured. {note}"""
 
 
 class Steps(NamedTuple):

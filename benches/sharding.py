@@ -312,7 +312,9 @@ def run(*, quick: bool) -> Sequence[Section]:
     text = (
         f"A Llama of {parameters / 1e6:.0f} M parameters, float32, on {RANKS} ranks of a thread each; {shape.rows} rows"
         f" of {shape.tokens} tokens a rank, in two micro-batches. Memory is the largest of any rank in a step beside"
-        " the publish of the one before, without the mapped pages of /dev/shm."
+        " the publish of the one before, without the mapped pages of /dev/shm. To save memory whole ranks publish"
+        ' weights alone (`trainer.keep_state = "disk"`), sharded ones the training state too: /dev/shm and seconds'
+        " a step of the two are of different work."
     )
     header = (
         "way", "a rank", "by `rlhfd plan`", "of whole ranks", "/dev/shm", "by `rlhfd plan`", "a step",

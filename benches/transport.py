@@ -135,7 +135,9 @@ The CPU of a way's own idle daemons counts only during its turn. rlhfd runs with
 on both sides: an *external trainer* gets padded batches, or, *without padding*, rows without full masks, as they lie in
 memory; *its own trainer* gets such rows, and writes its metrics elsewhere. Each call of the class for scripts waits for
 an answer of its server. *bare* has the same three processes and messages, and plain copies of whole blocks into shared
-memory and out of it: no torch, trimming, checksums, ledger or recovery; the distance to it is the gain that is
-possible. Raw ZeroMQ goes directly from producer to consumer, so that data in a consumer is lost when it dies; its
+memory and out of it, with their padding: no torch, trimming, checksums, ledger or recovery; the distance to it
+estimates the gain that is possible. Rows reach rlhfd's worker as its maker makes them, without padding: each append is
+trimmed once, before its first round. Those of the class for scripts are trimmed, and the other ways send padded arrays,
+each time. Raw ZeroMQ goes directly from producer to consumer, so that data in a consumer is lost when it dies; its
 second row has ZeroMQ's own streamer between.
 """
