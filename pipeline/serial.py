@@ -130,6 +130,8 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
         if completed := open_run(config, shm_dir, back_to=back_to, dtype_follows_gpus=loaded.dtype_follows_gpus):
             _tell(completed)
             return ExitCode.OK
+        if config.metrics.tracker:
+            log.warning("metrics.tracker: no tracker runs with --serial; the next start without it sends the lines")
         workspace = begin_run(config, shm_dir, checked_layout(config))
         shm_lock.hold()
         serial, has_begun = None, False

@@ -51,3 +51,14 @@ def test_a_tracker_that_is_killed_and_then_stopped_costs_the_run_nothing(tmp_pat
         assert daemon.wait() == 0, daemon.errors
         assert tracker_of(daemon) == []
         assert "tracker tensorboard has not ended within 15 s, it is killed" in daemon.errors
+
+
+def test_a_serial_run_says_that_it_has_no_tracker(tmp_path: Path, task: Path) -> None:
+    if problem := missing_tracker("tensorboard"):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(problem)
+    sets = (*SMALL, "metrics.tracker=['tensorboard']", "trainer.max_steps=1")
+
+    with Daemon(tmp_path, *sets, task=task, arguments=("--serial",)) as daemon:
+        assert daemon.wait() == 0, daemon.errors
+
+    assert "metrics.tracker: no tracker runs with --serial" in daemon.errors
