@@ -193,8 +193,8 @@ class BufferItem:
         action_mask: ``(A,)`` bool.
         base_action_log_probs: ``(A,)`` float32.
         returns: As `values`.
-        info: Any values, by name. Batching makes a tensor of numbers, and of tensors of one shape and dtype; of other
-            values, and of a mixture, it makes a list.
+        info: Any values, by name. Batching makes a tensor of numbers, and of tensors of one shape and dtype, also with
+            numbers of that dtype among tensors without dimensions; of other values it makes a list.
         action_entropy: ``(A,)`` float32.
         labels: Any object.
         references: Any object.

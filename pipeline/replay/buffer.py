@@ -331,7 +331,11 @@ class DetachedReplayBuffer:
         )  # fmt: skip
 
     def flush(self) -> int:
-        """Make all ready rows available, the last batch smaller if need be; return the number of ready rows."""
+        """Make all ready rows available, the last batch smaller if need be.
+
+        Returns:
+            The number of ready rows that no earlier call has made available.
+        """
         return self._ask("flush").rows
 
     def clear(self) -> int:
