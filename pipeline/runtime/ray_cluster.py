@@ -63,16 +63,37 @@ def _connected(address: str) -> str | None:
     """Connect to the cluster at an address; return the reason if this cannot be done."""
     # Only the gateways of a cluster load it.
     import ray
+    from ray.exceptions import RayError
 
+    place = address
     try:
-        if address != "auto":
-            # Ray itself would try for minutes, without a message.
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        if address == "auto":
+            place = _joined_address()
+        # Ray itself would try for minutes, without a message.
+        host, _, port = place.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        # Not `place`: Ray looks for the token of a cluster by itself for "auto" alone.
         ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
-    except (OSError, RuntimeError, ValueError) as error:
-        return f"cluster.address: no Ray cluster at {address} that this machine is part of (ray start): {error}"
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        told = one_line(error)
+        return f"cluster.address: no Ray cluster at {place} that this machine is part of (ray start): {told}"
     return None
+
+
+def _joined_address() -> str:
+    """Return the address that is "auto" for Ray.
+
+    Raises:
+        ConnectionError: If there is none.
+    """
+    from ray._private import services
+
+    # As `ray.init` does: it keeps the address of a node that has ended.
+    services.find_gcs_addresses.cache_clear()
+    address: str | None = services.canonicalize_bootstrap_address("auto")
+    if address is None:
+        raise ConnectionError("RAY_ADDRESS is local")
+    return address
 
 
 def begin_actor() -> None:

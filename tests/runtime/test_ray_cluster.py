@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,18 @@ def test_at_a_later_start_it_waits_without_a_deadline_and_says_so_until_a_shutdo
     assert [text.partition(" that this")[0] for text in told] == [
         "waits for the cluster: cluster.address: no Ray cluster at 127.0.0.1:9"
     ]
+
+
+@pytest.mark.needs("ray")
+def test_a_gone_cluster_that_ray_finds_by_itself_is_waited_for_too(gateway, monkeypatch, caplog) -> None:
+    """Ray itself tries a head that has ended for a quarter of an hour, without a word."""
+    context, reports = gateway
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    started_s = time.monotonic()
+
+    with pytest.raises(NoRoomError):
+        join(Config.model_validate({"cluster": {"engine": "ray", "address": "auto"}}), context)
+
+    assert time.monotonic() - started_s < 30.0
+    assert reports == [Report(state="pending")]
+    assert re.search(r"waits for the cluster: cluster\.address: no Ray cluster at \S+:9 that", caplog.text)
