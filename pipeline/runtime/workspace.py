@@ -108,7 +108,6 @@ class Workspace:
                 and that this start would not resume.
         """
         _make_own(folder)
-        folder.chmod(0o700)
         anew = config.trainer.resume == "never"
         workspace = None if anew else cls._left_behind(folder, config, layout)
         if workspace is None:
@@ -185,8 +184,9 @@ class Workspace:
     def _fresh(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
         if any(folder.iterdir()):
             log.warning("files of another run in shared memory are removed: folder=%s", folder)
-        for left in folder.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            # Not the files alone: the sockets of an external trainer that lives on lead into the folder (`connect`).
+            shutil.rmtree(folder)
+            _make_own(folder)
         Arena.create(
             folder / "arena",
             payload_bytes=config.buffer.arena_bytes,
@@ -242,3 +242,4 @@ def _make_own(folder: Path) -> None:
         if error.errno == errno.ENOSPC:
             raise no_room(folder.parent, PAGE_BYTES, "a folder") from error
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+    folder.chmod(0o700)

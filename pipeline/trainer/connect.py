@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import time
 from pathlib import Path
@@ -109,9 +110,13 @@ def open_connection(
         opened.callback(_unlock, descriptor)
         arena = opened.enter_context(contextlib.closing(Arena(folder / "arena")))
         arena.populate()
-        mailbox = opened.enter_context(contextlib.closing(Mailbox(folder, trainer_name(rank), traffic)))
-        outbox = Outbox(folder, BUFFER, traffic)
-        opened.callback(outbox.close, linger_s=1.0)
+        place = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, place)
+        # Not by its name: a later daemon, whose folder has the same one, would count its own leases as trained.
+        here = Path(f"/proc/self/fd/{place}")
+        mailbox = opened.enter_context(contextlib.closing(Mailbox(here, trainer_name(rank), traffic)))
+        outbox = Outbox(here, BUFFER, traffic)
+        opened.callback(lambda: outbox.close(linger_s=0.0 if _is_removed(place) else 1.0))
         metrics = None
         if external is not None:
             metrics = ExternalMetrics(folder / "metrics", rank=rank, reward_source=reward_source(external))
@@ -119,11 +124,17 @@ def open_connection(
             arena, folder / "weights", mailbox, outbox,
             rank=rank, world_size=world_size, prefetch=prefetch, gathering=gathering,
             on_close=opened.close, check=check, metrics=metrics, weight_slots=weight_slots,
+            has_ended=functools.partial(_is_removed, place),
         )  # fmt: skip
     except BaseException:
         # Else the rank would be connected as long as this process lives, and no later attempt could be.
         opened.close()
         raise
+
+
+def _is_removed(place: int) -> bool:
+    """Return whether an open folder is removed: a daemon that ends removes its own, a killed one leaves it."""
+    return os.fstat(place).st_nlink == 0
 
 
 def _unlock(descriptor: int) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 
-from pipeline.errors import DeadlineError, WeightsError
+from pipeline.errors import DeadlineError, UnreachableError, WeightsError
 from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.types import Experience
 from pipeline.models.lora import without_peft_names
@@ -94,6 +94,7 @@ class Connection:
         metrics: ExternalMetrics | None = None,
         weight_slots: int = 3,
         remote: RemoteShards | None = None,
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         """Send this rank's hello to the buffer; users call `connect`.
 
@@ -111,6 +112,7 @@ class Connection:
             metrics: The rank's metrics, if it is an external trainer's.
             weight_slots: Versions of the weights held at once.
             remote: The way to versions and checkpoints, of a rank on another machine than the daemon's.
+            has_ended: Returns whether the daemon of this connection has ended for good.
         """
         self.rank = rank
         self.world_size = world_size
@@ -121,6 +123,7 @@ class Connection:
         self._on_close = on_close
         self._check = check
         self._metrics = metrics
+        self._has_ended = has_ended
         self._closed, self._pid = False, os.getpid()
         self._session = BufferSession(
             receiver, sender, rank=rank, world_size=world_size, prefetch=prefetch,
@@ -195,6 +198,7 @@ class Connection:
 
         Raises:
             DeadlineError: If no batch arrives in time.
+            UnreachableError: If the daemon has ended without a drain.
         """
         batches = self._batches(device, timeout_s, ragged)
         return (batch.rows for batch in batches) if ragged else (batch.experience for batch in batches)
@@ -219,6 +223,7 @@ class Connection:
 
         Raises:
             DeadlineError: If no batch arrives within `timeout_s`.
+            UnreachableError: If the daemon has ended without a drain.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         has_heard = False
@@ -233,6 +238,10 @@ class Connection:
             with contextlib.nullcontext() if self._metrics is None else self._metrics.waiting():
                 self.receive(max(0.0, min(left_s, 1.0)))
             has_heard = True
+            if self._session.next_lease is None and not self.draining and self._has_ended():
+                raise UnreachableError(
+                    "no batch comes any more: the daemon of this connection has ended; connect again"
+                )
         return None
 
     def poll(self, *, device: str | torch.device = "cpu", ragged: bool = False) -> Batch | None:

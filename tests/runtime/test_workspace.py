@@ -92,6 +92,7 @@ def test_the_arena_of_another_number_of_ranks_is_replaced_and_its_run_is_the_sam
 
 def test_another_runs_arena_is_replaced(folder):
     first = Workspace.prepare(folder, config(), checked_layout(config()))
+    left = os.open(folder, os.O_PATH)
 
     second = Workspace.prepare(
         folder,
@@ -101,6 +102,8 @@ def test_another_runs_arena_is_replaced(folder):
 
     assert not second.taken_over
     assert second.run.run_id != first.run.run_id
+    assert os.fstat(left).st_nlink == 0, "an external trainer of the other run would send to this one"
+    os.close(left)
 
 
 def test_a_folder_that_was_never_finished_is_made_anew(folder):

@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+import shutil
 
 import pytest
 
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, LedgerError
+from pipeline.errors import ConfigError, LedgerError, UnreachableError
+from pipeline.runtime.messages import Hello, Lease
+from pipeline.runtime.transport import BUFFER, Mailbox
 from pipeline.storage.arena import Arena
 from pipeline.trainer import connect as connecting
 from pipeline.trainer.connect import lock_rank, open_connection
@@ -87,3 +90,32 @@ def test_a_child_of_a_connected_rank_neither_holds_nor_ends_the_connection(folde
 def test_a_rank_that_could_get_no_batch_is_refused(folder):
     with pytest.raises(ConfigError, match="prefetch is 0, at least 1"):
         connecting.connect(folder, prefetch=0)
+
+
+def test_a_trainer_of_a_daemon_that_has_ended_neither_tells_nor_ends_anything_of_the_next_one(tmp_path):
+    """Both have the same runtime directory, so their folders and sockets have the same names."""
+
+    def started():
+        folder = tmp_path / "instance"
+        folder.mkdir()
+        size = HOUSE_LAYOUT.nbytes
+        Arena.create(folder / "arena", payload_bytes=1 << 16, ledger_bytes=size, layout=HOUSE_LAYOUT.identity)
+        return folder, Mailbox(folder, BUFFER)
+
+    folder, buffer = started()
+    old = open_connection(folder, rank=0, world_size=1)
+    assert [type(message) for message in buffer.receive(5.0)] == [Hello]
+    # A step that takes longer than the daemon waits for at its end.
+    old._session.hold(Lease(0, 3, 1, []))
+    buffer.close()
+    shutil.rmtree(folder)
+    folder, buffer = started()
+    with contextlib.closing(buffer), open_connection(folder, rank=0, world_size=1) as new:
+        assert [type(message) for message in buffer.receive(5.0)] == [Hello]
+
+        with pytest.raises(UnreachableError, match="the daemon of this connection has ended"):
+            old.take(timeout_s=None)
+        old.close()
+
+        assert buffer.receive(1.0) == []
+        assert (folder / "trainer-0.sock").exists() and not new.draining
