@@ -102,6 +102,7 @@ class RemoteStream:
         self._has_room = True
         self._beats: int | None = None
         self._status: Any = None
+        self._overtaken: list[Any] = []
         self._holder: Any = None
         self._relay: Any = None
         self._machine = "?"
@@ -191,6 +192,8 @@ class RemoteStream:
 
     def close(self) -> None:
         """End the actor."""
+        # The last words of one that has died are there too.
+        self._pass_by_statuses(_STATUS_S)
         ray.kill(self._actor)
 
     def _node_id(self) -> str:
@@ -284,7 +287,7 @@ class RemoteStream:
             _LostError: If an argument did not reach the actor.
         """
         # A status requested during an earlier call does not describe this one.
-        self._status = None
+        self._pass_by_statuses()
         try:
             called = getattr(self._actor, method).remote(*arguments)
             result: CallResult = self._wait(called, patience_s, ends=False, shows=shows)
@@ -294,6 +297,7 @@ class RemoteStream:
             if isinstance(error, ObjectLostError) or isinstance(getattr(error, "cause", None), ObjectLostError):
                 raise _LostError(one_line(error), self._holder, self._relay) from error
             raise
+        self._pass_by_statuses()
         self._show(result.status, shows=shows)
         self._has_room = result.has_room
         for counted, given in result.events:
@@ -340,6 +344,17 @@ class RemoteStream:
                 # The call that is waited for raises this error too.
                 return
         self._status = self._actor.status.remote(logging.getLogger().level, self._hang_timeout_s)
+
+    def _pass_by_statuses(self, wait_s: float = 0.0) -> None:
+        """Log the records of statuses that come too late to be shown: the actor has handed them out once."""
+        if self._status is not None:
+            self._overtaken.append(self._status)
+            self._status = None
+        if self._overtaken:
+            come, self._overtaken = ray.wait(self._overtaken, num_returns=len(self._overtaken), timeout=wait_s)
+            for status in come:
+                with contextlib.suppress(RayError):
+                    log_carried(ray.get(status).records)
 
     def _show(self, status: NodeStatus, *, shows: bool) -> None:
         metrics = self._metrics

@@ -20,7 +20,7 @@ from pipeline.models.loading import load_actor, load_tokenizer
 from pipeline.models.weights.copies import WeightsCopy
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.loader import load_roller
-from pipeline.rollout.remote import NodeTelemetry, RolloutNode, WorkerSpec
+from pipeline.rollout.remote import CallResult, NodeStatus, NodeTelemetry, RolloutNode, WorkerSpec
 from pipeline.telemetry.metric import OTHER
 from tests.support.daemon import wait_until
 from tests.support.told import events_of
@@ -458,3 +458,75 @@ def test_of_holder_and_relay_the_lost_one_alone_is_found_anew(monkeypatch, lost,
 
     expected = {"relay": (None, "relay"), "holder": ("holder", None), "both": ("holder", "relay")}[kept]
     assert tries == [("holder", "relay"), expected]
+
+
+class Answers:
+    """In the place of Ray: a reference is a list, which holds the value once it has come."""
+
+    def __init__(self, rays, monkeypatch):
+        monkeypatch.setattr(rays.ray, "wait", self.wait)
+        monkeypatch.setattr(rays.ray, "get", self.get)
+        monkeypatch.setattr(rays.ray, "kill", lambda actor: None)
+
+    def wait(self, references, *, num_returns=1, timeout=0.0):
+        come = [one for one in references if one][:num_returns]
+        return come, [one for one in references if not any(one is other for other in come)]
+
+    def get(self, reference):
+        if isinstance(reference[0], Exception):
+            raise reference[0]
+        return reference[0]
+
+
+@pytest.fixture
+def answered(monkeypatch):
+    """A gateway's stream, with an actor whose calls give these references."""
+    rays = pytest.importorskip("pipeline.rollout.ray")
+    Answers(rays, monkeypatch)
+    heard, context = NodeTelemetry(), SimpleNamespace(reloaded=lambda: None, newest_config=None)
+    heard.sampled_remotely = lambda sampled, in_hand: None
+    stream = object.__new__(rays.RemoteStream)
+    vars(stream).update(
+        _context=context, _metrics=heard, _hang_timeout_s=0.0, _beats=None, _status=None, _overtaken=[],
+        _machine="gpu-3", _holder="holder", _relay="relay",
+    )  # fmt: skip
+
+    def actor(**references):
+        calls = {name: SimpleNamespace(remote=lambda *_, given=given: given) for name, given in references.items()}
+        stream._actor = SimpleNamespace(**calls)
+        return stream
+
+    return actor
+
+
+def status_with(line):
+    return NodeStatus(records=[logging.getLogger("of_the_actor").makeRecord("of_the_actor", 30, "", 0, line, (), None)])
+
+
+def result_with(value, line):
+    return CallResult(value, None, [], status_with(line), True)
+
+
+def test_each_log_record_of_an_actor_is_logged_whichever_answer_has_it(answered, caplog):
+    """The actor hands a record out once: with a status, which may come after the call that it was asked for in."""
+    status, early, late = [], [], []
+    stream = answered(status=status, step=[result_with([], "of the call")])
+
+    stream._poll_status(shows=True)
+    assert stream.step() == []
+    assert caplog.messages == ["of the call"]
+    status.append(status_with("of a status that came late"))
+    assert stream.step() == []
+    stream._actor.status.remote = lambda *_: early
+    stream._poll_status(shows=True)
+    early.append(status_with("of a status that nobody looked at"))
+    assert stream.step() == []
+    stream._actor.status.remote = lambda *_: late
+    stream._poll_status(shows=True)
+    late.append(status_with("the last words"))
+    stream.close()
+
+    assert caplog.messages == [
+        "of the call", "of a status that came late", "of the call", "of a status that nobody looked at", "of the call",
+        "the last words",
+    ]  # fmt: skip
