@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import ray
 import torch
-from ray.exceptions import ObjectLostError, RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config.schema import Config
@@ -284,7 +284,8 @@ class RemoteStream:
             shows: Whether this process's activity is the actor's meanwhile.
 
         Raises:
-            _LostError: If an argument did not reach the actor.
+            _LostError: If the weights of a fetch did not reach the actor.
+            RlhfdError: If the actor is gone, or its result is lost.
         """
         # A status requested during an earlier call does not describe this one.
         self._pass_by_statuses()
@@ -294,9 +295,13 @@ class RemoteStream:
         except RayActorError as error:
             raise RlhfdError(f"the actor on {self._machine} is gone: {one_line(error)}") from error
         except RayError as error:
-            if isinstance(error, ObjectLostError) or isinstance(getattr(error, "cause", None), ObjectLostError):
+            is_lost = isinstance(error, ObjectLostError) or isinstance(getattr(error, "cause", None), ObjectLostError)
+            if is_lost and method == "fetch":
                 raise _LostError(one_line(error), self._holder, self._relay) from error
-            raise
+            if isinstance(error, RayTaskError) and not is_lost:
+                # An unexpected error of the actor's own code, with its traceback.
+                raise
+            raise RlhfdError(f"{method} on {self._machine} has no result: {one_line(error)}") from error
         self._pass_by_statuses()
         self._show(result.status, shows=shows)
         self._has_room = result.has_room

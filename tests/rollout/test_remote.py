@@ -15,7 +15,7 @@ import torch
 
 from pipeline.config import user_modules
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, RewardError, WeightsError, WeightsMismatchError
+from pipeline.errors import ConfigError, RewardError, RlhfdError, WeightsError, WeightsMismatchError
 from pipeline.models.loading import load_actor, load_tokenizer
 from pipeline.models.weights.copies import WeightsCopy
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
@@ -530,3 +530,18 @@ def test_each_log_record_of_an_actor_is_logged_whichever_answer_has_it(answered,
         "of the call", "of a status that came late", "of the call", "of a status that nobody looked at", "of the call",
         "the last words",
     ]  # fmt: skip
+
+
+def test_a_result_that_the_cluster_has_lost_ends_the_worker_with_the_reason(answered):
+    """As where the machine dies while the experience is on its way, or Ray's guard of the memory ends the actor."""
+    errors = pytest.importorskip("ray.exceptions")
+    lost, killed = errors.ObjectLostError("ab" * 28, None, ""), errors.OutOfMemoryError("the node runs low on memory")
+    rays = pytest.importorskip("pipeline.rollout.ray")
+
+    with pytest.raises(RlhfdError, match=r"finish on gpu-3 has no result: .*abab"):
+        answered(finish=[lost]).finish(7)
+    with pytest.raises(RlhfdError, match="begin on gpu-3 has no result: the node runs low on memory"):
+        answered(begin=[killed]).begin(7, 0, 1)
+    # Its weights are sent again.
+    with pytest.raises(rays._LostError):
+        answered(fetch=[lost])._call("fetch", "reference")
