@@ -26,6 +26,7 @@ class ClusterNodes:
         self._left_s: dict[str, float] = {}
         self._last_of: dict[str, str] = {}
         self._session = ""
+        self._past_sessions: set[str] = set()
 
     def placed(self, worker: str, node: ClusterNode) -> None:
         """Keep the node on which a worker's newest actor was placed; a worker is named where its node leaves."""
@@ -36,11 +37,13 @@ class ClusterNodes:
         before = self._nodes.get(node.id)
         if before is None:
             # It has left before this instance knew of it, or it is of a head that there is no more.
-            if not node.alive or node.session < self._session:
+            if not node.alive or node.session in self._past_sessions:
                 return
-            if node.session > self._session:
+            # The names of sessions begin with the head's local time, which goes back in autumn: they have no order.
+            if node.session != self._session:
                 for old in self.alive:
                     self._leave(old, now_s)
+                self._past_sessions.add(self._session)
             self._session = node.session
             self._nodes[node.id] = node
             log.info("node joined the cluster: node=%s address=%s nodes=%d", node.name, node.address, len(self.alive))

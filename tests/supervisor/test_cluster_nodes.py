@@ -49,13 +49,11 @@ def test_a_node_that_had_left_before_it_was_known_is_no_news(caplog: pytest.LogC
     assert nodes.alive == nodes.left == [] and not caplog.records
 
 
-def test_with_a_head_that_is_started_anew_all_nodes_of_the_last_one_have_left() -> None:
+@pytest.mark.parametrize("anew", ["2026-11-28_07-52-00_2", "2026-11-28_06-52-00_2"], ids=["later", "summer time ends"])
+def test_with_a_head_that_is_started_anew_all_nodes_of_the_last_one_have_left(anew: str) -> None:
     nodes = ClusterNodes()
     earlier = [msgspec.structs.replace(node, session="session_2026-11-28_07-36-49_1") for node in (FIRST, SECOND)]
-    later = [
-        msgspec.structs.replace(node, id=node.id[::-1] + "0", session="session_2026-11-28_07-52-00_2")
-        for node in earlier
-    ]
+    later = [msgspec.structs.replace(node, id=node.id[::-1] + "0", session=f"session_{anew}") for node in earlier]
     for node in earlier:
         nodes.heard(node, 100.0)
 
