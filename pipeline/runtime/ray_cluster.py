@@ -76,6 +76,9 @@ def _connected(address: str) -> str | None:
         ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         told = one_line(error)
+        if error.__cause__ is not None:
+            # Ray tells that it cannot connect; why is the last line of what this comes from, such as a missing token.
+            told += f": {one_line(error.__cause__).rpartition(' | ')[2]}"
         return f"cluster.address: no Ray cluster at {place} that this machine is part of (ray start): {told}"
     return None
 

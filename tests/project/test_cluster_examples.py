@@ -49,6 +49,19 @@ wait
 SCONTROL = """#!/usr/bin/env bash
 [[ "$1 $2 $3" == "show hostnames "* ]] && printf '%s\\n' $(seq -f 'node-%g' 1 3)
 """
+# In the place of Ray and of the daemon.
+ENDING_HEAD = """#!/usr/bin/env bash
+echo "Ray runtime started"
+case "$1$2" in
+start--head) sleep 1 ;;
+start*) exec sleep 60 ;;
+esac
+"""
+DAEMON = """#!/usr/bin/env bash
+trap 'kill $!; echo drained; exit 0' TERM
+sleep 60 &
+wait
+"""
 
 
 def test_the_script_is_bash_and_its_directives_come_before_the_first_command() -> None:
@@ -92,6 +105,20 @@ def test_one_node_is_refused_with_the_reason(slurm: dict[str, str], tmp_path: Pa
     done = subprocess.run([SBATCH], env=slurm, capture_output=True, text=True, timeout=60, check=False)
 
     assert (done.returncode, done.stderr) == (78, "one node has no node for rollouts: sbatch --nodes=2 at least\n")
+
+
+def test_a_job_whose_head_ends_drains_its_daemon_and_has_failed(slurm: dict[str, str], tmp_path: Path) -> None:
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name, text in (("ray", ENDING_HEAD), ("rlhfd", DAEMON)):
+        bin_folder.joinpath(name).write_text(text)
+        bin_folder.joinpath(name).chmod(0o755)
+    job = {**slurm, "SLURM_SUBMIT_DIR": str(tmp_path), "RLHFD_VENV": str(tmp_path)}
+
+    done = subprocess.run([SBATCH], env=job, capture_output=True, text=True, timeout=50, check=False)
+
+    assert (done.returncode, done.stderr) == (70, "Ray's head has ended\n"), done.stdout
+    assert done.stdout.endswith("drained\n")
 
 
 @pytest.mark.integration

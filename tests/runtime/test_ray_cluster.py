@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -67,3 +68,26 @@ def test_a_gone_cluster_that_ray_finds_by_itself_is_waited_for_too(gateway, monk
     assert time.monotonic() - started_s < 30.0
     assert reports == [Report(state="pending")]
     assert re.search(r"waits for the cluster: cluster\.address: no Ray cluster at \S+:9 that", caplog.text)
+
+
+@pytest.mark.needs("ray")
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_cluster_that_asks_for_a_token_is_told(gateway, monkeypatch, is_wrapped) -> None:
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    def refuse(**_: object) -> None:
+        refused = AuthenticationError("InvalidAuthToken: it is missing")
+        if not is_wrapped:
+            raise refused
+        # As Ray 2.60 does.
+        tried = RuntimeError(f"Failed to connect to GCS. Last connection error: Traceback:\n  a line\n{refused}\n")
+        raise ConnectionError("Failed to connect to Ray cluster") from tried
+
+    context, _ = gateway
+    context.generation = 1
+    monkeypatch.setattr(ray, "init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"no Ray cluster at {address} .*InvalidAuthToken: it is missing.*token"):
+            join(Config.model_validate({"cluster": {"engine": "ray", "address": address}}), context)
