@@ -59,6 +59,8 @@ def follow(
         write_progress(path, progress)
         return clock()
 
+    noted_s = clock()
+
     def beat() -> None:
         nonlocal noted_s
         if clock() - noted_s >= _LOOK_S:
@@ -66,7 +68,7 @@ def follow(
 
     lines = LineFollower(run_dir, after_unix_s=progress.unix_s, beat=beat)
     samples = SampleFollower(run_dir, after_unix_s=progress.samples_unix_s)
-    noted_s, is_ending = clock(), False
+    is_ending = False
     try:
         while True:
             for record in lines.read():
