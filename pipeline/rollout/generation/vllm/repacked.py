@@ -53,10 +53,11 @@ def _forget_kernels(model: torch.nn.Module) -> None:
 
     On a card the kernel stays: graphs have its addresses, and vLLM lays experts out at each reload.
     """
+    if next(model.parameters()).device.type != "cpu":
+        return
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
-        has_kernel = getattr(method, "moe_kernel", None) is not None
-        if has_kernel and all(parameter.device.type == "cpu" for parameter in layer.parameters()):
+        if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
