@@ -43,6 +43,9 @@ FORKSERVERS = ("forkserver", "engines")
 _LATE_STARTS = 2
 """Late starts in a row after which the slot has failed: a single one may have been bad luck."""
 
+_OOM_KILL_S = 60.0
+"""Longest time from the kernel's count of a kill to the end of the process."""
+
 log = logging.getLogger(__name__)
 
 
@@ -196,7 +199,14 @@ class Fleet:
         self._forkserver = Forkserver()
         self._refusal = ForkserverRefusal(self.settings.state_dir)
         self._forkserver_slot = self.add("forkserver", 0, Devices("", ()))
-        self._oom_kills = kill_count()
+        self._oom_kills = self._newer_oom_kills = kill_count()
+        self._oom_kills_s = self.clock()
+
+    def tick(self, now_s: float) -> None:
+        """Take the kernel's kills of minutes ago for kills of other processes."""
+        if now_s >= self._oom_kills_s + _OOM_KILL_S:
+            self._oom_kills, self._newer_oom_kills = self._newer_oom_kills, kill_count()
+            self._oom_kills_s = now_s
 
     def add(self, role: str, index: int, devices: Devices) -> Slot:
         """Add a slot; no child runs in it yet."""
@@ -432,7 +442,7 @@ class Fleet:
             if killed and by_kernel:
                 slot.ended_by = "oom"
             slot.from_outside = (slot.from_outside or killed) and by_kernel is False
-            self._oom_kills = kills
+            self._oom_kills = self._newer_oom_kills = kills
             reason = exit_reason(code, booted=booted, ended_by=slot.ended_by)
             self._metrics.counter("rlhfd_process_exits_total", role=slot.role, reason=reason).inc()
         self.on_end(slot, code)

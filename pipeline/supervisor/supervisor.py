@@ -411,6 +411,7 @@ class Supervisor:
         if cut := self._sizes.cut():
             self._shared_memory_cut(*cut)
         self._stay_found(now_s)
+        self._fleet.tick(now_s)
         self._status.sample(now_s)
         if self._page is not None:
             self._page.sample(now_s)

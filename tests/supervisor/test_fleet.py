@@ -158,6 +158,25 @@ async def test_a_kill_that_the_kernel_has_not_counted_comes_from_another_program
     assert (rank.ended_by, rank.from_outside) == (ended_by, from_outside)
 
 
+@pytest.mark.parametrize(("minutes", "ended_by"), [(0, "oom"), (1, "oom"), (3, "")])
+async def test_a_kill_by_the_kernel_of_minutes_ago_was_that_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int, ended_by: str
+) -> None:
+    kills = 3
+    monkeypatch.setattr("pipeline.supervisor.fleet.kill_count", lambda: kills)
+    fleet = Idlers(tmp_path)
+    (rank, _) = fleet.ranks
+    fleet.start(rank)
+    kills += 1
+    for minute in range(1, minutes + 1):
+        fleet.tick(time.monotonic() + 60.0 * minute)
+
+    os.kill(fleet.started[0][0], signal.SIGKILL)
+    await fleet.until(lambda: not fleet.alive())
+
+    assert (rank.ended_by, rank.from_outside) == (ended_by, not ended_by)
+
+
 async def test_ranks_that_die_one_after_another_during_a_stop_meet_under_one_number(tmp_path: Path) -> None:
     async with stopping(tmp_path) as (fleet, shutdown):
 
