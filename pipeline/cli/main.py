@@ -23,7 +23,9 @@ from pipeline.cli.options import (
     drop_unwritable_output,
     escape_unknown_characters,
     finding,
+    is_in_removed_folder,
     load,
+    open_standard_streams,
     placing,
     runtime_dir_of,
 )
@@ -48,6 +50,7 @@ class _Commands(click.Group):
     """Turns our errors into lines on standard error and their exit codes."""
 
     def invoke(self, context: click.Context) -> Any:
+        open_standard_streams()
         escape_unknown_characters()
         keep_exit_codes()
         try:
@@ -62,6 +65,8 @@ class _Commands(click.Group):
                 click.echo(f"standard output: {error.strerror}", err=True)
             elif error.errno in _OF_PATHS and error.filename is not None:
                 click.echo(f"{error.filename}: {error.strerror}", err=True)
+            elif error.errno == errno.ENOENT and is_in_removed_folder():
+                click.echo("the current folder has been removed: change to another one", err=True)
             else:
                 raise
             context.exit(int(ExitCode.FAILED))

@@ -118,6 +118,16 @@ def ask(
     return control.request(lock.find(runtime_dir_of(directory, path)), command, timeout_s)
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null for each standard stream that is closed: another file would get its descriptor."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest free descriptor, which is that of the stream.
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def escape_unknown_characters() -> None:
     """Let standard output escape characters that the terminal's encoding lacks, in place of a UnicodeEncodeError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -135,6 +145,15 @@ def drop_unwritable_output() -> bool:
     except OSError:
         # Python flushes the rest once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
+        return True
+    return False
+
+
+def is_in_removed_folder() -> bool:
+    """Return whether the current folder has been removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
         return True
     return False
 

@@ -126,6 +126,30 @@ class TestCommands:
 
             assert (ended.returncode, ended.stderr) == (1, "standard output: No space left on device\n"), words
 
+    def test_standard_streams_that_are_closed_are_the_null_device(self, tmp_path: Path) -> None:
+        code = (
+            "import faulthandler, os; from pipeline.cli.main import main; "
+            "main(['completion', 'bash'], standalone_mode=False); faulthandler.enable(); "
+            "found = ' '.join(os.readlink(f'/proc/self/fd/{number}') for number in range(3)); "
+            f"open({str(tmp_path / 'found')!r}, 'w').write(found)"
+        )
+
+        closed = 'exec "$@" <&- >&- 2>&-'
+        status = subprocess.run(["bash", "-c", closed, "bash", sys.executable, "-c", code]).returncode
+
+        assert (status, (tmp_path / "found").read_text()) == (0, "/dev/null /dev/null /dev/null")
+
+    def test_a_current_folder_that_was_removed_is_named_in_one_line(self, tmp_path: Path) -> None:
+        code = (
+            f"import os; os.chdir({str(tmp_path)!r}); from pipeline.cli.main import main; "
+            f"os.rmdir({str(tmp_path)!r}); main(['logs', '--runtime-dir', 'run'])"
+        )
+
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+        assert ended.returncode == ExitCode.FAILED
+        assert ended.stderr == "the current folder has been removed: change to another one\n"
+
     def test_a_path_that_is_none_is_named_in_one_line(self, folder: Path) -> None:
         (folder / "loop").symlink_to("loop")
         for path, reason in (("loop", "Too many levels of symbolic links"), ("a" * 300, "File name too long")):
