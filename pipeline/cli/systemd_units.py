@@ -6,6 +6,7 @@ rlhfd@NAME.service    an instance beside it, likewise
 
 from __future__ import annotations
 
+import functools
 import os
 import pwd
 import re
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import load as config_load
-from pipeline.config.load import CONFIG_VARIABLE
+from pipeline.config.load import CONFIG_VARIABLE, FOLDER_KEYS
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError
 from pipeline.runtime.lock import shm_directory
 from pipeline.storage.files import replacing
@@ -144,7 +145,9 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
     ]
     shown = [path]
     if given or path.exists():
-        loaded = config_load.load(path, (), {}, check_files=problems_of_files, on_cards=bool(visible_gpus({})))
+        # The unit has folders of its own in place of the configuration's.
+        checks = functools.partial(problems_of_files, unused=FOLDER_KEYS)
+        loaded = config_load.load(path, (), {}, check_files=checks, on_cards=bool(visible_gpus({})))
         if loaded.config.cluster.engine == "ray":
             shown.append(_RAY)
         notes += [
@@ -154,11 +157,7 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
         ]
     else:
         notes.append(f"{path} does not exist yet: write it before the start")
-    name = user or environ.get("SUDO_USER") or pwd.getpwuid(os.geteuid()).pw_name
-    try:
-        pwd.getpwnam(name)
-    except KeyError:
-        raise ConfigError(f"--user: there is no user {name}: `useradd --system {name}`") from None
+    name = _user(user, environ)
     program, also = Path(sys.executable).with_name("rlhfd"), ""
     if environ.get("RLHFD_VENV") and _CHECKOUT.exists():
         # A ready environment has no program rlhfd, or that of another checkout.
@@ -176,8 +175,9 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
         (configured, f"{_escaped(path)}{also}"),
     ):
         text = _replaced(text, old, new)
-    environment = Path(sys.prefix)
-    shown += [program, environment, environment.resolve(), Path(sys.executable).resolve(), SHIPPED]
+    shown += [program, Path(sys.prefix), Path(sys.executable), SHIPPED]
+    # A link is followed to the end.
+    shown = [seen for found in shown for seen in (found, found.resolve())]
     for strict, (relaxed, folders) in _HIDING.items():
         if hidden := [str(found) for found in shown if any(found.is_relative_to(folder) for folder in folders)]:
             text = _replaced(text, strict, relaxed)
@@ -185,6 +185,21 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
                 f"{relaxed.splitlines()[0]}, not {strict.partition('=')[2]}: the service could not see {hidden[0]}"
             )
     return Plan(unit, name, path, text, tuple(notes))
+
+
+def _user(given: str | None, environ: Mapping[str, str]) -> str:
+    if given == "":
+        # As of a variable that is not set: the service would run as the calling user, such as root.
+        raise ConfigError("--user is empty: give the user of the service")
+    try:
+        name = given or environ.get("SUDO_USER") or pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        raise ConfigError(f"--user: the calling user has the number {os.geteuid()} and no name: give one") from None
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        raise ConfigError(f"--user: there is no user {name}: `useradd --system {name}`") from None
+    return name
 
 
 def shipped(unit: Unit) -> str:

@@ -51,7 +51,7 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
 
     Args:
         loaded: The configuration.
-        unused: The keys of `own_model.NEEDED` that the command can do without.
+        unused: The keys of `own_model.NEEDED` and `FOLDER_KEYS` that the command can do without.
     """
     if errors := _placed(loaded, _unreadable_models(loaded.config)):
         # Nearly every check below reads them.
@@ -63,7 +63,9 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         *_placed(loaded, _problems_of_packages(loaded)),
         *_placed(loaded, ((key, _problem_of_secret(get(loaded.config, key), key)) for key in SECRET_KEYS)),
         *_problems_of_devices(loaded),
-        *_placed(loaded, ((key, _problem_of_folder(get(loaded.config, key))) for key in FOLDER_KEYS)),
+        *_placed(
+            loaded, ((key, _problem_of_folder(get(loaded.config, key))) for key in FOLDER_KEYS if key not in unused)
+        ),
     ]
 
 

@@ -115,6 +115,27 @@ def test_a_ready_environment_stays_visible_and_so_does_the_folder_to_which_it_li
     assert f"PrivateTmp=no, not yes: the service could not see {hidden}/venv" in planned.notes
 
 
+def test_a_configuration_behind_a_link_stays_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Path
+) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "other.toml").write_text(config.read_text())
+    (tmp_path / "link").symlink_to(hidden)
+    monkeypatch.setitem(systemd_units._HIDING, "PrivateTmp=yes", ("PrivateTmp=no", (hidden,)))
+
+    assert "\nPrivateTmp=yes\n" in plan(Unit(), config, "root", {}).text
+    assert "\nPrivateTmp=no\n" in plan(Unit(), tmp_path / "link" / "other.toml", "root", {}).text
+
+
+def test_folders_that_are_not_in_force_are_not_checked(config: Path) -> None:
+    (config.parent / "state").write_text("")
+
+    planned = plan(Unit(), config, "root", {})
+
+    assert any("is not in force under systemd: /var/lib/rlhfd is" in note for note in planned.notes)
+
+
 def test_a_start_of_a_service_has_the_time_to_check_millions_of_prompts() -> None:
     # systemd hears nothing of a start before its prompts are checked: some 100 us a prompt.
     limit_s = float(re.findall(r"^TimeoutStartSec=(\d+)$", SHIPPED, re.MULTILINE)[0])
@@ -152,6 +173,12 @@ def test_a_key_that_systemd_does_not_know_is_refused(config: Path) -> None:
 def test_what_cannot_be_installed_is_refused_with_its_reason(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no user rlhfd-nobody"):
         plan(Unit(), config, "rlhfd-nobody", {})
+    with pytest.raises(ConfigError, match="--user is empty: "):
+        plan(Unit(), config, "", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 65533)
+        with pytest.raises(ConfigError, match="has the number 65533 and no name: give one"):
+            plan(Unit(), config, None, {})
     with pytest.raises(ConfigError, match="must be of letters"):
         Unit("../b")
     config.write_text("[daemon]\nstate_dirr = 1\n")
@@ -243,7 +270,7 @@ def test_a_configuration_that_is_right_on_gpus_alone_is_read_as_a_start_on_them_
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(systemd_units, "visible_gpus", lambda environ: ["0"])
-    monkeypatch.setattr(systemd_units, "problems_of_files", lambda *_: [])
+    monkeypatch.setattr(systemd_units, "problems_of_files", lambda *_, **_unused: [])
 
     logs = CliRunner().invoke(main, ["logs", "--config", str(config)])
     report = collect(config, (), {"CUDA_VISIBLE_DEVICES": "0"}, None)
