@@ -249,7 +249,7 @@ def top(path: Path | None, runtime_dir: Path | None, as_json: bool, interval_s: 
 
 @main.command("collect-env", short_help="Print the facts for a bug report.")
 @configured
-@click.option("--runtime-dir", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--runtime-dir", type=click.Path(path_type=Path, readable=False), metavar="DIR",
               help="Runtime directory of the running instance.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, a member for each part.")
 def collect_env(path: Path | None, sets: tuple[str, ...], runtime_dir: Path | None, as_json: bool) -> None:

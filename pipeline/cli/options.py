@@ -48,7 +48,8 @@ def finding(command: _Command) -> _Command:
     """Give a command the options by which it finds a running instance."""
     directory = click.option(
         "--runtime-dir",
-        type=click.Path(path_type=Path),
+        # A command says by its exit code what it finds there.
+        type=click.Path(path_type=Path, readable=False),
         metavar="DIR",
         help="Runtime directory of the instance; else RLHFD_RUNTIME_DIR, else the configuration's.",
     )

@@ -150,6 +150,14 @@ class TestCommands:
         assert ended.returncode == ExitCode.FAILED
         assert ended.stderr == "the current folder has been removed: change to another one\n"
 
+    def test_a_runtime_directory_of_another_user_is_no_wrong_usage(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # As the calls of another user find a directory of mode 0700.
+        monkeypatch.setattr(os, "access", lambda *_: False)
+
+        assert run("status", "--runtime-dir", str(folder)).exit_code == ExitCode.NOT_RUNNING
+
     def test_a_path_that_is_none_is_named_in_one_line(self, folder: Path) -> None:
         (folder / "loop").symlink_to("loop")
         for path, reason in (("loop", "Too many levels of symbolic links"), ("a" * 300, "File name too long")):
