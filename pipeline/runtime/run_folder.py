@@ -14,7 +14,7 @@
 
 NAME is `pipeline.config.identity.run_name`: a start finds the folder by its configuration alone, and another
 configuration has another folder. Nothing in it is removed but by its own run (`trainer.keep_checkpoints`) or by a start
-with ``--fresh``. The caller holds the lock of the state directory.
+with ``--fresh``, which keeps ``aside``. The caller holds the lock of the state directory.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ _NOTE = "run.json"
 _OF_A_START = ("run.json", "inputs.json", "history.msgpack")
 """Files that a start writes before any step; a run in which all other files are empty has done nothing."""
 _REMOVED = ".removed-"
+_ASIDE = "aside"
 _DTYPE = "model.dtype"
 _DIFFERENCES = 3
 
@@ -127,7 +128,7 @@ class RunFolder:
                 self._compare(dtype_follows_gpus=dtype_follows_gpus)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self.path.parent.glob(f"{_REMOVED}*"):
-                shutil.rmtree(left, ignore_errors=True)
+                _discard(left)
             found = self._found()
             if found is None:
                 self._write_note(made_unix_s=time.time())
@@ -309,9 +310,9 @@ class RunFolder:
                  len(rows) + len(later), f" aside={aside}" if aside.exists() else "")  # fmt: skip
 
     def _new_aside(self, step: int) -> Path:
-        numbers = (folder.name.partition("-")[0] for folder in (self.path / "aside").glob("*"))
+        numbers = (folder.name.partition("-")[0] for folder in (self.path / _ASIDE).glob("*"))
         number = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
-        return self.path / "aside" / f"{number}-from-step-{step:06d}"
+        return self.path / _ASIDE / f"{number}-from-step-{step:06d}"
 
     def find_latest(self) -> None:
         """Record the newest checkpoint as the latest if none is: a kill came between the checkpoint and its record.
@@ -339,14 +340,14 @@ class RunFolder:
             log.warning("a checkpoint that no record named is the latest: step=%d path=%s", head.step, folder)
 
     def _remove(self) -> None:
-        """Remove the folder, in one rename, and make it again."""
+        """Remove the folder but ``aside``, in one rename, and make it again."""
         steps = [head.step for _, head in heads_in(self.checkpoints)]
         removed = self.path.with_name(f"{_REMOVED}{self.path.name}")
-        shutil.rmtree(removed, ignore_errors=True)
+        _discard(removed)
         self.path.rename(removed)
         self.path.mkdir(mode=0o700)
+        _discard(removed)
         flush_folder(self.path.parent)
-        shutil.rmtree(removed, ignore_errors=True)
         log.warning("removed, because a fresh start was asked for: run=%s checkpoints=%d step=%d path=%s",
                     self.path.name, len(steps), max(steps, default=0), self.path)  # fmt: skip
 
@@ -388,6 +389,16 @@ class RunFolder:
             f"daemon.run_name: the name {self.path.name} belongs to another run ({differences}): choose another name, "
             f"or remove {self.path}"
         )
+
+
+def _discard(removed: Path) -> None:
+    """Remove the folder of a removed run; what was moved aside goes back to the run's own folder."""
+    aside, run = removed / _ASIDE, removed.with_name(removed.name.removeprefix(_REMOVED))
+    if aside.exists():
+        run.mkdir(mode=0o700, exist_ok=True)
+        aside.rename(run / _ASIDE)
+        flush_folder(run)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _shown(value: object) -> str:
@@ -465,4 +476,4 @@ def newest_of(heads: list[tuple[Path, CheckpointNote]]) -> tuple[Path, Checkpoin
 
 
 def _has_content(folder: Path) -> bool:
-    return any(path.name != _NOTE for path in folder.iterdir())
+    return any(path.name not in (_NOTE, _ASIDE) for path in folder.iterdir())

@@ -296,6 +296,37 @@ def test_fresh_names_the_run_that_it_removes_and_removes_no_other(tmp_path, capl
     assert f"removed, because a fresh start was asked for: run={run_name(mine)} checkpoints=1 step=3" in caplog.text
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_fresh_keeps_what_was_moved_aside_also_if_it_is_killed(tmp_path, monkeypatch, killed):
+    of = config(tmp_path)
+    RunFolder(of).claim()
+    for step in (3, 4):
+        save(of, step, "a")
+    RunFolder(of).go_back(checkpoints_dir(of) / "step-000003")
+    aside = run_dir(of) / "aside" / "1-from-step-000003" / "checkpoints" / "step-000004"
+    files = sorted(path.name for path in aside.iterdir())
+    fresh = RunFolder(config(tmp_path, trainer={"resume": "never"}))
+
+    if killed:
+        with monkeypatch.context() as patch:
+            patch.setattr("pipeline.runtime.run_folder._discard", interrupted_after_the_rename)
+            with pytest.raises(KeyboardInterrupt):
+                fresh.begin()
+        assert not aside.exists()
+        RunFolder(config(tmp_path, daemon={"seed": 1})).claim()
+    else:
+        fresh.begin()
+
+    assert sorted(path.name for path in aside.iterdir()) == files != []
+    assert not list(run_dir(of).parent.glob(".removed-*"))
+    assert not (checkpoints_dir(of) / "step-000003").exists()
+
+
+def interrupted_after_the_rename(removed):
+    if removed.exists():
+        raise KeyboardInterrupt
+
+
 def test_a_checkpoint_whose_record_a_kill_left_out_is_found(tmp_path):
     of = config(tmp_path)
     RunFolder(of).claim()
