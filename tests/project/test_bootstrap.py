@@ -455,6 +455,16 @@ def test_a_ready_environment_that_is_none_is_refused(project: Project, tmp_path:
     assert relative == f"rlhfd: RLHFD_VENV: there is no {project.root}/empty/bin/python\n"
 
 
+def test_a_checkout_whose_path_python_would_split_is_refused_with_a_ready_environment(
+    tmp_path: Path, prepared: Path
+) -> None:
+    project = Project(tmp_path / "one:two")
+
+    said = refusal(project, RLHFD_VENV=str(prepared))
+
+    assert said == f"rlhfd: RLHFD_VENV: the path of this checkout has a colon: {project.root}; move or rename it\n"
+
+
 def test_an_old_python_is_refused_in_one_line(project: Project, tmp_path: Path) -> None:
     old = executable(tmp_path / "old-python", '#!/bin/sh\ncase "$2" in *print*) echo 3.9 ;; *) exit 1 ;; esac\n')
 
