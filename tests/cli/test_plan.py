@@ -105,6 +105,9 @@ def test_the_disk_of_the_state_directory_is_a_place_of_the_plan(folder: Path, tm
     all_of_them = ("trainer.keep_checkpoints=0", "trainer.save_every=50", "trainer.max_steps=420")
     _, output = planned(folder, *machine, "--disk", "1MB", *(part for each in all_of_them for part in ("--set", each)))
     assert re.search(rf"checkpoints, 9 and the next one +{10 * 14 * parameters / 1e6:,.1f} MB\n", output)
+    endless = ("trainer.keep_checkpoints=0", "trainer.save_every=50", "trainer.max_steps=0")
+    _, output = planned(folder, *machine, "--disk", "1MB", *(part for each in endless for part in ("--set", each)))
+    assert "checkpoints, the first of those that are all kept and the next one " in output
 
 
 def test_a_check_names_a_disk_that_a_run_may_fill(
@@ -121,6 +124,20 @@ def test_a_check_names_a_disk_that_a_run_may_fill(
         (note,) = disk_notes(config.changed("trainer", keep_checkpoints=keep))
         assert f"; {advice}" in note
     assert disk_notes(Config()) == [], "the embedded run writes little"
+
+
+def test_a_check_names_checkpoints_that_are_all_kept_of_a_run_without_a_last_step(folder: Path, tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"actor": str(folder)}, "daemon": {"state_dir": str(tmp_path / "state")}})
+    small = config.changed("buffer", arena_bytes=1 << 20)
+    endless = small.changed("trainer", keep_checkpoints=0, save_every=50, max_steps=0)
+
+    (note,) = disk_notes(endless)
+
+    assert re.search(
+        r"trainer.keep_checkpoints = 0 keeps all checkpoints, \d.* each 50 steps, without trainer.max_st", note
+    )
+    for bounds in ({"keep_checkpoints": 3}, {"max_steps": 100}, {"save_every": 0}):
+        assert disk_notes(endless.changed("trainer", **bounds)) == []
 
 
 def test_a_file_that_a_run_removes_while_its_room_is_counted_counts_nothing(
@@ -141,6 +158,9 @@ def test_a_file_that_a_run_removes_while_its_room_is_counted_counts_nothing(
     monkeypatch.setattr("os.statvfs", lambda place: os.statvfs_result((4096, 4096, 9, 9, 9, *real(place)[5:])))
     monkeypatch.setattr("os.lstat", removed)
     held_bytes = files[0].stat().st_blocks * 512
+    aside = run_dir(config) / "aside" / "1-from-step-000003" / "rows"
+    aside.parent.mkdir(parents=True)
+    aside.write_bytes(b"x" * 5000)
 
     assert disk_budget(config, models_of(config)).capacity_bytes == 9 * 4096 + held_bytes > 9 * 4096
 

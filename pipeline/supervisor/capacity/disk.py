@@ -36,7 +36,8 @@ def disk_budget(config: Config, models: Models, capacity_bytes: int | None = Non
     }
     if config.trainer.kind == "builtin":
         kept, best = _kept(config), config.evaluation.keep_best and bool(config.evaluation.files)
-        name = f"checkpoints, {kept}{', the best' if best else ''} and the next one"
+        number = "the first of those that are all kept" if _grows(config) else kept
+        name = f"checkpoints, {number}{', the best' if best else ''} and the next one"
         terms = {name: (kept + best + 1) * checkpoint_bytes(config, models), **terms}
     if config.trainer.record == "rows":
         terms["recorded rows"] = recording.MOST_BYTES
@@ -44,7 +45,7 @@ def disk_budget(config: Config, models: Models, capacity_bytes: int | None = Non
 
 
 def disk_notes(config: Config) -> list[str]:
-    """Return a line if a run with a model of its own may fill the disk of `daemon.state_dir`; no line if it fits."""
+    """Return a line if a run with a model of its own may fill the disk of `daemon.state_dir`; no line if it cannot."""
     if str(config.model.actor).startswith(BUILTIN_PREFIX):
         return []
     try:
@@ -54,7 +55,13 @@ def disk_notes(config: Config) -> list[str]:
         return []
     budget = disk_budget(config, models)
     if not budget.lacks_bytes:
-        return []
+        if not _grows(config):
+            return []
+        each = size(checkpoint_bytes(config, models))
+        return [
+            f"daemon.state_dir: trainer.keep_checkpoints = 0 keeps all checkpoints, {each} each "
+            f"{config.trainer.save_every:,} steps, without trainer.max_steps: the plan cannot say how many they will be"
+        ]
     parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in budget.terms.items() if nbytes)
     # 0 keeps all of them.
     advice = {0: "set trainer.keep_checkpoints, or ", 1: ""}
@@ -68,9 +75,16 @@ def disk_notes(config: Config) -> list[str]:
 def _kept(config: Config) -> int:
     """Return the checkpoints that a run keeps, of one that keeps all those until its last step, if it is known."""
     trainer = config.trainer
-    if trainer.keep_checkpoints or not (trainer.save_every and trainer.max_steps):
+    if trainer.keep_checkpoints or _grows(config) or not trainer.save_every:
         return trainer.keep_checkpoints or 1
     return -(-trainer.max_steps // trainer.save_every)
+
+
+def _grows(config: Config) -> bool:
+    """Return whether a run keeps all its checkpoints, and nobody knows how many they will be."""
+    trainer = config.trainer
+    is_endless = trainer.save_every > 0 and not trainer.max_steps
+    return trainer.kind == "builtin" and not trainer.keep_checkpoints and is_endless
 
 
 def _room(config: Config) -> int:
@@ -79,7 +93,8 @@ def _room(config: Config) -> int:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = os.statvfs(there)
     own = run_dir(config)
-    return found.f_bavail * found.f_frsize + sum(_held(own))
+    # Nothing removes what was moved aside.
+    return found.f_bavail * found.f_frsize + sum(_held(own)) - sum(_held(own / "aside"))
 
 
 def _held(folder: Path) -> Iterator[int]:
