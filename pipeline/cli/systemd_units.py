@@ -177,7 +177,7 @@ def plan(unit: Unit, config: Path | None, user: str | None, environ: Mapping[str
         text = _replaced(text, old, new)
     shown += [program, Path(sys.prefix), Path(sys.executable), SHIPPED]
     # A link is followed to the end.
-    shown = [seen for found in shown for seen in (found, found.resolve())]
+    shown = [seen for found in shown for seen in (found, Path(os.path.realpath(found)))]
     for strict, (relaxed, folders) in _HIDING.items():
         if hidden := [str(found) for found in shown if any(found.is_relative_to(folder) for folder in folders)]:
             text = _replaced(text, strict, relaxed)
