@@ -63,9 +63,7 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         *_placed(loaded, _problems_of_packages(loaded)),
         *_placed(loaded, ((key, _problem_of_secret(get(loaded.config, key), key)) for key in SECRET_KEYS)),
         *_problems_of_devices(loaded),
-        *_placed(
-            loaded, ((key, _problem_of_folder(get(loaded.config, key))) for key in FOLDER_KEYS if key not in unused)
-        ),
+        *_placed(loaded, ((key, text) for key, text in _problems_of_folders(loaded.config) if key not in unused)),
     ]
 
 
@@ -152,6 +150,15 @@ def _problems_of_devices(loaded: LoadedConfig) -> list[str]:
     except ConfigError as error:
         return [loaded.placed(str(error))]
     return []
+
+
+def _problems_of_folders(config: Config) -> Problems:
+    for key in FOLDER_KEYS:
+        yield key, _problem_of_folder(get(config, key))
+    daemon = config.daemon
+    if os.path.realpath(daemon.state_dir) == os.path.realpath(daemon.runtime_dir):
+        # Each has a lock of its own, in a file of the same name.
+        yield "daemon.state_dir", f"{daemon.state_dir} is daemon.runtime_dir too: give them a folder each"
 
 
 def _problem_of_folder(folder: Path) -> str:

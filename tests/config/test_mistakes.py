@@ -1064,6 +1064,14 @@ class TestFiles:
             f"config.toml:2:15: daemon.runtime_dir: {folder}/file is not a directory"
         ]
 
+    def test_one_folder_for_the_run_and_its_state_is_an_error(self, folder: Path) -> None:
+        (folder / "one").mkdir()
+        (folder / "link").symlink_to("one")
+
+        assert errors_of('[daemon]\nruntime_dir = "one"\nstate_dir = "link"', files=True) == [
+            f"config.toml:3:13: daemon.state_dir: {folder}/link is daemon.runtime_dir too: give them a folder each"
+        ]
+
     def test_folder_that_cannot_be_written_is_an_error(self) -> None:
         code = (
             "import os; from pipeline.config import load; from pipeline.supervisor.preflight import problems_of_files\n"
