@@ -214,6 +214,15 @@ def test_a_gpu_whose_memory_is_not_known_has_no_plan(monkeypatch: pytest.MonkeyP
                 read({"CUDA_VISIBLE_DEVICES": listed})
 
 
+def test_a_machine_without_shared_memory_has_no_plan_and_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machines, "SHM", str(tmp_path / "shm"))
+
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/shm: No such file or directory; mount a tmpfs there"):
+        of_processes({"CUDA_VISIBLE_DEVICES": ""})
+
+
 def terms_of(config: Config, machine: Machine = CARDS) -> dict[str, dict[str, int]]:
     return {budget.name: budget.terms for budget in budgets_of(config, models_of(config), machine)}
 

@@ -50,7 +50,7 @@ def described(
         environ: The environment, with the list of GPUs that a run may use (CUDA_VISIBLE_DEVICES).
 
     Raises:
-        ConfigError: If there are GPUs of unknown memory.
+        ConfigError: If there are GPUs of unknown memory, or no shared memory.
     """
     here = [] if gpus is not None and gpu_bytes is not None else gpus_here(environ)
     count = len(here) if gpus is None else gpus
@@ -65,7 +65,10 @@ def described(
     if (limit_bytes := memory_limit_bytes()) is not None:
         ram_bytes = min(ram_bytes, limit_bytes)
     if shm_bytes is None:
-        shm = os.statvfs(SHM)
+        try:
+            shm = os.statvfs(SHM)
+        except OSError as error:
+            raise ConfigError(f"{SHM}: {error.strerror}; mount a tmpfs there, which holds the run's rows") from error
         shm_bytes = shm.f_bavail * shm.f_frsize
     # A mount may be larger than the memory that its files would take.
     return Machine(count, memory, ram_bytes, min(shm_bytes, ram_bytes))
@@ -75,7 +78,7 @@ def of_processes(environ: Mapping[str, str]) -> Machine:
     """Return this machine with the GPUs that its processes may use (CUDA_VISIBLE_DEVICES).
 
     Raises:
-        ConfigError: If it has GPUs whose memory the driver does not tell.
+        ConfigError: If it has GPUs whose memory the driver does not tell, or no shared memory.
     """
     count = len(visible_gpus(environ))
     if count and len(gpus_here(environ)) < count:
