@@ -99,7 +99,8 @@ def test_two_workers_in_a_cluster_give_the_same_as_one_here_bit_for_bit(tmp_path
 
 @pytest.mark.variant
 def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_path, task, cluster):
-    telling, _ = telling_reward(tmp_path)
+    # A gateway sees an activity that lasts longer than two looks at its actor.
+    telling, _ = telling_reward(tmp_path, pause_s=0.05)
     settings = (*SETTINGS, *cluster.settings, telling, "daemon.hang_timeout_s=4")
     with Daemon(tmp_path, *settings, task=task) as daemon:
         daemon.wait_ready()
@@ -126,7 +127,7 @@ def test_whatever_becomes_of_an_actor_it_is_replaced_and_nothing_is_lost(tmp_pat
         metrics = daemon.metrics()
         for stage in ("generate", "reward", "ref_logprob"):
             assert total(metrics, "rlhfd_stage_duration_seconds_count", stage=stage) > 0, stage
-        assert total(metrics, "rlhfd_process_time_seconds_total", role="rollout", activity="generate") > 0
+        assert total(metrics, "rlhfd_process_time_seconds_total", role="rollout", activity="reward") > 0
         assert total(metrics, "rlhfd_weight_sync_bytes_total", transport="ray") > 0
         finish(daemon)
 
