@@ -125,15 +125,15 @@ def live(daemon: Daemon) -> dict[str, Any]:
 
 
 def wait_still(daemon: Daemon) -> Metrics:
-    """Wait until two scrapes a second apart say the same of rows and steps; return the second."""
+    """Wait until scrapes before and behind the end of a point of history say the same of rows and steps."""
     names = ("rlhfd_buffer_items", "rlhfd_train_steps_total", "rlhfd_policy_version", "rlhfd_reward_mean")
 
-    def uptime_s() -> float:
-        return float(live(daemon)["status"]["uptime_s"])
-
     def twice() -> Metrics | None:
-        first, since_s = daemon.metrics(), uptime_s()
-        wait_until(lambda: uptime_s() > since_s + 1.0, 30.0, "a second has passed")
+        first, since_s = daemon.metrics(), time.time()
+        # Times of points are rounded to a tenth.
+        wait_until(
+            lambda: live(daemon)["history"][-1]["end_s"] > since_s + 0.1, 30.0, "a point of history ends behind it"
+        )
         second = daemon.metrics()
         return second if all(second[key] == value for key, value in first.items() if key[0] in names) else None
 
