@@ -137,8 +137,6 @@ def escape_unknown_characters() -> None:
 
 def drop_unwritable_output() -> bool:
     """Return whether standard output cannot be written, as of a file on a full disk; its unwritten rest is given up."""
-    if sys.stdout is None:
-        return False
     try:
         sys.stdout.flush()
         # A flush has nothing to write after a large write that has failed.

@@ -346,8 +346,9 @@ class RunFolder:
         _discard(removed)
         self.path.rename(removed)
         self.path.mkdir(mode=0o700)
-        _discard(removed)
+        # Before the first file is removed: a crash of the machine must not leave a part of the run under its name.
         flush_folder(self.path.parent)
+        _discard(removed)
         log.warning("removed, because a fresh start was asked for: run=%s checkpoints=%d step=%d path=%s",
                     self.path.name, len(steps), max(steps, default=0), self.path)  # fmt: skip
 
