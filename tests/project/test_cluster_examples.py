@@ -38,7 +38,8 @@ done
 pids=()
 trap 'kill -TERM "${pids[@]}"' TERM
 for ((task = 0; task < tasks; task++)); do
-    "$@" >"$STAND_IN_LOG.$task" 2>&1 &
+    : >"$STAND_IN_LOG.$task"
+    "$@" >>"$STAND_IN_LOG.$task" 2>&1 &
     pids+=($!)
     # On one machine two that start at once take the same ports.
     until grep --quiet "Ray runtime started" "$STAND_IN_LOG.$task" || ! kill -0 "${pids[-1]}"; do sleep 0.2; done
