@@ -10,7 +10,7 @@ from tests.support.daemon import PROGRAM, SMALL, Daemon, descendants, only_run, 
 
 pytestmark = pytest.mark.integration
 STEPS = 4
-COMPILED = re.compile(r"layers are compiled: model=(\w+) layers=4 graphs=[01] seconds=[\d.]+")
+COMPILED = re.compile(r"layers are compiled: model=(\w+) layers=1 graphs=[01] seconds=[\d.]+")
 SETTINGS = (
     *SMALL, "model.compile=true", f"trainer.max_steps={STEPS}", "buffer.max_staleness=0", "rollout.log_probs=worker",
     # Other passes are not compiled on a CPU.

@@ -447,5 +447,6 @@ def test_inductor_computes_a_pass_with_a_part_of_the_operators_and_repeats_its_b
         repeated = log_probs(again)
 
     assert sum(after.values()) < 0.6 * sum(before.values()), (after, before)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+    # In double precision eager passes are 1.1e-5 away, and Inductor's, on CPUs with AVX-512, 4.8e-5.
+    assert torch.allclose(found, expected, rtol=0, atol=1e-4)
     assert torch.equal(repeated, found)

@@ -91,6 +91,7 @@ def _rlhfd(request: dict[str, object], output: int, errors: int) -> NoReturn:
             os.dup2(source, target)
     for descriptor in (output, errors):
         os.close(descriptor)
+    _open_streams()
     os.environ.clear()
     os.environ.update(environment)
     if isinstance(mounts := request["mounts"], str):
@@ -106,6 +107,12 @@ def _rlhfd(request: dict[str, object], output: int, errors: int) -> NoReturn:
     if command[0] == forked_ranks.__name__:
         _to_the_end(lambda: forked_ranks.main(*command[1:]))
     _to_the_end(lambda: main(command[1:], prog_name="rlhfd"))
+
+
+def _open_streams() -> None:
+    """Open standard output and error as Python does; former streams may be those of files, or a supervisor's own."""
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def _enter(mounts: str) -> None:
@@ -139,6 +146,7 @@ def _forked(
             os.environ.update({**environment, "RLHFD_PARENT": parent})
             signal.signal(signal.SIGINT, signal.default_int_handler)
             faulthandler.disable()
+            _open_streams()
             # PYTHONUNBUFFERED, by which children write at once.
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(write_through=True)  # type: ignore[union-attr]
