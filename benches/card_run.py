@@ -143,7 +143,7 @@ class CardRun:
             yield Row("memory", failed="the run was never reached")
             return
         name = "the card" if on_card else "host"
-        budgets = budgets_of(self._config, models_of(self._config), machine.of_processes(os.environ))
+        budgets = budgets_of(self._config, models_of(self._config), machine.described(os.environ))
         budget = next(one for one in budgets if one.name.startswith("GPU") == on_card and one.name != machine.SHM)
         used = self._used[name] - (self._used_before if on_card else 0)
         share = used / budget.total_bytes
@@ -166,7 +166,7 @@ class CardRun:
         if self._config is None:
             return {}
         together = self._config.model_copy(update={"rollout": self._config.rollout.model_copy(update={"sleep": False})})
-        budgets = budgets_of(together, models_of(together), machine.of_processes(os.environ))
+        budgets = budgets_of(together, models_of(together), machine.described(os.environ))
         return next((budget.terms for budget in budgets if budget.is_card), {})
 
     @property

@@ -81,7 +81,7 @@ def plan(
     config = loaded.config
     made = {str(sort_digits.model_directory(sort_digits.directory_of(config.daemon.state_dir))): sort_digits.sizes()}
     config = sort_digits.with_paths(config)
-    machine = machines.described(gpus, gpu_memory, ram, os.environ, shm_bytes=shm)
+    machine = machines.described(os.environ, gpus=gpus, gpu_bytes=gpu_memory, ram_bytes=ram, shm_bytes=shm)
     models = models_of(config, made)
     chosen = choice(config, models, machine)
     config = chosen.config

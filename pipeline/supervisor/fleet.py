@@ -21,6 +21,7 @@ from pipeline.runtime.forkserver_refusal import ForkserverRefusal, conditions_of
 from pipeline.runtime.lock import engines_socket
 from pipeline.runtime.role import ClusterNode, Report
 from pipeline.runtime.vllm_variables import vllm_environment
+from pipeline.sort_digits import PROMPT_COUNT
 from pipeline.storage.control_groups import memory_groups
 from pipeline.supervisor.cluster_nodes import ClusterNodes
 from pipeline.supervisor.placement import Devices
@@ -157,7 +158,8 @@ class ChildSettings:
         return cls(
             name=config.daemon.name,
             model=config.model.actor,
-            prompts=prompts_at_most(config.prompts),
+            # None yet: those of the embedded task, which its setup makes.
+            prompts=prompts_at_most(config.prompts) or PROMPT_COUNT,
             threads={"trainer": config.trainer.threads, "rollout": config.rollout.threads},
             state_dir=Path(config.daemon.state_dir),
         )
@@ -439,10 +441,12 @@ class Fleet:
             # Where the kernel does not count its kills, it may have been this one.
             by_kernel = None if kills is None or before is None else kills > before
             killed = code == -signal.SIGKILL and not slot.ended_by
+            self._oom_kills = self._newer_oom_kills = kills
             if killed and by_kernel:
                 slot.ended_by = "oom"
+                # A kill is of one child; the others may be of those that are reaped next.
+                self._oom_kills = (before or 0) + 1
             slot.from_outside = (slot.from_outside or killed) and by_kernel is False
-            self._oom_kills = self._newer_oom_kills = kills
             reason = exit_reason(code, booted=booted, ended_by=slot.ended_by)
             self._metrics.counter("rlhfd_process_exits_total", role=slot.role, reason=reason).inc()
         self.on_end(slot, code)

@@ -34,6 +34,8 @@ class InputsWatch:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._before = self._inputs()
+        if not self._before:
+            log.warning("the run's files cannot be read now: no change of them will be noticed while it goes on")
         self._changed: set[str] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="inputs", daemon=True)

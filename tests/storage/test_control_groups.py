@@ -104,7 +104,7 @@ def test_an_arena_beyond_the_limit_is_refused_before_the_kernel_kills_for_it(mac
 def test_the_plan_counts_with_the_limit(machine: Path) -> None:
     limited(machine / "groups", "1500000000")
 
-    planned, given = described(0, 0, None), described(0, 0, 8_000_000_000)
+    planned, given = described({}, gpus=0, gpu_bytes=0), described({}, gpus=0, gpu_bytes=0, ram_bytes=8_000_000_000)
     shown = CliRunner().invoke(main, ["plan"]).output
 
     assert (planned.ram_bytes, given.ram_bytes) == (1_500_000_000, 8_000_000_000)

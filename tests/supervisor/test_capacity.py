@@ -21,7 +21,8 @@ from pipeline.supervisor import preflight
 from pipeline.supervisor.capacity import machine as machines
 from pipeline.supervisor.capacity.budgets import budgets_of, remedies
 from pipeline.supervisor.capacity.choices import choice, decided, misfits
-from pipeline.supervisor.capacity.machine import Machine, described, of_processes
+from pipeline.supervisor.capacity.machine import Machine, described
+from pipeline.supervisor.placement import visible_gpus
 from tests.supervisor.test_gpus import FakeNvml, faked
 from tests.support import tiny
 from tests.support.daemon import EXACT
@@ -172,6 +173,9 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the driver tell of GPUs of different memory."""
     uuids, memory = ("GPU-small", "GPU-large-a", "GPU-large-b"), (4 * GB, 80 * GB, 80 * GB)
     faked(monkeypatch, FakeNvml(uuids, used_bytes=(0, 0, 0), capacity_bytes=memory, percent=(0, 0, 0)))
+    monkeypatch.setattr(
+        machines, "visible_gpus", lambda environ: visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1,2", **environ})
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,16 +196,13 @@ def test_the_gpus_of_a_plan_are_those_that_the_run_may_use(
     three_gpus(monkeypatch)
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
 
-    planned = described(None, None, None, environ)
-    given = described(8, 10 * GB, None, environ)
+    planned = described(environ)
+    given = described(environ, gpus=8, gpu_bytes=10 * GB)
 
     assert (planned.gpus, planned.gpu_bytes) == (gpus, gpu_bytes)
     assert (given.gpus, given.gpu_bytes) == (8, 10 * GB)
-    if listed is not None:
-        assert of_processes(environ) == planned._replace(shm_bytes=of_processes(environ).shm_bytes)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-        shown = CliRunner().invoke(main, ["plan", "--set", f"model.actor={folder}"]).output
-        assert f"machine      {f'{gpus} GPUs of {gpu_bytes / 1e9:.1f} GB' if gpus else 'no GPU'}, " in shown
+    shown = CliRunner().invoke(main, ["plan", "--set", f"model.actor={folder}"], env={"CUDA_VISIBLE_DEVICES": listed})
+    assert f"machine      {f'{gpus} GPUs of {gpu_bytes / 1e9:.1f} GB' if gpus else 'no GPU'}, " in shown.output
 
 
 def test_a_gpu_whose_memory_is_not_known_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +210,22 @@ def test_a_gpu_whose_memory_is_not_known_has_no_plan(monkeypatch: pytest.MonkeyP
 
     # The second begins the names of two.
     for listed in ("1,MIG-1", "GPU-large", "7"):
-        for read in (of_processes, lambda environ: described(None, None, None, environ)):
-            with pytest.raises(ConfigError, match="does not tell the memory"):
-                read({"CUDA_VISIBLE_DEVICES": listed})
+        with pytest.raises(ConfigError, match="does not tell the memory"):
+            described({"CUDA_VISIBLE_DEVICES": listed})
+
+
+def test_gpus_of_which_the_driver_tells_nothing_have_no_plan(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(machines, "visible_gpus", lambda environ: ["0"])
+    monkeypatch.setattr(machines, "read_once", list)
+
+    plan = ["plan", "--set", f"model.actor={folder}"]
+    done, given = (
+        CliRunner().invoke(main, [*plan, *more], env={"CUDA_VISIBLE_DEVICES": None})
+        for more in ((), ("--gpu-memory", "80GB"))
+    )
+
+    assert done.exit_code == 78 and "does not tell the memory" in done.stderr
+    assert given.exit_code == 0 and "1 GPUs of 80.0 GB" in given.output
 
 
 def test_a_machine_without_shared_memory_has_no_plan_and_a_line(
@@ -220,7 +234,7 @@ def test_a_machine_without_shared_memory_has_no_plan_and_a_line(
     monkeypatch.setattr(machines, "SHM", str(tmp_path / "shm"))
 
     with pytest.raises(ConfigError, match=f"^{tmp_path}/shm: No such file or directory; mount a tmpfs there"):
-        of_processes({"CUDA_VISIBLE_DEVICES": ""})
+        described({"CUDA_VISIBLE_DEVICES": ""})
 
 
 def terms_of(config: Config, machine: Machine = CARDS) -> dict[str, dict[str, int]]:

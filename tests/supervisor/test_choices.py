@@ -211,7 +211,7 @@ def test_without_a_plan_an_engine_that_sleeps_needs_the_size_of_its_cache(
     def silent(environ: Mapping[str, str]) -> Machine:
         raise ConfigError("the driver is silent")
 
-    monkeypatch.setattr("pipeline.supervisor.capacity.choices.of_processes", silent)
+    monkeypatch.setattr("pipeline.supervisor.capacity.choices.described", silent)
     config = asleep_at_steps(folder)
 
     with pytest.raises(ConfigError, match=r"^rollout\.cache_bytes: must be set .* the driver is silent$"):
@@ -346,13 +346,13 @@ def test_a_state_that_a_killed_instance_has_left_is_used_though_others_have_fill
 def _chosen_with(config: Config, shm_bytes: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(gpus=0, gpu_bytes=0, ram_bytes=1000 * GB, shm_bytes=shm_bytes)
-        patch.setattr("pipeline.supervisor.capacity.choices.of_processes", lambda environ: machine)
+        patch.setattr("pipeline.supervisor.capacity.choices.described", lambda environ: machine)
         return decided(config, {}).config.trainer.keep_state
 
 
 def test_the_embedded_model_has_a_plan_before_it_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = Config.model_validate({"daemon": {"state_dir": tmp_path / "none"}})
-    monkeypatch.setattr("pipeline.supervisor.capacity.choices.of_processes", lambda environ: cards(141, 1))
+    monkeypatch.setattr("pipeline.supervisor.capacity.choices.described", lambda environ: cards(141, 1))
 
     found = decided(config, {})
 
@@ -365,7 +365,7 @@ def test_without_a_plan_a_start_has_the_plain_defaults(folder: Path, monkeypatch
     def no_gpus(environ: object) -> Machine:
         raise ConfigError("the driver is silent")
 
-    monkeypatch.setattr("pipeline.supervisor.capacity.choices.of_processes", no_gpus)
+    monkeypatch.setattr("pipeline.supervisor.capacity.choices.described", no_gpus)
 
     found = decided(configured(folder, world_size=2), {})
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import sort_digits
 from pipeline.config.schema import Config, DaemonConfig
 from pipeline.errors import ExitCode
 from pipeline.runtime.child_process import Starter, cache_variables
@@ -156,6 +157,29 @@ async def test_a_kill_that_the_kernel_has_not_counted_comes_from_another_program
     await fleet.until(lambda: not fleet.alive())
 
     assert (rank.ended_by, rank.from_outside) == (ended_by, from_outside)
+
+
+async def test_children_that_the_kernel_kills_at_once_are_each_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = 3
+    monkeypatch.setattr("pipeline.supervisor.fleet.kill_count", lambda: kills)
+    fleet = Idlers(tmp_path)
+    for rank in fleet.ranks:
+        fleet.start(rank)
+    kills += 2
+
+    for pids in list(fleet.started.values()):
+        os.kill(pids[0], signal.SIGKILL)
+    await fleet.until(lambda: not fleet.alive())
+
+    assert [(rank.ended_by, rank.from_outside) for rank in fleet.ranks] == [("oom", False), ("oom", False)]
+
+
+def test_prompts_of_the_embedded_task_are_counted_before_they_are_made(tmp_path: Path) -> None:
+    config = sort_digits.with_paths(Config.model_validate({"daemon": {"state_dir": tmp_path}}))
+
+    assert ChildSettings.of(config).prompts == sort_digits.PROMPT_COUNT
 
 
 @pytest.mark.parametrize(("minutes", "ended_by"), [(0, "oom"), (1, "oom"), (3, "")])

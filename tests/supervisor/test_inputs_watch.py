@@ -111,3 +111,16 @@ def test_a_thread_looks_until_it_is_stopped(
     watch._thread.join(10.0)
 
     assert not watch._thread.is_alive()
+
+
+def test_files_that_cannot_be_read_at_the_start_are_told_of(
+    run: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(config: Config) -> dict[str, str]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(inputs_watch, "inputs_of", unreadable)
+
+    InputsWatch(run).look()
+
+    assert said(caplog) == ["the run's files cannot be read now: no change of them will be noticed while it goes on"]

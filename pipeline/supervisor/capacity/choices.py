@@ -27,7 +27,7 @@ from pipeline.config.types import BUILTIN_PREFIX
 from pipeline.errors import ConfigError
 from pipeline.runtime.lock import shm_directory
 from pipeline.supervisor.capacity.budgets import Budget, budgets_of, remedies, size
-from pipeline.supervisor.capacity.machine import Machine, of_processes
+from pipeline.supervisor.capacity.machine import Machine, described
 
 _LOG_PROB_TOKENS = (65_536, 32_768)
 """Tokens of a log-prob pass; 16,384 where none of these fits."""
@@ -68,7 +68,7 @@ def decided(config: Config, environ: Mapping[str, str]) -> Choices:
         ConfigError: If there is no plan, and it would have to size the cache of an engine that sleeps.
     """
     try:
-        machine = of_processes(environ)
+        machine = described(environ)
         if config.trainer.keep_state == "auto" and _holds_state(config):
             found = decided(config.changed("trainer", keep_state="memory"), environ)
             return Choices(found.config, {**found.reasons, "trainer.keep_state": "a killed instance has left it there"})
@@ -105,7 +105,7 @@ def choice(config: Config, models: Models, machine: Machine) -> Choices:
 def misfits(config: Config, environ: Mapping[str, str]) -> list[str]:
     """Return what does not fit on this machine, if it has GPUs, and the keys to change: a line each, usually none."""
     try:
-        machine = of_processes(environ)
+        machine = described(environ)
         if not machine.gpus or str(config.model.actor).startswith(BUILTIN_PREFIX):
             return []
         models = models_of(config)

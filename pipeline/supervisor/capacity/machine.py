@@ -13,7 +13,6 @@ from pipeline.supervisor.placement import visible_gpus
 
 SHM = "/dev/shm"
 _LISTED = "CUDA_VISIBLE_DEVICES"
-_UNKNOWN = "the driver does not tell the memory of this machine's GPUs"
 
 
 class Machine(NamedTuple):
@@ -33,29 +32,29 @@ class Machine(NamedTuple):
 
 
 def described(
-    gpus: int | None,
-    gpu_bytes: int | None,
-    ram_bytes: int | None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str],
     *,
+    gpus: int | None = None,
+    gpu_bytes: int | None = None,
+    ram_bytes: int | None = None,
     shm_bytes: int | None = None,
 ) -> Machine:
     """Return this machine with the values that are given in place of its own.
 
     Args:
+        environ: The environment, with the list of GPUs that a run may use (CUDA_VISIBLE_DEVICES).
         gpus: Number of GPUs; None for those that a run may use here.
         gpu_bytes: Memory of a GPU; None for the smallest of those that a run may use here.
         ram_bytes: Host memory; None for this machine's.
         shm_bytes: Room in /dev/shm; None for half of `ram_bytes`, which is Linux's default, or for the free room here.
-        environ: The environment, with the list of GPUs that a run may use (CUDA_VISIBLE_DEVICES).
 
     Raises:
         ConfigError: If there are GPUs of unknown memory, or no shared memory.
     """
-    here = [] if gpus is not None and gpu_bytes is not None else gpus_here(environ)
-    count = len(here) if gpus is None else gpus
-    if gpus is None and environ.get(_LISTED) is not None and count < len(visible_gpus(environ)):
-        raise ConfigError(_UNKNOWN)
+    here = gpus_here(environ) if gpu_bytes is None else []
+    count = len(visible_gpus(environ)) if gpus is None else gpus
+    if gpus is None and gpu_bytes is None and len(here) < count:
+        raise ConfigError("the driver does not tell the memory of this machine's GPUs")
     if count and gpu_bytes is None and not here:
         raise ConfigError("--gpu-memory: this machine shows no GPU, give the memory of one, such as 80GB")
     memory = gpu_bytes if gpu_bytes is not None else min(here, default=0)
@@ -72,18 +71,6 @@ def described(
         shm_bytes = shm.f_bavail * shm.f_frsize
     # A mount may be larger than the memory that its files would take.
     return Machine(count, memory, ram_bytes, min(shm_bytes, ram_bytes))
-
-
-def of_processes(environ: Mapping[str, str]) -> Machine:
-    """Return this machine with the GPUs that its processes may use (CUDA_VISIBLE_DEVICES).
-
-    Raises:
-        ConfigError: If it has GPUs whose memory the driver does not tell, or no shared memory.
-    """
-    count = len(visible_gpus(environ))
-    if count and len(gpus_here(environ)) < count:
-        raise ConfigError(_UNKNOWN)
-    return described(count, None, None, environ)
 
 
 def gpus_here(environ: Mapping[str, str]) -> list[int]:
