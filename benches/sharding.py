@@ -178,7 +178,7 @@ def rank_main(options: argparse.Namespace) -> None:
             started_s, waited_s = time.perf_counter(), publisher.waited_s
             rows = rows_of(shape, seed=step * RANKS + options.rank)
             learner.update([rows], before_change=publisher.finish)
-            publisher.publish(step, tensors_of(learner, Progress(step), _CPU))
+            publisher.publish(step, tensors_of(learner, Progress(step)))
             found["step_s"].append(time.perf_counter() - started_s)
             found["waited_s"].append(publisher.waited_s - waited_s)
             found["own"], found["resident"] = memory.own, memory.resident

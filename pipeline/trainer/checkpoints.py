@@ -118,17 +118,17 @@ def libraries() -> dict[str, str]:
     return {"torch": str(torch.__version__), "transformers": importlib.metadata.version("transformers")}
 
 
-def load_state(folder: Path, into: Mapping[str, torch.Tensor], optional: frozenset[str] = OPTIONAL) -> None:
+def load_state(folder: Path, into: Mapping[str, torch.Tensor]) -> None:
     """Copy a checkpoint's training state into tensors: all of them or, if any does not fit, none.
 
     Raises:
-        CheckpointError: If a tensor is missing or unexpected, and not `optional`, or has another shape or dtype.
+        CheckpointError: If a tensor is missing or unexpected, and not `OPTIONAL`, or has another shape or dtype.
     """
     try:
         saved = load_file(folder / STATE_FILE)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / STATE_FILE}: {error}") from error
-    odd = optional & (saved.keys() ^ into.keys())
+    odd = OPTIONAL & (saved.keys() ^ into.keys())
     saved, into = ({name: one for name, one in each.items() if name not in odd} for each in (saved, into))
     copy_tensors(saved, into, str(folder / STATE_FILE))
 
@@ -155,8 +155,6 @@ def load_whole(
     config: Config,
     models: Mapping[str, torch.nn.Module],
     state: Mapping[str, torch.Tensor],
-    *,
-    optional: frozenset[str] = OPTIONAL,
 ) -> None:
     """Set whole models and a training state (`tensors_of`) to those of a checkpoint; its files are verified before.
 
@@ -165,7 +163,6 @@ def load_whole(
         config: The run's configuration.
         models: ``actor`` and, with PPO, ``critic``.
         state: The training state, live.
-        optional: Tensors of the state that the checkpoint may lack or have more.
 
     Raises:
         CheckpointError: If a file cannot be read, or is of other models.
@@ -184,7 +181,7 @@ def load_whole(
             raise CheckpointError(f"{path}: {error}") from error
     for name, target in targets.items():
         copy_tensors(saved[name], target, f"{folder} ({name})")
-    load_state(folder, state, optional)
+    load_state(folder, state)
 
 
 def _latest(root: Path) -> Latest | None:

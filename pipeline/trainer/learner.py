@@ -197,6 +197,8 @@ class Learner:
             DeviceMemoryError: If a micro-batch of one row does not fit into the device's memory.
         """
         watch = Stopwatch(self._telemetry, self._clock)
+        # A policy loss of the user's own may draw numbers: a step that is resumed or replayed draws the same.
+        torch.manual_seed(self.step)
         rows = [ragged_rows(batch) for batch in batches]
         every = [self._scored(self._inputs_of(one), watch) for one in rows]
         observed = [Observed.of(one, batch) for one, batch in zip(rows, every, strict=True)]

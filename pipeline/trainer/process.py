@@ -237,7 +237,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     is_spread = config.trainer.nodes > 1 and not rank_models.is_sharded
     first_reads = waiting(of_first) if config.trainer.nodes > 1 and rank_models.is_sharded else operator.call
     resumption = Resumption(
-        config, connection, learner, rank_models, device,
+        config, connection, learner, rank_models,
         agree=bool if is_spread else ranks.agree,
         of_first=first_reads,
     )  # fmt: skip
@@ -546,7 +546,7 @@ def checkpoint_writer(
             keep=config.trainer.keep_checkpoints,
             telemetry=telemetry,
         )
-        state = tensors_of(learner, progress, device) if held is None else None
+        state = tensors_of(learner, progress) if held is None else None
         return models.save(write, state, held)
 
     return save

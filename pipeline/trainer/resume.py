@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
 from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, read_note, verify
@@ -35,7 +33,7 @@ from pipeline.runtime.latest_checkpoint import (
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.saving.rank_models import RankModels
-from pipeline.trainer.state import LearnerProtocol, Progress, restore_random_state, tensors_of
+from pipeline.trainer.state import LearnerProtocol, Progress, progress_of, tensors_of
 
 _FRESH = "`rlhfd start --fresh` starts anew"
 
@@ -75,7 +73,6 @@ class Resumption:
         connection: Connection,
         learner: LearnerProtocol,
         models: RankModels,
-        device: torch.device,
         *,
         agree: Callable[[bool], bool] = lambda ready: ready,
         of_first: Callable[[Callable[[], Any]], Any] = lambda call: call(),
@@ -87,7 +84,6 @@ class Resumption:
             connection: The connection to the daemon.
             learner: `find` sets its tensors and its step.
             models: The rank's models as they are at the start of a run; `find` sets their weights.
-            device: Device of the models.
             agree: A collective of all ranks; returns True if every rank passed True.
             of_first: Returns the result of a call that reads files of the daemon's machine: of ranks on several
                 machines a collective, in which the first rank calls.
@@ -98,7 +94,6 @@ class Resumption:
         self._connection = connection
         self._learner = learner
         self._models = models
-        self._device = device
         self._root = checkpoints_dir(config)
 
     def find(self) -> Start:
@@ -168,10 +163,10 @@ class Resumption:
 
     def _from_shared_memory(self, version: WeightsVersion) -> Progress | None:
         """Restore a version's weights and training state; return None without a training state."""
-        state = tensors_of(self._learner, Progress(), self._device)
+        state = tensors_of(self._learner, Progress())
         if not self._models.restore(version, state):
             return None
-        progress = restore_random_state(state, self._device)
+        progress = progress_of(state)
         self._log(logging.INFO, "resumed from shared memory: version=%d step=%d", version.version, progress.step)
         return progress
 
@@ -241,9 +236,9 @@ class Resumption:
         return note
 
     def _load(self, folder: Path) -> Progress:
-        state = tensors_of(self._learner, Progress(), self._device)
+        state = tensors_of(self._learner, Progress())
         self._models.load(folder, state)
-        return restore_random_state(state, self._device)
+        return progress_of(state)
 
     def _log(self, level: int, message: str, *values: object) -> None:
         if self._connection.rank == 0:

@@ -17,7 +17,7 @@ from pipeline.errors import RlhfdError
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.rank_models import RankModels
-from pipeline.trainer.state import LearnerProtocol, restore_random_state, tensors_of
+from pipeline.trainer.state import LearnerProtocol, tensors_of
 
 _T = TypeVar("_T")
 
@@ -35,11 +35,10 @@ def spread(
         device: Device of the models.
     """
     found: Start = _of_first(start._replace(checkpoint=None, published=connection.newest()))
-    state = tensors_of(learner, found.progress, device)
+    state = tensors_of(learner, found.progress)
     for of_all in (models.tensors(), state):
         for name in sorted(of_all):
             _copy_from_first(of_all[name], device)
-    restore_random_state(state, device)
     learner.step = found.progress.step
     return start._replace(published=found.published) if distributed.get_rank() == 0 else found
 

@@ -1,4 +1,4 @@
-"""The training state beside the weights, as named tensors: progress, random state, optimizer state."""
+"""The training state beside the weights, as named tensors: progress and optimizer state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from pipeline.experience.vision_rows import MODEL_KEYWORDS
 from pipeline.trainer.step_stats import StepStats
 
 _PROGRESS = "progress"
-_CPU_GENERATOR = "generator.cpu"
-_CUDA_GENERATOR = "generator.cuda"
 
-OPTIONAL = frozenset({"kl_coef", "return_moments", SCORES})
-"""Tensors that a checkpoint may lack or have more: those of settings that may change with a resume."""
-
-DEVICE_STATE = frozenset({_CUDA_GENERATOR})
-"""Tensors that a checkpoint has if its trainer was on a GPU."""
+OPTIONAL = frozenset({"kl_coef", "return_moments", SCORES, "generator.cpu", "generator.cuda"})
+"""Tensors that a checkpoint may lack or have more: those of settings that may change with a resume, and random state,
+which earlier checkouts wrote and no step reads.
+"""
 
 
 class LearnerProtocol(Protocol):
@@ -130,21 +127,11 @@ def after_step(step: int, ranks: Sequence[RankProgress]) -> Progress:
     return Progress(step, joined.intdigest() >> 1, position)
 
 
-def tensors_of(learner: LearnerProtocol, progress: Progress, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the training state: the learner's tensors, live, and copies of the rest."""
-    state = {
-        _PROGRESS: torch.tensor(progress, dtype=torch.int64),
-        _CPU_GENERATOR: torch.get_rng_state(),
-        **learner.tensors(),
-    }
-    if device.type == "cuda":
-        state[_CUDA_GENERATOR] = torch.cuda.get_rng_state(device)
-    return state
+def tensors_of(learner: LearnerProtocol, progress: Progress) -> dict[str, torch.Tensor]:
+    """Return the training state: the learner's tensors, live, and a copy of the progress."""
+    return {_PROGRESS: torch.tensor(progress, dtype=torch.int64), **learner.tensors()}
 
 
-def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> Progress:
-    """Set the random state and return the progress; the learner's tensors hold their values already."""
-    torch.set_rng_state(state[_CPU_GENERATOR].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[_CUDA_GENERATOR].cpu(), device)
+def progress_of(state: Mapping[str, torch.Tensor]) -> Progress:
+    """Return the progress of a training state."""
     return Progress(*state[_PROGRESS].tolist())

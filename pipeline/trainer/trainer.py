@@ -250,7 +250,7 @@ class Trainer:
             return
         kept = versions.kept()
         if kept is None or kept.age != self.version.age:
-            self._models.keep_state(self.version, tensors_of(self._learner, self.progress, self._device))
+            self._models.keep_state(self.version, tensors_of(self._learner, self.progress))
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being written, and let a publish end, after an error."""
@@ -395,7 +395,7 @@ class Trainer:
         self.wait_for_checkpoint(is_slow=True)
         for hook in self._hooks:
             hook.flush()
-        is_held, held = self._models.held(tensors_of(self._learner, self.progress, self._device))
+        is_held, held = self._models.held(tensors_of(self._learner, self.progress))
         if is_held and held is None:
             # The first rank writes it alone.
             self.saved_step = self.step

@@ -53,7 +53,7 @@ class Models(NamedTuple):
         return checkpoints_dir(self.config)
 
     def held(self):
-        return self.connection.versions.held(tensors_of(self.learner, SECOND, CPU))
+        return self.connection.versions.held(tensors_of(self.learner, SECOND))
 
     @torch.no_grad()
     def change(self, seed):
@@ -78,7 +78,7 @@ def trained(site, monkeypatch, *, algorithm="ppo", tied=False, rank=0):
         return connection.publish(
             actor=published(actor),
             critic=models["critic"].state_dict() if "critic" in models else None,
-            training=tensors_of(learner, SECOND, CPU),
+            training=tensors_of(learner, SECOND),
             version=version,
         )
 

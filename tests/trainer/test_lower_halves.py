@@ -15,7 +15,7 @@ from pipeline.trainer.checkpoints import STATE_FILE, save_checkpoint
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.saving.lower_halves import join, ties_of
 from pipeline.trainer.saving.rank_models import RankModels
-from pipeline.trainer.state import Progress, restore_random_state, tensors_of
+from pipeline.trainer.state import Progress, progress_of, tensors_of
 from tests.support import tiny
 from tests.trainer.test_checkpoints import Tokenizer
 from tests.trainer.test_learner import experience_of
@@ -82,7 +82,7 @@ class Rank:
         self.learner.update([experience_of(actor, "ppo", critic=Critic.from_actor(actor), seed=seed)])
 
     def state(self):
-        return tensors_of(self.learner, Progress(self.learner.step, 7, 10), CPU)
+        return tensors_of(self.learner, Progress(self.learner.step, 7, 10))
 
     def publish(self, version):
         return self.ranks.writing(WeightsVersion(version), self.state())()
@@ -118,7 +118,7 @@ def test_a_successor_has_each_float32_copy_and_goes_on_to_the_same_bits(rank, tm
     newest = successor.ranks.versions.newest()
 
     assert successor.ranks.restore(newest, state)
-    assert restore_random_state(state, CPU) == Progress(3, 7, 10)
+    assert progress_of(state) == Progress(3, 7, 10)
 
     expected, found = rank.tensors(), successor.tensors()
     assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []

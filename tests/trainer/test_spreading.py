@@ -100,11 +100,11 @@ def shards_are_found(rank: int, folder: Path) -> None:
     versions = PolicyVersions(path) if far is None else far.versions()
     connection: Any = SimpleNamespace(rank=rank, weights_path=path, remote=far, newest=versions.newest)
     models = RankModels(config, {"actor": actor}, connection, CPU)
-    resumption = Resumption(config, connection, learner, models, CPU, agree=all_agree, of_first=of_first)
+    resumption = Resumption(config, connection, learner, models, agree=all_agree, of_first=of_first)
     tensors = {name: shard.local for name, shard in shards_of(actor).items()} | learner.tensors()
     assert resumption.find() == Start(), "nothing is there yet"
     before = disturb(tensors, 10 + rank)
-    state = tensors_of(learner, PROGRESS, CPU)
+    state = tensors_of(learner, PROGRESS)
     version = models.writing(WeightsVersion(5), state)()
     _, held = models.held(state)
     if held is not None:

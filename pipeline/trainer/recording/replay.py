@@ -35,7 +35,7 @@ from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import new_learner, whole_models
 from pipeline.trainer.recording.bases import Base, Bases, config_of
 from pipeline.trainer.recording.recorder import versions
-from pipeline.trainer.state import DEVICE_STATE, OPTIONAL, Progress, digest_after, restore_random_state, tensors_of
+from pipeline.trainer.state import Progress, digest_after, progress_of, tensors_of
 from pipeline.trainer.step_log import line_of
 
 log = logging.getLogger(__name__)
@@ -132,10 +132,9 @@ class Replay:
         models, learner = _new(config, device)
         progress = Progress()
         if self._checkpoint is not None:
-            state = tensors_of(learner, progress, device)
-            # A device of another kind has no such state, or a checkpoint has none for this device.
-            load_whole(self._checkpoint, config, models, state, optional=OPTIONAL | DEVICE_STATE)
-            progress = restore_random_state(state, device)
+            state = tensors_of(learner, progress)
+            load_whole(self._checkpoint, config, models, state)
+            progress = progress_of(state)
         learner.step, digest = progress.step, progress.digest
         if self.base in self._recording.weights:
             yield self._compared(self.base, models, learner, digest)

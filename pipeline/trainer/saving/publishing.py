@@ -128,7 +128,7 @@ class Publishing:
             # A predecessor with another configuration may have left two slots of weights.
             every = every if every == 1 or self._models.versions.may_lack_state() else 1
             if self._config.keep_state != "disk" and (is_first or keeps_state or number % every == 0):
-                training = tensors_of(self._learner, progress, self._device)
+                training = tensors_of(self._learner, progress)
             wanted = wanted._replace(trained_through=self._connection.begin_version(), probe=probe)
             write = self._models.writing(wanted, training)
             if self._is_worth_a_thread and not is_first:

@@ -272,6 +272,26 @@ def test_an_update_with_nan_is_the_last_of_its_step_and_those_before_stay() -> N
     assert all(torch.equal(a, b) for a, b in zip(weights(learner), weights(once), strict=True))
 
 
+def test_a_policy_loss_that_draws_draws_the_same_in_a_step_that_is_taken_again() -> None:
+    learners = [learner_of("grpo"), learner_of("grpo"), learner_of("grpo")]
+    experience = experience_for(learners[0], "grpo")
+    policy_loss = learners[0]._objective.policy_loss
+
+    def drawing(inputs: Any) -> Any:
+        found = policy_loss(inputs)
+        return found._replace(losses=found.losses * torch.rand(len(found.losses)))
+
+    learners[2].step = 1
+    for seed, learner in enumerate(learners):
+        learner._objective = replace(learner._objective, policy_loss=drawing)
+        torch.manual_seed(seed)
+        learner.update([experience])
+
+    first, again, other = map(weights, learners)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
 def test_groups_without_signal_count_for_each_mini_batch_in_proportion() -> None:
     """With `dr_grpo` all rows are in the divisor; the rows of an update then are rows x its share of the kept rows."""
     divisors: list[tuple[float, float]] = []

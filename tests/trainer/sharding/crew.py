@@ -308,7 +308,7 @@ def _case(name: str, folder: Path, replica: Replica, crew: str) -> dict[str, Any
         found["reference"] = sum(shard.numel() for shard in held), {shard.dtype for shard in held}
     place = folder / f"{name}-{crew}"
     place.mkdir(exist_ok=True)
-    state = tensors_of(learner, Progress(STEPS, 7, 11), CPU)
+    state = tensors_of(learner, Progress(STEPS, 7, 11))
     found["digests"] = every.gather([_digest(_copies(models, learner.tensors()))])
     found |= _published(models, state, place, replica) | _saved(models, state, place, name, replica)
     return found | {"held": sum(shard.local.numel() for shard in shards_of(models["actor"]).values())}
@@ -373,7 +373,7 @@ def resumed(name: str, folder: Path, replica: Replica, saved_by: str) -> set[str
     group = RankGroup(CPU)
     models = sharded_models(folder / name, name, replica)
     learner = new_learner(models, name, dist.group.WORLD)
-    state = tensors_of(learner, Progress(), CPU)
+    state = tensors_of(learner, Progress())
     checkpoint = folder / f"{name}-{saved_by}" / "checkpoints" / "step-000003"
     load_shards(checkpoint, "trainer_state.safetensors", models, state)
     whole = load_file(checkpoint / "trainer_state.safetensors")
