@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.config.optimizers import Optimizer
 from pipeline.errors import FieldError
-from pipeline.trainer.update_rules import AdamW, RuleSettings, UpdateRule, new_rule
+from pipeline.trainer.update_rules import AdamW, RuleSettings, new_rules
 
 _BUCKET_ELEMENTS = 1 << 25
 """Gradients that ranks reduce in one call: 128 MiB."""
@@ -81,13 +81,13 @@ class ModelOptimizer:
         self._in_units = [master for name, master, _ in named if name in in_units]
         others = [(master, parameter) for name, master, parameter in named if name not in in_units]
         masters, parameters = [master for master, _ in others], [parameter for _, parameter in others]
-        self._rule = new_rule(kind, masters, parameters, model, settings) if others else None
+        in_force = new_rules(kind, masters, parameters, model, settings)
+        self._rules = [rule for rule, _ in in_force]
         # A head of few weights: AdamW trains it beside any rule.
         self._rule_of_units = AdamW(self._in_units, settings) if self._in_units else None
-        in_force = ((self._rule, masters), (self._rule_of_units, self._in_units))
-        self._rule_of: dict[int, UpdateRule] = {
-            id(master): rule for rule, ruled in in_force if rule is not None for master in ruled
-        }
+        if self._rule_of_units is not None:
+            in_force.append((self._rule_of_units, self._in_units))
+        self._rule_of = {id(master): rule for rule, ruled in in_force for master in ruled}
 
     def _taken_over(self, trained: dict[str, nn.Parameter]) -> list[Tensor]:
         """Return the tensors that a step changes, with the same values on every rank."""
@@ -132,8 +132,8 @@ class ModelOptimizer:
         """Apply the gradients at `ratio` of the largest learning rate."""
         nn.utils.clip_grads_with_norm_(self._masters, self._clip_norm, self._norm)
         learning_rate = self._learning_rate * ratio
-        if self._rule is not None:
-            self._rule.step(learning_rate)
+        for rule in self._rules:
+            rule.step(learning_rate)
         if self._rule_of_units is not None:
             # A decay of W / s is one of W by as much.
             self._rule_of_units.step(learning_rate * self.unit, weight_decay=self._weight_decay / self.unit)

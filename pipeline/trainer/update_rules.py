@@ -10,6 +10,7 @@ Weights and gradients are float32. A rule makes its state at once, in its final 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -45,35 +46,41 @@ class UpdateRule(Protocol):
         """Return what the rule keeps of a weight, live."""
 
 
-def new_rule(
+def new_rules(
     kind: Optimizer,
     weights: Sequence[Tensor],
     parameters: Sequence[nn.Parameter],
     model: nn.Module,
     settings: RuleSettings,
-) -> UpdateRule:
-    """Return the rule of `trainer.optimizer`.
+) -> list[tuple[UpdateRule, list[Tensor]]]:
+    """Return the rules of `trainer.optimizer`, each with its weights: AdamW has those that no other rule takes.
 
     Args:
         kind: `trainer.optimizer`.
-        weights: The float32 weights that the rule changes.
+        weights: The float32 weights that the rules change.
         parameters: The model's parameter of each weight.
         model: The model.
-        settings: The settings of the rule.
+        settings: The settings of all rules.
 
     Raises:
         ConfigError: If bitsandbytes is not installed for adamw_8bit, or the model has no decoder layers for muon.
     """
+    new_own: Callable[[Sequence[Tensor], RuleSettings], UpdateRule] = AdamW
+    is_own = [False] * len(weights)
     if kind == "adamw_8bit":
-        return AdamW8bit(weights, settings)
-    if kind == "muon":
+        new_own = functools.partial(AdamW8bit, *_kernels())
+        is_own = [_LEAST <= weight.numel() < _BELOW and weight.is_contiguous() for weight in weights]
+    elif kind == "muon":
         hidden = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
-        is_hidden = [id(parameter) in hidden and parameter.dim() == 2 for parameter in parameters]
-        if not any(is_hidden):
+        new_own, is_own = Muon, [id(parameter) in hidden and parameter.dim() == 2 for parameter in parameters]
+        if not any(is_own):
             name = type(model).__name__
             raise ConfigError(f'trainer.optimizer: "muon" trains matrices of decoder layers, and a {name} has none')
-        return Muon(weights, is_hidden, settings)
-    return AdamW(weights, settings)
+    parts = [
+        (new, [weight for weight, own in zip(weights, is_own, strict=True) if own == owns])
+        for new, owns in ((new_own, True), (AdamW, False))
+    ]
+    return [(new(ruled, settings), ruled) for new, ruled in parts if ruled]
 
 
 class AdamW:
@@ -104,31 +111,36 @@ class AdamW:
         return dict(self._adamw.state[weight])
 
 
+def _kernels() -> tuple[Callable[..., None], Callable[..., Tensor]]:
+    """Return bitsandbytes' step of moments of 8 bits, and its map of the numbers that a byte stands for.
+
+    Raises:
+        ConfigError: If bitsandbytes is not installed, or cannot be imported.
+    """
+    if problem := missing_package("adamw_8bit"):
+        raise ConfigError(f"trainer.optimizer: {problem}")
+    try:
+        from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(f"trainer.optimizer: bitsandbytes cannot be imported: {error}") from error
+    return optimizer_update_8bit_blockwise, create_dynamic_map
+
+
 class AdamW8bit:
-    """AdamW with moments of 8 bits; those of small weights have 32."""
+    """AdamW with moments of 8 bits."""
 
-    def __init__(self, weights: Sequence[Tensor], settings: RuleSettings) -> None:
-        """Make the state of the weights.
-
-        Raises:
-            ConfigError: If bitsandbytes is not installed, or cannot be imported.
-        """
-        if problem := missing_package("adamw_8bit"):
-            raise ConfigError(f"trainer.optimizer: {problem}")
-        try:
-            from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
-        except (ImportError, OSError, RuntimeError) as error:
-            raise ConfigError(f"trainer.optimizer: bitsandbytes cannot be imported: {error}") from error
-        self._update: Callable[..., None] = optimizer_update_8bit_blockwise
-        self._settings = settings
-        self._large = [each for each in weights if _LEAST <= each.numel() < _BELOW and each.is_contiguous()]
-        large = {id(weight) for weight in self._large}
-        self._others = AdamW(others, settings) if (others := [w for w in weights if id(w) not in large]) else None
-        device = weights[0].device
+    def __init__(
+        self,
+        update: Callable[..., None],
+        new_map: Callable[..., Tensor],
+        weights: Sequence[Tensor],
+        settings: RuleSettings,
+    ) -> None:
+        """Make the state of the weights, zeros."""
+        self._update, self._weights, self._settings = update, weights, settings
         # The numbers that a byte stands for, as shares of the scale.
-        new_map: Callable[..., Tensor] = create_dynamic_map
-        self._numbers = [new_map(signed=signed).to(device) for signed in (True, False)]
-        self._states = {id(weight): self._new_state(weight) for weight in self._large}
+        self._numbers = [new_map(signed=signed).to(weights[0].device) for signed in (True, False)]
+        self._states = {id(weight): self._new_state(weight) for weight in weights}
 
     def _new_state(self, weight: Tensor) -> dict[str, Tensor]:
         blocks = -(-weight.numel() // _BLOCK)
@@ -142,10 +154,8 @@ class AdamW8bit:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Change the weights."""
-        if self._others is not None:
-            self._others.step(learning_rate)
         first, second = self._settings.betas
-        for weight in self._large:
+        for weight in self._weights:
             if weight.grad is None:
                 continue
             state = self._states[id(weight)]
@@ -159,38 +169,27 @@ class AdamW8bit:
 
     def state(self, weight: Tensor) -> dict[str, Tensor]:
         """Return count of steps, moments and scales of a weight, live."""
-        if (found := self._states.get(id(weight))) is not None:
-            return found
-        assert self._others is not None
-        return self._others.state(weight)
+        return self._states[id(weight)]
 
 
 class Muon:
-    """Muon of torch for some weights, AdamW for the others; learning rate and weight decay are AdamW's."""
+    """Muon of torch; learning rate and weight decay are AdamW's."""
 
-    def __init__(self, weights: Sequence[Tensor], is_hidden: Sequence[bool], settings: RuleSettings) -> None:
+    def __init__(self, weights: Sequence[Tensor], settings: RuleSettings) -> None:
         """Make the state of the weights, zeros."""
-        hidden = [weight for weight, chosen in zip(weights, is_hidden, strict=True) if chosen]
-        others = [weight for weight, chosen in zip(weights, is_hidden, strict=True) if not chosen]
         # The changes of a matrix have the root mean square of AdamW's.
         self._muon: Any = torch.optim.Muon(
-            hidden, lr=settings.learning_rate, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
+            weights, lr=settings.learning_rate, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
-        for weight in hidden:
+        for weight in weights:
             self._muon.state[weight] = {"momentum_buffer": torch.zeros_like(weight)}
-        self._others = AdamW(others, settings) if others else None
 
     def step(self, learning_rate: float) -> None:
         """Change the weights."""
-        if self._others is not None:
-            self._others.step(learning_rate)
         for group in self._muon.param_groups:
             group["lr"] = learning_rate
         self._muon.step()
 
     def state(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the moments of a weight, and AdamW's count of steps, live."""
-        if weight in self._muon.state:
-            return dict(self._muon.state[weight])
-        assert self._others is not None
-        return self._others.state(weight)
+        """Return the moment of a weight, live."""
+        return dict(self._muon.state[weight])

@@ -137,7 +137,7 @@ def test_without_its_package_8_bits_are_refused_in_one_line(monkeypatch: pytest.
     )
 
     with pytest.raises(ConfigError) as refused:
-        update_rules.new_rule("adamw_8bit", [], [], nn.Linear(1, 1), update_rules.RuleSettings(1.0, (0.9, 0.99), 0.0))
+        update_rules.new_rules("adamw_8bit", [], [], nn.Linear(1, 1), update_rules.RuleSettings(1.0, (0.9, 0.99), 0.0))
 
     said = str(refused.value)
     assert said.startswith("trainer.optimizer: adamw_8bit needs the package bitsandbytes: ")
