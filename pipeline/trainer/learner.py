@@ -418,10 +418,9 @@ class Learner:
             parts = batch.micro_batches(self._micro_batch, self._actor)
             # Without an action losses would be 0 / 0.
             is_last = batch is batches[-1] and totals.actions > 0
-            taken = in_step(parts, batch, row_ratios, self._actor, trained, is_last=is_last, meeting=self._meet)
-            for part, ratios in taken:
+            for part in in_step(parts, batch, self._actor, trained, is_last=is_last, meeting=self._meet):
                 tokens, passed = self._note_size(part)
-                sums[:6] += self._actor_pass(part, totals, ratios, watch)
+                sums[:6] += self._actor_pass(part, totals, row_ratios, watch)
                 if self._critic is not None:
                     sums[6] += self._critic_pass(part, totals.actions, watch)
                 sums[7] += tokens
@@ -473,7 +472,8 @@ class Learner:
             with watch.during("backward"):
                 (policy_loss + kl + entropy).backward()
                 self._optimizers[0].collect()
-        row_ratios.append(row_means(policy.ratios, counts))
+        if len(part.advantages):
+            row_ratios.append(row_means(policy.ratios, counts))
         with torch.no_grad():
             assert part.log_probs is not None
             # k3 of the sampling policy to the trained one: (r - 1) - log r, r the trained probability to the sampling.

@@ -70,7 +70,7 @@ def log_probs_of_batch(
     """
     found = torch.zeros(batch.advantages.shape, device=batch.advantages.device)
     try:
-        for part, _ in in_step(parts, batch, [], model, meeting=meeting):
+        for part in in_step(parts, batch, model, meeting=meeting):
             assert part.log_probs is not None
             found[part.log_probs.long()] = log_probs_of(part).float()
     except torch.OutOfMemoryError:

@@ -86,13 +86,12 @@ class RankGroup:
 def in_step(
     parts: Iterator[TrainingBatch],
     batch: TrainingBatch,
-    row_ratios: list[Tensor],
     actor: nn.Module,
     trained: Sequence[Any] = (),
     *,
     is_last: bool = True,
     meeting: Callable[[], None],
-) -> Iterator[tuple[TrainingBatch, list[Tensor]]]:
+) -> Iterator[TrainingBatch]:
     """Yield the micro-batches of a batch, on a sharded model as many on every rank.
 
     Each pass of a sharded model is a collective. A rank with fewer micro-batches takes passes of two tokens without an
@@ -102,17 +101,13 @@ def in_step(
     Args:
         parts: The micro-batches of this rank.
         batch: Their batch.
-        row_ratios: Takes the importance ratios of the rows.
         actor: The model of the passes.
         trained: The sharded models that get gradients.
         is_last: Whether the batch is the last one of an update that has actions.
         meeting: Called before this rank waits for the others, one of which may write a checkpoint first.
-
-    Yields:
-        A micro-batch, and the list that takes its importance ratios.
     """
     if not is_sharded(actor):
-        yield from ((part, row_ratios) for part in parts)
+        yield from parts
         return
     own = list(parts)
     most = torch.tensor(len(own), device=next(actor.parameters()).device)
@@ -125,7 +120,7 @@ def in_step(
     for index in range(passes):
         for model in trained:
             model.set_requires_all_reduce(is_last and index == passes - 1)
-        yield (own[index], row_ratios) if index < len(own) else (_without_actions(batch), [])
+        yield own[index] if index < len(own) else _without_actions(batch)
 
 
 def _without_actions(batch: TrainingBatch) -> TrainingBatch:

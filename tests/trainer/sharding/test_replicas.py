@@ -78,7 +78,7 @@ def steps(learner: Learner, folder: Path, name: str, rows: slice) -> list[dict[s
 def passes(model: Any, experience: Experience, trained: list[Any], phases: Phases) -> int:
     """Return how many passes a last batch without a row takes."""
     batch = TrainingBatch.of(ragged_rows(experience), "grpo", crew.CPU)
-    return len(list(in_step(iter(()), batch, [], model, trained, meeting=lambda: phases.phase("reduce"))))
+    return len(list(in_step(iter(()), batch, model, trained, meeting=lambda: phases.phase("reduce"))))
 
 
 def train_rank(rank: int, directory: str) -> None:
