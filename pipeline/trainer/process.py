@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as distributed
 
@@ -58,6 +59,7 @@ from pipeline.trainer.saving.background import CheckpointWriter
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.models import inside, load_actor_shards, replica_of, whole_answer
+from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.sharding.replicas import TIMEOUT
 from pipeline.trainer.sharding.sharding import sharded_models
 from pipeline.trainer.sleep import CardTurns, turn_of_start
@@ -183,23 +185,13 @@ def leave_ranks(context: RoleContext) -> None:
         context.in_process_group = False
 
 
-def all_ranks_agree(ready: bool) -> bool:
-    """Return whether every rank passed True; a collective."""
-    flag = torch.tensor(int(ready), device=process_device())
-    distributed.all_reduce(flag, distributed.ReduceOp.MIN)
-    return bool(flag)
-
-
-def progress_of_all_ranks(own: RankProgress) -> list[RankProgress]:
+def progress_of_all_ranks(group: RankGroup, own: RankProgress) -> list[RankProgress]:
     """Return every rank's progress, in order of ranks; a collective."""
     # One collective: the sums travel as the bits of their float64.
-    sums = torch.tensor(own.sums, dtype=torch.float64).view(torch.int64)
-    sent = torch.cat([torch.tensor([own.digest, own.position]), sums]).to(process_device())
-    received = [torch.empty_like(sent) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(received, sent)
+    every = group.gather([own.digest, own.position, *np.array(own.sums, np.float64).view(np.uint64).tolist()])
     return [
-        RankProgress(int(numbers[0]), int(numbers[1]), tuple(numbers[2:].view(torch.float64).tolist()))
-        for numbers in (each.cpu() for each in received)
+        RankProgress(digest, position, tuple(np.array(words, np.uint64).view(np.float64).tolist()))
+        for digest, position, *words in every
     ]
 
 
@@ -224,10 +216,11 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
     ranks = Ranks()
     if config.trainer.world_size > 1:
         # While the ranks leave, the first one may still publish, or write a checkpoint that was due.
+        group = RankGroup(device, metrics.in_collective)
         ranks = Ranks(
-            agree=waiting(all_ranks_agree),
+            agree=group.agree,
             leave=waiting(functools.partial(leave_ranks, context)),
-            gather=waiting(progress_of_all_ranks),
+            gather=functools.partial(progress_of_all_ranks, group),
             balance=RankBalance(connection, device, waiting(rows_of_all_ranks)) if deals_rows(config) else None,
         )
     turn = functools.partial(turn_of_start, context, metrics) if config.rollout.sleep else contextlib.nullcontext

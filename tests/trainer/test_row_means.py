@@ -15,6 +15,7 @@ from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.trainer.process import progress_of_all_ranks
 from pipeline.trainer.row_means import RowMeans
+from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.state import RankProgress
 
 
@@ -85,6 +86,6 @@ def test_sums_travel_with_the_progress_of_a_rank_bit_for_bit(tmp_path: Path) -> 
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
 
     try:
-        assert progress_of_all_ranks(own) == [own]
+        assert progress_of_all_ranks(RankGroup(torch.device("cpu")), own) == [own]
     finally:
         distributed.destroy_process_group()

@@ -21,7 +21,7 @@ _SIGN = 1 << 63
 
 
 class RankGroup:
-    """The collectives of a publish and of a checkpoint.
+    """The collectives of a step's end, of a publish and of a checkpoint.
 
     Args:
         device: Device of the tensors that travel: the GPU with NCCL, the CPU with gloo.
