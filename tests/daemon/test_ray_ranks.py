@@ -181,13 +181,15 @@ def test_a_head_that_is_lost_for_longer_than_restarts_last_and_comes_back_change
 @pytest.mark.variant
 @pytest.mark.timeout(900)
 @pytest.mark.needs("ip")
-@pytest.mark.parametrize("sharding", ["none", "full"])
-def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task, sharding):
+# Passes of a sharded model wait for all ranks. A rank that is found hung in one has a death at its batch, whose rows
+# are then not dealt, and sums are taken in another order: Ray finds the loss of the host first.
+@pytest.mark.parametrize(("sharding", "hang_s"), [("none", 20), ("full", 120)])
+def test_a_host_that_is_cut_off_and_comes_back_changes_no_bit(tmp_path, task, sharding, hang_s):
     steps = f"trainer.max_steps={STEPS}", f'trainer.sharding="{sharding}"'
     here = run(tmp_path / "here", task, *TWO, *steps)
     there = tmp_path / "there"
     there.mkdir()
-    settings = (*SMALL, *telling_reward(there), *TWO, *steps, "trainer.nodes=2", "daemon.hang_timeout_s=20")
+    settings = (*SMALL, *telling_reward(there), *TWO, *steps, "trainer.nodes=2", f"daemon.hang_timeout_s={hang_s}")
     with Hosts() as hosts, Daemon(there, *settings, *hosts.settings, task=task) as daemon:
         daemon.wait_ready()
         daemon.wait_step(2)
