@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
-from pipeline.telemetry.reader import Reading
+from pipeline.telemetry.reader import Reading, Series
 
 _WINDOW_S: Final = 60.0
 _EVERY_S: Final = 1.0
 """Least time between two readings that are kept."""
-_RATES: Final = {
-    "tokens_in": ("rlhfd_engine_tokens_total", {"direction": "in"}),
-    "tokens_out": ("rlhfd_engine_tokens_total", {"direction": "out"}),
-    "preemptions": ("rlhfd_engine_preemptions_total", {}),
-    "hit": ("rlhfd_engine_prefix_tokens_total", {"result": "hit"}),
-    "miss": ("rlhfd_engine_prefix_tokens_total", {"result": "miss"}),
-}
-_Totals = dict[str, dict[str, float]]
+_TOTALS: Final = ("rlhfd_engine_tokens_total", "rlhfd_engine_prefix_tokens_total", "rlhfd_engine_preemptions_total")
+_Families = Mapping[str, Series]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,51 +52,47 @@ class EngineWindow:
     """The engines of all workers over the last minute."""
 
     def __init__(self) -> None:
-        self._kept: collections.deque[tuple[float, _Totals]] = collections.deque()
-        self._newest: Reading | None = None
+        self._kept: collections.deque[tuple[float, _Families]] = collections.deque()
+        self._newest: _Families = {}
         self._newest_s = 0.0
 
     def add(self, now_s: float, reading: Reading) -> None:
         """Add a reading."""
-        self._newest, self._newest_s = reading, now_s
+        self._newest, self._newest_s = reading.families, now_s
         if self._kept and now_s - self._kept[-1][0] < _EVERY_S:
             return
-        self._kept.append((now_s, _totals(reading)))
+        self._kept.append((now_s, {name: self._newest.get(name, {}) for name in _TOTALS}))
         while self._kept[0][0] < now_s - _WINDOW_S:
             self._kept.popleft()
 
     def view(self, worker: int) -> EngineView | None:
         """Return the engine of a worker; None if the worker shows none."""
-        if self._newest is None:
-            return None
-        name, reading = str(worker), self._newest
 
-        def responses(state: str) -> float | None:
-            return reading.value("rlhfd_engine_responses", worker=name, state=state)
+        def value(families: _Families, name: str, *labels: str) -> float | None:
+            # By its key: a search of all series for each worker would be quadratic in their number.
+            found = families.get(name, {}).get(("rollout", str(worker), *labels))
+            return found if isinstance(found, float) else None
 
-        if (running := responses("running")) is None:
+        def now(name: str, *labels: str) -> float:
+            return value(self._newest, name, *labels) or 0.0
+
+        if (running := value(self._newest, "rlhfd_engine_responses", "running")) is None:
             return None
         first_s, first = self._kept[0]
-        then, now = first.get(name, {}), _totals(reading).get(name, {})
-        grown = {rate: max(0.0, now.get(rate, 0.0) - then.get(rate, 0.0)) for rate in _RATES}
-        seconds, looked_up = self._newest_s - first_s, grown["hit"] + grown["miss"]
+
+        def grown(name: str, *labels: str) -> float:
+            return max(0.0, now(name, *labels) - (value(first, name, *labels) or 0.0))
+
+        tokens, prefix, preemptions = _TOTALS
+        seconds, hits = self._newest_s - first_s, grown(prefix, "hit")
+        looked_up = hits + grown(prefix, "miss")
         return EngineView(
             int(running),
-            int(responses("waiting") or 0),
-            int(responses("room") or 0),
-            reading.value("rlhfd_engine_cache_ratio", worker=name) or 0.0,
-            int(grown["preemptions"]),
-            grown["tokens_in"] / seconds if seconds else 0.0,
-            grown["tokens_out"] / seconds if seconds else 0.0,
-            grown["hit"] / looked_up if looked_up else None,
+            int(now("rlhfd_engine_responses", "waiting")),
+            int(now("rlhfd_engine_responses", "room")),
+            now("rlhfd_engine_cache_ratio"),
+            int(grown(preemptions)),
+            grown(tokens, "in") / seconds if seconds else 0.0,
+            grown(tokens, "out") / seconds if seconds else 0.0,
+            hits / looked_up if looked_up else None,
         )
-
-
-def _totals(reading: Reading) -> _Totals:
-    """Return the totals of each worker by their names in `_RATES`."""
-    found: _Totals = {}
-    for worker in {key[1] for key in reading.families.get("rlhfd_engine_tokens_total", {})}:
-        found[worker] = {
-            rate: reading.value(name, worker=worker, **labels) or 0.0 for rate, (name, labels) in _RATES.items()
-        }
-    return found

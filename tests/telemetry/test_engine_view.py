@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,26 @@ def test_loads_and_rates_of_the_last_minute_are_those_of_each_worker(slab: Metri
     window.add(171.0, reader.read())
     view = window.view(0)
     assert view is not None and (view.running, view.preemptions, view.tokens_out_per_s) == (0, 0, 0.0)
+
+
+def test_the_views_of_64_workers_hold_the_supervisor_for_less_than_a_tick(tmp_path: Path) -> None:
+    workers = range(64)
+    with_all = MetricsSlab.create(
+        tmp_path / "all", [SlotName("supervisor"), *(SlotName("rollout", n) for n in workers)]
+    )
+    for worker in workers:
+        with_all.begin("rollout", worker)
+        metrics_of(with_all, worker).engine(EngineLoad(worker, 0, counts=EngineCounts(10, 20)))
+    window, reading = EngineWindow(), MetricsReader(with_all).read()
+
+    begun_s = time.process_time()
+    window.add(0.0, reading)
+    views = [window.view(worker) for worker in workers]
+    took_s = time.process_time() - begun_s
+    with_all.close()
+
+    assert [view and view.running for view in views] == [*workers]
+    assert took_s < 0.25
 
 
 def test_an_engine_that_starts_anew_with_its_worker_never_counts_backwards(slab: MetricsSlab) -> None:
