@@ -93,7 +93,9 @@ def _scored(trial: RewardTrial, row: Row, timeout_s: float) -> Trial:
     )
     timer = threading.Timer(timeout_s, click.echo, (late,), {"err": True})
     timer.daemon = True
-    timer.start()
+    # With 0 a run has no limit.
+    if timeout_s:
+        timer.start()
     try:
         return trial.score(row.prompt, row.response, is_cut=row.is_cut)
     except ConfigError as error:

@@ -151,6 +151,14 @@ def test_a_function_that_takes_too_long_or_ends_the_process_is_told(folder: Path
     assert ended == f"rows.jsonl:2: {module}:late ended its process: sys.exit(3)"
 
 
+def test_without_a_limit_no_row_is_told_to_be_late(folder: Path) -> None:
+    write_rows(folder, {"prompt": "1>", "response": "1", "answer": "1"})
+
+    scored = run("rows.jsonl", "--set", "rollout.reward_timeout_s=0")
+
+    assert (scored.exit_code, scored.stderr) == (0, "")
+
+
 def test_prompts_of_the_run_are_scored_with_given_responses(folder: Path) -> None:
     scored = run("--response", "1", "--response", "2", "--prompts", "2", "--json")
 
