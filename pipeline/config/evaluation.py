@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import Field
 
-from pipeline.config.rewards import reward_functions, reward_models
+from pipeline.config.rewards import part_names
 from pipeline.config.sections import Section
 from pipeline.config.types import AnyPath, Conflicts, StopStrings
 
@@ -34,8 +34,8 @@ class EvaluationConfig(Section):
     pass_reward: float = Field(default=1.0, ge=-1e9, le=1e9)
     """Reward, or score of pass_function, from which a response counts as right."""
     pass_function: str | None = Field(default=None, min_length=1)
-    """Name of one of rewards, as it stands there, or label of a reward model: a response is right by its score alone,
-    before the weight; left out: by the whole reward."""
+    """Name of one of rewards, as it stands there (judge, judge-2 of two of one name), or label of a reward model: a
+    response is right by its score alone, before the weight; left out: by the whole reward."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature, 0: the most likely token; left out: rollout.temperature."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -79,15 +79,10 @@ def prompts_per_ticket(config: Config) -> int:
     return config.evaluation.batch_size or max(1, rows // config.evaluation.num_generations)
 
 
-def pass_functions(config: Config) -> list[str]:
-    """Return the values that `evaluation.pass_function` may have, in the order of the parts of a reward."""
-    return [*(reward.name for reward in reward_functions(config)), *(model.label for model in reward_models(config))]
-
-
 def conflicts_of_evaluation(config: Config) -> Conflicts:
     """Yield the conflicts between keys of the evaluation."""
     evaluation, longest = config.evaluation, config.lengths.response or config.lengths.row - 1
-    generations, names = evaluation.num_generations, pass_functions(config)
+    generations, names = evaluation.num_generations, part_names(config)
     if len(evaluation.files) > MOST_FILES:
         yield ("evaluation.files",), f"must name at most {MOST_FILES} files, got {len(evaluation.files)}"
     if (evaluation.pass_k or 1) > generations:

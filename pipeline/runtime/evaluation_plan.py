@@ -7,8 +7,8 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-from pipeline.config.evaluation import held_out, names_of, pass_functions, prompts_per_ticket
-from pipeline.config.rewards import scoring
+from pipeline.config.evaluation import held_out, names_of, prompts_per_ticket
+from pipeline.config.rewards import part_names, scoring
 from pipeline.config.schema import Config
 from pipeline.config.types import stop_sequences_of
 from pipeline.errors import ConfigError
@@ -54,7 +54,7 @@ class EvaluationPlan:
         new = set() if evaluation.min_p is not None else {"min_p"}
         settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best", "pass_function", *new})
         # Its place, as `scoring` leaves labels out.
-        passing = None if evaluation.pass_function is None else pass_functions(config).index(evaluation.pass_function)
+        passing = None if evaluation.pass_function is None else part_names(config).index(evaluation.pass_function)
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr([
             settings, passing, prompts_per_ticket(config), config.daemon.seed, config.lengths, rollout.temperature,

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from transformers import LlamaForSequenceClassification
 
 from pipeline.config.changes import compare
-from pipeline.config.evaluation import pass_functions
 from pipeline.config.identity import identifying_settings, identity_of
 from pipeline.config.load import ConfigErrors, load, render
 from pipeline.config.plan import models_of, needs
@@ -61,7 +61,7 @@ def test_each_table_is_a_model_of_its_folder_label_weight_and_tokenizer(file: Pa
     assert second[:4] == ("model", str(file.parent / "c"), 1.0, "own")
     assert loaded.where("rewards.kind.path") == f"{file}:4:8: rewards.kind.path"
     assert part_labels(loaded.config) == ["length", "kind", "model"]
-    assert part_names(loaded.config) == pass_functions(loaded.config) == ["length", "kind", "model"]
+    assert part_names(loaded.config) == ["length", "kind", "model"]
     shown = render(loaded, effective=True, origin=True)
     assert f'[[rewards]]\nname = "model"  # {file}:3:8\n' in shown
     assert 'label = "kind"' in shown and "# label is left out\n" in shown
@@ -75,6 +75,16 @@ def test_a_label_of_the_command_line_is_the_label(file: Path) -> None:
 
     assert [one.key for one in reward_models(loaded.config)] == ["rewards.kind.path", "rewards.texts.path"]
     assert loaded.where("rewards.texts.path") == f"{file}:13:8: rewards.texts.path"
+
+
+def test_each_of_two_rewards_of_one_name_can_be_the_test_of_a_right_response() -> None:
+    judges = [{"name": "judge", "url": "http://127.0.0.1:1/v1", "model": one} for one in "ab"]
+
+    config = of(*judges, evaluation={"pass_function": "judge-2"})
+
+    assert part_names(config) == ["judge", "judge-2"]
+    with pytest.raises(ValidationError, match=r"must be one of rewards \(judge, judge-2\), got judge-3"):
+        of(*judges, evaluation={"pass_function": "judge-3"})
 
 
 def test_model_reward_is_a_table_of_weight_one() -> None:

@@ -11,7 +11,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipeline.config.evaluation import held_out, pass_functions
+from pipeline.config.evaluation import held_out
+from pipeline.config.rewards import part_names
 from pipeline.config.schema import Config
 from pipeline.prompts.rendering import rendering_of
 from pipeline.prompts.source import PromptSource
@@ -87,9 +88,8 @@ class EvaluationRoller(LocalRoller):
         )
         # As float32 on both sides: 0.7 of a reward model is 0.7.
         self._pass_reward = torch.tensor(evaluation.pass_reward, dtype=torch.float32)
-        # The first of those with this name.
         self._pass_part = (
-            None if evaluation.pass_function is None else pass_functions(config).index(evaluation.pass_function)
+            None if evaluation.pass_function is None else part_names(config).index(evaluation.pass_function)
         )
         self._below = _Below(str(evaluation.files[file]), float(self._pass_reward), evaluation.pass_function)
         self._response_tokens = evaluation.max_new_tokens
