@@ -97,7 +97,7 @@ def defaults(preset: str, values: Mapping[str, Any]) -> dict[str, Default]:
     other_loss = values.get(_LOSS, found[_LOSS]) != found[_LOSS]
     if other_loss or "trainer.clip_range" in values:
         found = {key: value for key, value in found.items() if key not in ("trainer.clip_low", "trainer.clip_high")}
-    if "rollout.advantages" in values:
+    if values.get("rollout.advantages", found["rollout.advantages"]) != found["rollout.advantages"]:
         found.pop("rollout.max_refill", None)
     return {key: Default(value, f"preset {preset}") for key, value in found.items() if key not in values}
 

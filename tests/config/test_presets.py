@@ -72,10 +72,12 @@ def test_what_a_preset_says_of_another_loss_or_other_advantages_is_not_taken() -
     by_range = loaded("rollout.algorithm=dapo", "trainer.clip_range=0.1").config
     other_loss = loaded("rollout.algorithm=gspo", "trainer.policy_loss=ppo").config
     advantages = loaded("rollout.algorithm=dapo", "rollout.advantages=reinforce_baseline").config
+    its_own = loaded("rollout.algorithm=dapo", "rollout.advantages=grpo").config
 
     assert in_force(by_range, clips) == (None, None, 9)
     assert in_force(other_loss, clips) == (None, None, 0)
     assert in_force(advantages, clips) == (0.2, 0.28, 0)
+    assert in_force(its_own, clips) == (0.2, 0.28, 9)
 
 
 def test_a_key_that_is_set_anywhere_wins_over_the_preset(tmp_path: Path) -> None:
