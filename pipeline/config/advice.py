@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -32,7 +32,6 @@ _TYPE_MESSAGES = {
     "finite_number": "must be finite",
     "string_pattern_mismatch": "must be made of a-z, 0-9 and -",
 }
-_FORMER_SECTION = "reward"
 _NEW_REWARDS = 'a table [[rewards]] with a name for each function, or rewards = ["math", "format"] above all sections'
 _SHOWN_CHARACTERS = 60
 _BARE = re.compile("[A-Za-z0-9_-]+")
@@ -40,60 +39,10 @@ _BARE = re.compile("[A-Za-z0-9_-]+")
 _SAME_KEY = 0.8
 """Least likeness of two names that mean one key: below it a pointer is often to a key of another meaning."""
 _ALL_KEYS = f"`rlhfd config show --effective` lists all, {PAGE} those of other trainers"
-DROPPED: Final = {
-    "buffer.checksum": "experience is always checked for damage before training",
-    "buffer.quarantine_bytes": "copies of quarantined experience take at most 1 GiB",
-    "buffer.stale_policy": "rows that exceed buffer.max_staleness nonetheless are dropped and counted",
-    "daemon.cudnn_attention": "each pass takes the attention kernel that suits it",
-    "daemon.log_file_bytes": "the log in state_dir/log takes at most 16 MiB",
-    "daemon.restart_delay_max_s": "restart_delay_s doubles at each death, up to 120 times its value",
-    "daemon.restart_window_s": "restart_limit counts the starts of 10 minutes",
-    "metrics.page": "the server always has the page; metrics.enabled = false runs without the server",
-    "reward.code_memory_bytes": "the tests of a row have 512 MiB",
-    "reward.judge_best_score": "judge scores from 0 to 10, and 10 is reward 1",
-    "reward.judge_tokens": "an answer of judge has at most 256 tokens",
-    "reward.math_cpu_s": "math gives a row 5 CPU seconds",
-    "reward.math_memory_bytes": "math has 1 GiB",
-    "reward.request_attempts": "remote and judge try a request 4 times",
-    "rollout.shared_prefix": "trainer.shared_prefix holds for the workers' passes too",
-    "samples.bytes": "samples take at most 16 MiB",
-    "trainer.balance_ranks": "the rows of a step are always dealt to the ranks for equal work, with mini_batches = 1",
-    "trainer.importance_floor": "icepop masks actions of a weight below 0.5",
-    "trainer.kl_coef_horizon": "kl_coef is adapted over 10,000 rows",
-    "trainer.probe_every": "the trainer answers the probe each 16 versions, where vLLM alone holds the actor each",
-    "trainer.record_bytes": "recorded rows take at most 4 GiB",
-    "trainer.width_multiple": "widths of passes are rounded up to 64 tokens on a GPU, and not on a CPU",
-}
-"""Keys of earlier releases whose right value is built in, by ``section.key``: what holds now."""
-
-MOVED: Final = {
-    "rollout.reward_functions": (),
-    "reward.weights": ("weight",),
-    "reward.pattern": ("pattern", "regex"),
-    "reward.format_tags": ("tags", "format", "math", "code", "json_schema"),
-    "reward.schema_file": ("schema_file", "json_schema"),
-    "reward.length_limit": ("limit_tokens", "length"),
-    "reward.length_buffer": ("buffer_tokens", "length"),
-    "reward.code_timeout_s": ("timeout_s", "code"),
-    "reward.code_unisolated": ("unisolated", "code"),
-    "reward.service_url": ("url", "remote"),
-    "reward.service_batch_size": ("batch_size", "remote"),
-    "reward.judge_url": ("url", "judge"),
-    "reward.judge_model": ("model", "judge"),
-    "reward.judge_template_file": ("template_file", "judge"),
-    "reward.request_timeout_s": ("request_timeout_s", "judge", "remote"),
-    "reward.request_concurrency": ("concurrency", "judge", "remote"),
-    "reward.requests_deadline_s": ("deadline_s", "judge", "remote"),
-    "reward.api_key_variable": ("api_key_variable", "judge", "remote"),
-}
-"""Keys of earlier releases that are options of ``[[rewards]]`` now: the option, and the names that have it."""
 
 
 def problem_of_section(section: str, table: object) -> str:
     """Return the problem of a table or key at the top of a file; empty if it is a section."""
-    if section == _FORMER_SECTION:
-        # Its keys have problems of their own.
-        return "" if isinstance(table, dict) and table else f"[{section}] is now rewards: {_NEW_REWARDS}"
     if section in SECTIONS:
         shown = toml(_without_passwords(table))
         return "" if isinstance(table, dict) else f"{section}: must be a section [{section}], got {shown}"
@@ -109,26 +58,9 @@ def problem_of_section(section: str, table: object) -> str:
 
 def problem_of_key(section: str, name: str) -> str:
     """Return the problem of a key of a section; empty if the section has the key."""
-    if problem := _of_former_key(f"{section}.{name}"):
-        return problem
-    if section not in SECTIONS:
-        return f"unknown key {section}.{key(name)}, {_NEW_REWARDS}"
     if name in type(SECTIONS[section]).model_fields:
         return ""
     return f"unknown key {section}.{key(name)}, {_meant(section, name)}"
-
-
-def _of_former_key(former: str) -> str:
-    """Return the problem of a key of earlier releases: what holds now, or its new spelling; empty for another key."""
-    if (holds := DROPPED.get(former)) is not None:
-        return f"{former} is gone: {holds}"
-    if (moved := MOVED.get(former)) is None:
-        return ""
-    if not moved:
-        return f"{former} is now rewards: {_NEW_REWARDS}"
-    option, *names = moved
-    tables = " or ".join(f'name = "{each}"' for each in names) or "the name"
-    return f"{former} is now {option} of the table [[rewards]] with {tables}"
 
 
 def _meant(section: str, name: str) -> str:

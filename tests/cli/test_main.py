@@ -19,7 +19,6 @@ from click.testing import CliRunner, Result
 from pipeline.cli import detached
 from pipeline.cli import main as cli
 from pipeline.cli import status as status_view
-from pipeline.config.advice import DROPPED
 from pipeline.config.load import LoadedConfig
 from pipeline.errors import ConfigError, ExitCode
 from pipeline.runtime.lock import InstanceLock, InstanceRecord
@@ -252,15 +251,15 @@ class TestConfig:
         assert run("config", "check").stdout == "embedded defaults: ok\n"
 
     @pytest.mark.parametrize("command", [("config", "check"), ("start",)], ids=" ".join)
-    def test_keys_that_are_gone_end_with_78_and_a_line_each(self, folder: Path, command: tuple[str, ...]) -> None:
-        keys = [key.partition(".")[::2] for key in DROPPED]
-        (folder / "old.toml").write_text("".join(f"{section}.{name} = 1\n" for section, name in keys))
+    def test_unknown_keys_end_with_78_and_a_line_each(self, folder: Path, command: tuple[str, ...]) -> None:
+        (folder / "old.toml").write_text("buffer.checksum = 1\ntrainer.width_multiple = 1\n")
 
         ended = rlhfd(*command, "--config", "old.toml")
 
         assert (ended.returncode, ended.stdout) == (78, "")
-        assert [line.partition(": ")[2] for line in ended.stderr.splitlines()] == [
-            f"{key} is gone: {holds}" for key, holds in DROPPED.items()
+        assert [line.partition(", ")[0] for line in ended.stderr.splitlines()] == [
+            "old.toml:1:8: unknown key buffer.checksum",
+            "old.toml:2:9: unknown key trainer.width_multiple",
         ]
 
     def test_check_of_the_embedded_run_with_an_engine_that_is_not_installed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load as config_load
-from pipeline.config.advice import DROPPED, MOVED, SECTIONS
+from pipeline.config.advice import SECTIONS
 from pipeline.config.load import ConfigErrors
-from pipeline.config.rewards import REWARD_NAMES, table_of
+from pipeline.config.rewards import REWARD_NAMES
 from pipeline.supervisor.preflight import problems_of_files
 from tests.support.folders import save_shell
 
@@ -610,11 +609,7 @@ MISTAKES = [
             ("'http://me:secret@[h'", 'must be an address such as http://127.0.0.1:8000/score, got "http://***@[h"'),
         )
     ),
-    (
-        "reward = 'http://me:secret@h'",
-        "1:1: [reward] is now rewards: a table [[rewards]] with a name for each function, or "
-        'rewards = ["math", "format"] above all sections',
-    ),
+    ("reward = 'http://me:secret@h'", "1:1: unknown key reward, did you mean model.reward?"),
     ("[trainer]\nmini_batches = 257", "2:16: trainer.mini_batches: must be at most the 256 rows of a step, got 257"),
     (
         "[buffer]\nsample_batch_size = 16\n[trainer]\nmini_batches = 65\nworld_size = 2\n"
@@ -914,48 +909,6 @@ def test_each_mistake_on_the_command_line_names_its_option(subtests: pytest.Subt
 )
 def test_mistake_in_the_environment_names_its_variable(variable: str, value: str, error: str) -> None:
     assert errors_of("", environ={variable: value}) == [f"{variable}: {error}"]
-
-
-def errors_wherever_set(key: str) -> dict[str, list[str]]:
-    """Return the errors by the place, of a key that stands in the file, on the command line and in the environment."""
-    section, _, name = key.partition(".")
-    variable = f"RLHFD_{section}__{name}".upper()
-    return {
-        "config.toml:2:1": errors_of(f"[{section}]\n{name} = 1"),
-        f"--set {key}": errors_of("", f"{key}=1"),
-        variable: errors_of(environ={variable: "1"}),
-    }
-
-
-def test_a_key_that_is_gone_is_refused_wherever_it_is_set_and_what_holds_now_is_named(
-    subtests: pytest.Subtests,
-) -> None:
-    for key, holds in DROPPED.items():
-        with subtests.test(key):
-            errors = errors_wherever_set(key)
-            assert errors == {place: [f"{place}: {key} is gone: {holds}"] for place in errors}
-
-
-def test_a_key_with_a_new_spelling_is_refused_wherever_it_is_set_and_the_new_one_is_named(
-    subtests: pytest.Subtests,
-) -> None:
-    for key, spelling in MOVED.items():
-        option, *tables = spelling or ("name",)
-        with subtests.test(key):
-            for place, (error,) in errors_wherever_set(key).items():
-                assert error.startswith(f"{place}: {key} is now ") and "[[rewards]]" in error
-                assert spelling == () or f" {option} of the table" in error
-                assert all(f'"{table}"' in error and option in table_of(table).model_fields for table in tables)
-
-
-def test_what_holds_in_place_of_a_key_that_is_gone_names_keys_that_are_there() -> None:
-    keys = {f"{section}.{name}" for section, model in SECTIONS.items() for name in type(model).model_fields}
-    names = {key.partition(".")[2] for key in keys}
-
-    assert not DROPPED.keys() & keys
-    options = {option for name in REWARD_NAMES for option in table_of(name).model_fields}
-    named = [word for holds in DROPPED.values() for word in re.findall(r"[a-z]+(?:_[a-z]+)+", holds)]
-    assert named and set(named) <= names | options
 
 
 def test_variables_of_others_with_our_prefix_are_left_alone() -> None:
