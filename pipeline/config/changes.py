@@ -30,7 +30,7 @@ def is_live(key: str) -> bool:
     section, _, name = key.partition(".")
     if section == "rewards":
         return False
-    extra = type(getattr(Config(), section)).model_fields[name].json_schema_extra
+    extra = type(Config.model_fields[section].default).model_fields[name].json_schema_extra
     return isinstance(extra, dict) and extra.get("x-reload") == "live"
 
 
