@@ -186,9 +186,7 @@ def problem_of_call(function: Callable[..., Any], style: str = AUTO) -> str:
     if inspect.isbuiltin(function):
         # Functions written in C have no reliable signature.
         return ""
-    try:
-        signature = inspect.signature(getattr(function, "forward", function))
-    except (TypeError, ValueError):
+    if (signature := _signature(function)) is None:
         return ""
     if (trainer := trainer_of(function, style)) in _CALLED_AS_THEY_ARE:
         return _problem_of_style(function, signature, trainer, style)
@@ -238,12 +236,9 @@ def needed_columns(function: Callable[..., Any], style: str = AUTO) -> list[str]
         function: The function.
         style: `RewardStyle` of its table.
     """
-    trainer = trainer_of(function, style)
-    try:
-        parameters = inspect.signature(getattr(function, "forward", function)).parameters
-    except (TypeError, ValueError):
+    if (signature := _signature(function)) is None:
         return []
-    kinds = inspect.Parameter
+    trainer, parameters, kinds = trainer_of(function, style), signature.parameters, inspect.Parameter
     named = [name for name, one in parameters.items() if one.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     if trainer:
         # verl's are empty without a column.
@@ -252,6 +247,14 @@ def needed_columns(function: Callable[..., Any], style: str = AUTO) -> list[str]
         # The first two are tokens and mask.
         given, named = {*REWARD_KEYWORDS, RESPONSE, PROMPT, ANSWER, *VISION_KEYWORDS}, named[2:]
     return [name for name in named if parameters[name].default is kinds.empty and name not in given]
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a function or module; None if it has none, as some functions written in C."""
+    try:
+        return inspect.signature(getattr(function, "forward", function))
+    except (TypeError, ValueError):
+        return None
 
 
 def _location(function: Callable[..., Any]) -> str:
@@ -268,10 +271,7 @@ def trainer_of(function: Callable[..., Any], style: str = AUTO) -> str:
     """
     if style != AUTO:
         return _TRAINERS[style]
-    try:
-        names = set(inspect.signature(getattr(function, "forward", function)).parameters)
-    except (TypeError, ValueError):
-        return ""
+    names = set(signature.parameters if (signature := _signature(function)) else ())
     if "input_ids" in names:
         return ""
     return next((trainer for theirs, trainer in _SIGNATURES_ELSEWHERE if theirs <= names), "")
