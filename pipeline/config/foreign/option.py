@@ -271,6 +271,24 @@ def positive(key: str) -> Convert:
     return lambda value, given: {key: value if isinstance(value, int | float) and value > 0 else 0}
 
 
+def warmup_steps(steps: str, share: str, convert: Convert) -> Convert:
+    """Return the conversion of the steps of a warm-up: the share stands where there are none; both keys are refused."""
+    return lambda value, given: {} if given.number(steps) <= 0 and given[share] else convert(value, given)
+
+
+def warmup_share(steps: str, total: str) -> Convert:
+    """Return the conversion of a warm-up's share of all steps, which need a number; its own steps are above it."""
+
+    def convert(value: Any, given: Given) -> dict[str, Any]:
+        if given.number(steps) > 0 or not value:
+            return {}
+        if given.number(total) <= 0:
+            raise NotCarriedError(f"a share needs {total} in the same file")
+        return {"trainer.warmup_ratio": value}
+
+    return convert
+
+
 def unless_true(key: str) -> Convert:
     """Return a conversion of a switch that is on here wherever it can be: false alone is written."""
     return lambda value, given: {} if value else {key: False}

@@ -6,6 +6,7 @@ import math
 from typing import Any, Final
 
 from pipeline.config.foreign.option import (
+    Convert,
     Given,
     NotCarriedError,
     Option,
@@ -20,6 +21,8 @@ from pipeline.config.foreign.option import (
     passes,
     trackers,
     unless_true,
+    warmup_share,
+    warmup_steps,
 )
 
 PROMPT_TOKENS: Final = 1024
@@ -120,24 +123,9 @@ def _scheduler_keywords(value: Any, given: Given) -> dict[str, Any]:
     return {}
 
 
-def _warms_up(given: Given) -> bool:
+def _if_warm(convert: Convert) -> Convert:
     # The schedule of this name takes no notice of a warm-up; constant_with_warmup has one.
-    return bool(given["lr_scheduler_type"] != "constant")
-
-
-def _warmup_steps(value: Any, given: Given) -> dict[str, Any]:
-    # Both keys together are refused: the share stands where there are no steps.
-    if not _warms_up(given) or (given.number("warmup_steps") <= 0 and given["warmup_ratio"]):
-        return {}
-    return dict(_steps("trainer.warmup_steps")(value, given))
-
-
-def _warmup(value: Any, given: Given) -> dict[str, Any]:
-    if not _warms_up(given) or given.number("warmup_steps") > 0 or not value:
-        return {}
-    if given.number("max_steps") <= 0:
-        raise NotCarriedError("a share needs max_steps in the same file")
-    return {"trainer.warmup_ratio": value}
+    return lambda value, given: {} if given["lr_scheduler_type"] == "constant" else convert(value, given)
 
 
 def _epochs(value: Any, given: Given) -> dict[str, Any]:
@@ -385,8 +373,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     # The optimizer.
     carried("learning_rate", "trainer.learning_rate", "of adapters too; here they have 1e-5", default=1e-6, written=True),
     carried("lr_scheduler_type", "trainer.schedule trainer.decay_steps trainer.final_learning_rate_ratio", "TRL's default falls to 0 at max_steps; a fall needs its number of steps here", default="linear", to=_schedule, written=True),
-    carried("warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, TRL's 0; none with lr_scheduler_type = constant", default=0, to=_warmup_steps),
-    carried("warmup_ratio", "trainer.warmup_ratio", "a share of max_steps; warmup_steps is above it", to=_warmup),
+    carried("warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, TRL's 0; none with lr_scheduler_type = constant", default=0, to=_if_warm(warmup_steps("warmup_steps", "warmup_ratio", _steps("trainer.warmup_steps")))),
+    carried("warmup_ratio", "trainer.warmup_ratio", "a share of max_steps; warmup_steps is above it", to=_if_warm(warmup_share("warmup_steps", "max_steps"))),
     carried("weight_decay", "trainer.weight_decay", "of all parameters; TRL leaves out biases and norms", default=0.0),
     carried("adam_beta1", "trainer.betas", default=0.9, to=lambda value, given: {"trainer.betas": [value, given["adam_beta2"]]}),
     carried("adam_beta2", "trainer.betas", default=0.999, to=lambda value, given: {"trainer.betas": [given["adam_beta1"], value]}),

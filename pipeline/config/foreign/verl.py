@@ -26,9 +26,12 @@ from pipeline.config.foreign.option import (
     positive,
     trackers,
     unless_true,
+    warmup_share,
+    warmup_steps,
 )
 
 _A, _R, _C, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic.", "actor_rollout_ref.model."
+_WARMUP = (f"{_A}optim.lr_warmup_steps", f"{_A}optim.lr_warmup_steps_ratio")
 _ESTIMATORS = {"grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo",
                "reinforce_plus_plus_baseline": "reinforce_baseline"}  # fmt: skip
 _AGGREGATIONS = {
@@ -85,21 +88,6 @@ def _estimates(option: str, key: str) -> Any:
         return {key: _KL[value]}
 
     return convert
-
-
-def _warmup_steps(value: Any, given: Given) -> dict[str, Any]:
-    # Both keys together are refused: the share stands where there are no steps.
-    if given.number(f"{_A}optim.lr_warmup_steps") <= 0 and given[f"{_A}optim.lr_warmup_steps_ratio"]:
-        return {}
-    return dict(positive("trainer.warmup_steps")(value, given))
-
-
-def _warmup(value: Any, given: Given) -> dict[str, Any]:
-    if given.number(f"{_A}optim.lr_warmup_steps") > 0 or not value:
-        return {}
-    if "trainer.total_training_steps" not in given:
-        raise NotCarriedError("a share needs trainer.total_training_steps in the same file")
-    return {"trainer.warmup_ratio": value}
 
 
 def _schedule(value: Any, given: Given) -> dict[str, Any]:
@@ -317,8 +305,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_A}entropy_coeff", "trainer.entropy_coef", default=0),
     carried(f"{_A}grad_clip", "trainer.gradient_clip_norm", default=1.0, aliases=f"{_A}optim.clip_grad"),
     carried(f"{_A}optim.lr", "trainer.learning_rate", "of adapters too; here they have 1e-5", written=True, default=1e-6),
-    carried(f"{_A}optim.lr_warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, verl's 0", default=-1, to=_warmup_steps),
-    carried(f"{_A}optim.lr_warmup_steps_ratio", "trainer.warmup_ratio", "a share of trainer.total_training_steps", default=0.0, to=_warmup),
+    carried(f"{_A}optim.lr_warmup_steps", "trainer.warmup_steps", "the first of n steps has 1/n of the rate, verl's 0", default=-1, to=warmup_steps(*_WARMUP, positive("trainer.warmup_steps"))),
+    carried(f"{_A}optim.lr_warmup_steps_ratio", "trainer.warmup_ratio", "a share of trainer.total_training_steps", default=0.0, to=warmup_share(_WARMUP[0], "trainer.total_training_steps")),
     carried(f"{_A}optim.lr_scheduler_type", "trainer.schedule trainer.decay_steps", "a cosine needs trainer.total_training_steps", default="constant", to=_schedule, aliases=f"{_A}optim.warmup_style"),
     carried(f"{_A}optim.weight_decay", "trainer.weight_decay", default=0.01, written=True),
     carried(f"{_A}optim.betas", "trainer.betas", default=[0.9, 0.999]),
