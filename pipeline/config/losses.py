@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -12,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from pipeline.config.model_files import has_images
 from pipeline.config.presets import PRESETS
 from pipeline.config.sections import Section
+from pipeline.config.types import FUNCTION
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -23,12 +23,12 @@ ZERO_WITHOUT_SIGNAL: Final = ("grpo", "dr_grpo", "rloo")
 ADVANTAGES: Final = (*GROUP_ADVANTAGES, "gae")
 PROBE_EVERY: Final = 16
 """Versions between the trainer's answers to the probe, which workers compare with theirs."""
-_FUNCTION: Final = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
+_FUNCTION: Final = FUNCTION.pattern
 
 
 def _named(names: tuple[str, ...]) -> AfterValidator:
     def check(value: str) -> str:
-        if value not in names and re.fullmatch(_FUNCTION, value) is None:
+        if value not in names and FUNCTION.fullmatch(value) is None:
             message = f'must be {", ".join(names)}, or of the form "module:function"'
             raise PydanticCustomError("named", "{message}", {"message": message})
         return value

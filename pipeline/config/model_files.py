@@ -282,11 +282,8 @@ def _problem_of_file(path: Path) -> str:
     try:
         nbytes = path.stat().st_size
         with path.open("rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                return f"{path} is a pointer of Git LFS without the content: run git lfs pull in its folder"
             if not nbytes:
                 return f"{path} is empty: download it again"
-            file.seek(0)
             whole = _HEADER_BYTES.size + _HEADER_BYTES.unpack(file.read(_HEADER_BYTES.size))[0]
         whole += max((entry["data_offsets"][1] for entry in _entries(path).values()), default=0)
     except FileNotFoundError:
@@ -330,10 +327,9 @@ def problem_of_parts(folder: Path, parts: int) -> str:
         folder: The folder.
         parts: The number of GPUs.
     """
-    described = json_object(folder / "config.json")
-    if "vision_config" in described:
+    text = text_settings(folder)
+    if "vision_config" in text:
         return f"must be 1: {folder} is a vision-language model, which is not split over GPUs"
-    text = described.get("text_config") or described
     heads = text.get("num_attention_heads") or text.get("n_head")
     pairs = text.get("num_key_value_heads") or heads
     for name, count in (("attention heads", heads), ("values inside the MLP", text.get("intermediate_size"))):
@@ -383,8 +379,8 @@ def _tensors(folder: Path, field: str) -> dict[str, tuple[int, ...]]:
         files = _weight_files(folder)
         found = {name: tuple(entry["shape"]) for file in files for name, entry in _entries(file).items()}
     except (OSError, ValueError, KeyError, AttributeError, struct.error) as error:
-        problem = _problem_of_weights(folder) or f"a safetensors file in {folder} cannot be read: {error}"
-        raise ConfigError(f"{field}: {problem}") from error
+        problem = problem_of_pointers(folder) or _problem_of_weights(folder)
+        raise ConfigError(f"{field}: {problem or f'a safetensors file in {folder} cannot be read: {error}'}") from error
     if not found:
         raise ConfigError(f"{field}: {folder} has no safetensors file")
     return found

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pipeline.config.model_files import json_object
+from pipeline.config.model_files import json_object, text_settings
 
 NO_IMAGES = 'must be "policy" with a model.actor that takes images: their tokens are no text'
 """The problem of a tokenizer of the reward model's own beside a vision-language model."""
@@ -63,9 +63,7 @@ def problem_of_tokens(sequences: Iterable[Sequence[int]], vocabulary: int | None
 
 def _rows(folder: Path) -> int | None:
     """Return the rows of a model's table of embeddings; None if config.json does not tell."""
-    described = json_object(folder / "config.json")
-    text = described.get("text_config")
-    found = (text if isinstance(text, dict) and "vocab_size" in text else described).get("vocab_size")
+    found = text_settings(folder).get("vocab_size")
     return found if isinstance(found, int) else None
 
 
