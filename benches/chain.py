@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from benches.rollout_peers import EOS, PAD, tokenizer
+from benches.llama import llama
+from benches.rollout_peers import END, EOS, tokenizer
 
 VOCABULARY = 1024
 LONGEST_PROMPT = 24
@@ -26,21 +27,8 @@ _LOGIT = 30.0
 
 def model(hidden: int, layers: int, *, seed: int = 0) -> LlamaForCausalLM:
     """Return the model, in float32."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        pad_token_id=PAD,
-        bos_token_id=None,
-        eos_token_id=EOS,
-    )
     torch.manual_seed(seed)
-    made = LlamaForCausalLM(config).eval()
+    made = llama(hidden, layers, VOCABULARY, max_position_embeddings=2048, **END)
     with torch.no_grad():
         for layer in made.model.layers:
             layer.self_attn.o_proj.weight.zero_()

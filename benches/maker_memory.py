@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from benches.llama import llama
 from benches.report import ROOT, Section, Table
 from pipeline.models import chunked_log_probs
 from pipeline.rollout.model_passes import ModelPasses
@@ -36,15 +37,7 @@ MIB = 2**20
 def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
     """Return a Llama that is small but for its vocabulary."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config).eval()
+    return llama(64, 2, vocabulary, intermediate_size=128)
 
 
 def made_up_rows(options: argparse.Namespace) -> Rows:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benches.measure import Sample, interleaved
 from benches.report import Section, Table
-from benches.sharding import Shape, write_model
+from benches.sharding import Shape, made_up, write_model
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
 from pipeline.trainer.learner import Learner
@@ -94,20 +94,7 @@ def ragged(shape: Shape, seed: int) -> Experience:
     lengths[0] = actions
     columns = torch.arange(shape.tokens)
     attention_mask = ((columns >= _PROMPT_TOKENS - prompts) & (columns < _PROMPT_TOKENS + lengths)).long()
-    action_mask = attention_mask[:, _PROMPT_TOKENS:].bool()
-    sequences = torch.randint(3, shape.vocabulary, attention_mask.shape, generator=drawn) * attention_mask
-    log_probs = torch.full(action_mask.shape, -float(torch.tensor(shape.vocabulary).log()))
-    return Experience(
-        sequences=sequences,
-        action_log_probs=log_probs,
-        attention_mask=attention_mask,
-        action_mask=action_mask,
-        values=None,
-        base_action_log_probs=log_probs,
-        advantages=torch.randn(shape.rows, generator=drawn)[:, None].expand(-1, actions).contiguous(),
-        reward=torch.rand(shape.rows, generator=drawn),
-        kl=torch.zeros_like(log_probs),
-    )
+    return made_up(attention_mask, _PROMPT_TOKENS, shape.vocabulary, drawn)
 
 
 def run(*, quick: bool) -> Sequence[Section]:

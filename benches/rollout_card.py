@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from benches.llama import llama
 from benches.measure import Sample, interleaved
 from benches.report import Section, Table
 from pipeline.rollout.generation.hf_generate import ActorGenerator
@@ -27,23 +28,14 @@ def section(*, quick: bool) -> Section:
     """Measure on the first card."""
     device = torch.device("cuda:0")
     hidden, layers, new_tokens = (256, 4, 32) if quick else (2048, 22, 256)
-    config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 256),
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    heads, pairs = hidden // 64, max(1, hidden // 256)
+    shape = {"intermediate_size": hidden * 11 // 4, "num_attention_heads": heads, "num_key_value_heads": pairs}
     torch.manual_seed(0)
     with device:
-        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model = llama(hidden, layers, 32_000, **shape, bos_token_id=None, eos_token_id=None).to(torch.bfloat16)
     weight_bytes = read_bytes(model)
     # Keys and values of a token in all layers, two bytes each.
-    token_bytes = 2 * 2 * layers * config.num_key_value_heads * 64
+    token_bytes = 2 * 2 * layers * pairs * 64
     bandwidth = _bandwidth(device)
     rows = []
     for batch in (8,) if quick else (1, 8, 64):

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benches.llama import llama
 
 PAD, EOS = 0, 1
+END: Final = {"pad_token_id": PAD, "bos_token_id": None, "eos_token_id": EOS}
 TEMPERATURE = 1.0
 
 
@@ -74,20 +78,7 @@ class Made:
 def model(hidden: int, layers: int, vocabulary: int, *, seed: int, eos_strength: float = 2.6) -> LlamaForCausalLM:
     """Return an untrained Llama whose greedy responses have many lengths: the head of its eos is scaled."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        pad_token_id=PAD,
-        bos_token_id=None,
-        eos_token_id=EOS,
-    )
-    made = LlamaForCausalLM(config).eval()
+    made = llama(hidden, layers, vocabulary, **END)
     with torch.no_grad():
         made.lm_head.weight[EOS] *= eos_strength
     return made

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benches.report import ROOT, Section, Table
 from pipeline.config.plan import models_of, needs, process_bytes
@@ -121,18 +122,10 @@ def configured(model: Path, shape: Shape, sharding: str) -> Config:
 
 def write_model(folder: Path, shape: Shape) -> int:
     """Write a random Llama; return its parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from benches.llama import llama
 
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.inner,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.hidden // 64,
-            max_position_embeddings=4096,
-        )
-    )
+    sizes = {"intermediate_size": shape.inner, "num_attention_heads": shape.hidden // 64}
+    model = llama(shape.hidden, shape.layers, shape.vocabulary, **sizes)
     model.save_pretrained(folder)
     return int(model.num_parameters())
 
@@ -140,18 +133,24 @@ def write_model(folder: Path, shape: Shape) -> int:
 def rows_of(shape: Shape, seed: int) -> Experience:
     """Return made-up rows of full length."""
     drawn = torch.Generator().manual_seed(seed)
-    actions = shape.tokens - PROMPT_TOKENS
-    sequences = torch.randint(3, shape.vocabulary, (shape.rows, shape.tokens), generator=drawn)
-    log_probs = torch.full((shape.rows, actions), -float(torch.tensor(shape.vocabulary).log()))
+    attention_mask = torch.ones(shape.rows, shape.tokens, dtype=torch.int64)
+    return made_up(attention_mask, PROMPT_TOKENS, shape.vocabulary, drawn)
+
+
+def made_up(attention_mask: Tensor, prompt_tokens: int, vocabulary: int, drawn: torch.Generator) -> Experience:
+    """Return made-up rows where a mask ``(B, S)`` has tokens, behind the columns of prompts actions."""
+    sequences = torch.randint(3, vocabulary, attention_mask.shape, generator=drawn) * attention_mask
+    action_mask = attention_mask[:, prompt_tokens:].bool()
+    log_probs = torch.full(action_mask.shape, -float(torch.tensor(vocabulary).log()))
     return Experience(
         sequences=sequences,
         action_log_probs=log_probs,
-        attention_mask=torch.ones_like(sequences),
-        action_mask=torch.ones_like(log_probs, dtype=torch.bool),
+        attention_mask=attention_mask,
+        action_mask=action_mask,
         values=None,
         base_action_log_probs=log_probs,
-        advantages=torch.randn(shape.rows, generator=drawn)[:, None].expand(-1, actions).contiguous(),
-        reward=torch.rand(shape.rows, generator=drawn),
+        advantages=torch.randn(len(sequences), generator=drawn)[:, None].expand(action_mask.shape).contiguous(),
+        reward=torch.rand(len(sequences), generator=drawn),
         kl=torch.zeros_like(log_probs),
     )
 

@@ -7,6 +7,7 @@ measurements in JSON. Only rlhfd's own ways import rlhfd: peers run on another P
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from benches.measure import cpu_seconds, descendants
 from benches.workload import APPEND_ROWS, BATCH_ROWS, SHAPES, Arrays, appends, touch
 
 POOL = 8
@@ -142,19 +144,8 @@ def _measure(
 
 def _cpu_seconds(root: int) -> dict[int, float]:
     """Return the CPU seconds of a process and all its descendants, by process id."""
-    parents, used = {}, {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            parents[int(entry)] = int(fields[1])
-            used[int(entry)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    family, grew = {root}, True
-    while grew:
-        children = {pid for pid, parent in parents.items() if parent in family} - family
-        family |= children
-        grew = bool(children)
-    return {pid: used[pid] for pid in family}
+    used = {}
+    for pid in {root, *descendants(root)}:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            used[pid] = cpu_seconds(pid)
+    return used
