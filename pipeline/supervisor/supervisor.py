@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from pipeline.runtime.transport import BUFFER, Outbox
 from pipeline.runtime.workspace import Workspace
 from pipeline.storage.truncation import Sizes
 from pipeline.supervisor import notes, placement
-from pipeline.supervisor.capacity.choices import decided
+from pipeline.supervisor.capacity.choices import Choices, decided
 from pipeline.supervisor.capacity.disk import disk_notes
 from pipeline.supervisor.exits import ExitHandler, death_of
 from pipeline.supervisor.fleet import FORKSERVERS, ChildSettings, Fleet, Slot
@@ -83,8 +83,8 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     faulthandler.enable()
     notifier = Notifier.from_environ(os.environ)
     user_modules.use_folder_of(loaded.path)
-    config, reasons = decided(loaded.config, os.environ)
-    config = with_workers(sort_digits.with_paths(config), placement.visible_gpus(os.environ))
+    choices = decided(loaded.config, os.environ)
+    config = with_workers(sort_digits.with_paths(choices.config), placement.visible_gpus(os.environ))
     if config.cluster.engine == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "cluster.engine: Ray is not installed here; "
@@ -93,10 +93,6 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     logs.configure("supervisor", level=config.daemon.log_level, json=config.daemon.log_format == "json")
     for note in [*notes.notes(loaded), *disk_notes(config)]:
         log.warning("%s", note)
-    if config.trainer.world_size > 1:
-        ranks = config.trainer
-        why = reasons["trainer.sharding"]
-        log.info("trainer ranks: count=%d sharding=%s reason=%s", ranks.world_size, ranks.sharding, why)
     children = 1 + config.rollout.workers + config.trainer.world_size
     allow_descriptors(children, config.rollout.reward_processes, MOST_CONNECTIONS if config.metrics.enabled else 0)
     hold_signals()
@@ -134,27 +130,20 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
             if http is not None:
                 http.close()
             raise
-        supervisor = Supervisor(config, loaded, workspace, lock, http, run_log, notifier, reasons)
+        supervisor = Supervisor(config, loaded, workspace, lock, http, run_log, notifier, choices)
         code = _serve(supervisor, config, workspace)
         if code is ExitCode.BAD_CONFIG:
             forget()
         return code
 
 
-def _log_choices(config: Config, reasons: Mapping[str, str]) -> None:
+def _log_choices(loaded: LoadedConfig, choices: Choices) -> None:
     """Log the values that the machine and the plan chose, of a start that goes on."""
-    if why := reasons.get("rollout.engine", ""):
-        log.info("engine of the rollouts: engine=%s reason=%s", config.rollout.engine, why)
-    if why := reasons.get("rollout.cache_bytes", ""):
-        log.info("cache of vllm by the plan: bytes=%s reason=%s", config.rollout.cache_bytes or "-", why)
-    if why := reasons.get("trainer.micro_batch_tokens", ""):
-        most, kept = config.trainer.micro_batch_tokens or "-", config.trainer.activation_checkpointing is False
-        log.info("training passes by the plan: most_tokens=%s activations=%s reason=%s",
-                 most, "kept" if kept else "checkpointed", why)  # fmt: skip
-    if why := reasons.get("rollout.logits_forward_tokens", ""):
-        log.info("log-prob passes by the plan: most_tokens=%s reason=%s",
-                 config.rollout.logits_forward_tokens or "-", why)  # fmt: skip
-    if config.trainer.keep_state == "disk" and (why := reasons.get("trainer.keep_state", "")):
+    if why := loaded.reasons.get("rollout.engine", ""):
+        log.info("engine of the rollouts: engine=%s reason=%s", loaded.config.rollout.engine, why)
+    for key, chosen in choices.shown.items():
+        log.info("by the plan: %s = %s", key, chosen)
+    if choices.config.trainer.keep_state == "disk" and (why := choices.reasons.get("trainer.keep_state", "")):
         log.warning("a killed trainer goes back to its last checkpoint, its state is kept on disk alone: %s", why)
 
 
@@ -195,7 +184,7 @@ class Supervisor:
         http: The HTTP server; None without one.
         run_log: The log beside the terminal.
         notifier: The connection to systemd.
-        reasons: The reason of each value that the plan chose.
+        choices: The values that the plan chose, with their reasons.
         has_begun: Whether it has started processes, or has tried to.
     """
 
@@ -206,7 +195,7 @@ class Supervisor:
     http: HttpServer | None
     run_log: RunLog
     notifier: Notifier
-    reasons: Mapping[str, str]
+    choices: Choices
     has_begun: bool = dataclasses.field(default=False, init=False)
     _looks_at_s: float = dataclasses.field(default=0.0, init=False)
     # Whether SIGTERM or SIGINT has come.
@@ -291,7 +280,7 @@ class Supervisor:
         self._slab.begin("supervisor")
         writer = self._slab.writer("supervisor")
         count_warnings(writer)
-        _log_choices(config, {**self.loaded.reasons, **self.reasons})
+        _log_choices(self.loaded, self.choices)
         if older := remove_older_caches(Path(config.daemon.state_dir)):
             log.info("compiled code of other versions is removed: folders=%s", ",".join(older))
         self._fleet = Fleet(

@@ -14,12 +14,13 @@ start on one machine, and each restart of a role, chooses alike. Checkpoints are
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pipeline import sort_digits
 from pipeline.config.conflicts import conflicts
+from pipeline.config.load import get
 from pipeline.config.model_files import has_images
 from pipeline.config.plan import VLLM_ROWS, Models, cache_bytes, models_of, needs
 from pipeline.config.schema import Config
@@ -38,6 +39,16 @@ _RESERVE, _SHARDED_RESERVE = 0.1, 0.25
 """Share of a card that a choice leaves free: the plan knows no fragments, and other processes take some. A pass over
 shards that runs out of memory ends the run, since a rank cannot repeat it alone; others are halved."""
 
+_FORMS: Final[dict[str, Callable[[Any], str]]] = {
+    "trainer.sharding": str,
+    "rollout.cache_bytes": size,
+    "trainer.micro_batch_tokens": "{:,}".format,
+    "trainer.activation_checkpointing": lambda value: str(value).lower(),
+    "rollout.logits_forward_tokens": "{:,}".format,
+    "trainer.keep_state": str,
+}
+"""The keys that a user may leave to the plan, and how their values are written."""
+
 
 class Choices(NamedTuple):
     """The configuration in force, and the reason of each value that the plan chose or could not choose, by key."""
@@ -47,18 +58,12 @@ class Choices(NamedTuple):
 
     @property
     def shown(self) -> dict[str, str]:
-        """The values in force with their reasons, of the keys that a user may have left to the plan."""
-        trainer = self.config.trainer
-        found: dict[str, str] = {"trainer.sharding": trainer.sharding, "trainer.keep_state": trainer.keep_state}
-        if trainer.micro_batch_tokens is not None:
-            found["trainer.micro_batch_tokens"] = f"{trainer.micro_batch_tokens:,}"
-        if trainer.activation_checkpointing is not None:
-            found["trainer.activation_checkpointing"] = str(trainer.activation_checkpointing).lower()
-        if self.config.rollout.logits_forward_tokens is not None:
-            found["rollout.logits_forward_tokens"] = f"{self.config.rollout.logits_forward_tokens:,}"
-        if self.config.rollout.cache_bytes is not None:
-            found["rollout.cache_bytes"] = size(self.config.rollout.cache_bytes)
-        return {key: f"{value} here: {self.reasons[key]}" for key, value in found.items() if key in self.reasons}
+        """The values in force with their reasons, by key."""
+        values = {key: get(self.config, key) for key in _FORMS if key in self.reasons}
+        return {
+            key: f"{'left out' if value is None else _FORMS[key](value)} here: {self.reasons[key]}"
+            for key, value in values.items()
+        }
 
 
 def decided(config: Config, environ: Mapping[str, str]) -> Choices:
