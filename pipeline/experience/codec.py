@@ -28,44 +28,67 @@ class Encoded(NamedTuple):
     checksum: int
 
 
-def encode(batch: Experience | RaggedRows, memory: memoryview, *, checksum: bool = True) -> Encoded:
-    """Write rows into an extent, without padding.
+class Encoding:
+    """Rows that are checked and ready to be written into an extent, which is as long as it needs to be.
 
-    Args:
-        batch: Rows on the CPU; an `Experience` is padded on either side or both, and its `action_mask` ends where the
-            sequences end. Pixels, grids and raw images are written too.
-        memory: The extent; it may be longer than needed.
-        checksum: Whether to compute the checksum.
-
-    Returns:
-        The number of bytes used, and their checksum.
-
-    Raises:
-        ShapeError: If a field's shape does not fit `sequences`, naming the field.
-        FieldError: If token ids are not integers, a row has no tokens, a field or an element of `info` is not a tensor
-            of B rows, or the vision fields are inconsistent.
-        ArenaFullError: If the extent is too small.
+    Attributes:
+        header: Header of the extent.
+        nbytes: Bytes of the extent.
     """
-    rows: RaggedRows | PaddedRows = batch if isinstance(batch, RaggedRows) else PaddedRows(batch)
-    vision = _vision_of(batch)
-    header = ExtentHeader(
-        len(rows.lengths), rows.fields, rows.lengths, rows.counts, rows.full_masks,
-        None if vision is None else vision.header,
-    )  # fmt: skip
-    packed = msgspec.msgpack.encode(header)
-    runs, text_stop = lay_out(rows.fields, rows.full_masks, _sizes(header), header_bytes(packed))
-    nbytes = text_stop if vision is None else vision_stop(vision.header, align(text_stop))
-    if nbytes > len(memory):
-        raise ArenaFullError(
-            f"extent of {nbytes:,} B does not fit: {len(memory):,} B reserved for {header.rows} rows; "
-            "raise buffer.row_bytes"
-        )
-    write_header(packed, memory)
-    for run in runs:
-        rows.write(run.fields, run.array(memory))
-    if vision is not None:
-        vision.write(memory, align(text_stop))
-    return Encoded(nbytes, xxhash.xxh3_64_intdigest(memory[:nbytes]) if checksum else 0)
+
+    def __init__(self, batch: Experience | RaggedRows) -> None:
+        """Lay an extent out, without padding; its values are read when they are written.
+
+        Args:
+            batch: Rows on the CPU; an `Experience` is padded on either side or both, and its `action_mask` ends where
+                the sequences end. Pixels, grids and raw images are written too.
+
+        Raises:
+            ShapeError: If a field's shape does not fit `sequences`, naming the field.
+            FieldError: If token ids are not integers, a row has no tokens, a field or an element of `info` is not a
+                tensor of B rows, or the vision fields are inconsistent.
+        """
+        self._rows: RaggedRows | PaddedRows = batch if isinstance(batch, RaggedRows) else PaddedRows(batch)
+        self._vision = vision = _vision_of(batch)
+        rows = self._rows
+        self.header = ExtentHeader(
+            len(rows.lengths), rows.fields, rows.lengths, rows.counts, rows.full_masks,
+            None if vision is None else vision.header,
+        )  # fmt: skip
+        self._packed = msgspec.msgpack.encode(self.header)
+        start = header_bytes(self._packed)
+        self._runs, self._text_stop = lay_out(rows.fields, rows.full_masks, _sizes(self.header), start)
+        self.nbytes = self._text_stop if vision is None else vision_stop(vision.header, align(self._text_stop))
+
+    def write(self, memory: memoryview, *, checksum: bool = True) -> Encoded:
+        """Write the rows.
+
+        Args:
+            memory: The extent; it may be longer than needed.
+            checksum: Whether to compute the checksum.
+
+        Returns:
+            The number of bytes used, and their checksum.
+
+        Raises:
+            ArenaFullError: If the extent is too small.
+        """
+        if self.nbytes > len(memory):
+            raise ArenaFullError(
+                f"extent of {self.nbytes:,} B does not fit: {len(memory):,} B reserved for {self.header.rows} rows; "
+                "raise buffer.row_bytes"
+            )
+        write_header(self._packed, memory)
+        for run in self._runs:
+            self._rows.write(run.fields, run.array(memory))
+        if self._vision is not None:
+            self._vision.write(memory, align(self._text_stop))
+        return Encoded(self.nbytes, xxhash.xxh3_64_intdigest(memory[: self.nbytes]) if checksum else 0)
+
+
+def encode(batch: Experience | RaggedRows, memory: memoryview, *, checksum: bool = True) -> Encoded:
+    """Write rows into an extent: `Encoding` and its `write`, with their arguments and errors."""
+    return Encoding(batch).write(memory, checksum=checksum)
 
 
 class ExtentReader:

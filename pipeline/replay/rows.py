@@ -1,9 +1,8 @@
-"""The rows of a `DetachedReplayBuffer`: the schema they share, their size bound, their copy to the CPU."""
+"""The rows of a `DetachedReplayBuffer`: the schema they share, their copy to the CPU."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import msgspec
 import torch
@@ -80,19 +79,6 @@ def rows_on_cpu(experience: Experience) -> Experience:
         # Of one dtype, whatever that of the ids is: `extend` makes the same.
         experience.attention_mask = torch.ones_like(experience.sequences, dtype=torch.int64)
     return experience
-
-
-def bytes_bound(experience: Experience) -> int:
-    """Return an upper bound on the bytes of an experience: its tensors, and the extent's header and alignment.
-
-    Raw images are left out: their size is known only once they are encoded.
-    """
-    values = {field.name: getattr(experience, field.name) for field in dataclasses.fields(experience)}
-    values |= {f"info.{name}": value for name, value in (experience.info or {}).items()}
-    nbytes = 2048 + 64 * len(experience.sequences)
-    for name, value in values.items():
-        nbytes += 1024 + len(name) + (value.nbytes if isinstance(value, torch.Tensor) else 0)
-    return nbytes
 
 
 def _words(field: tuple[str, str, tuple[int, ...]] | None) -> str:

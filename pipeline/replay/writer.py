@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.errors import ArenaFullError, BufferClosedError, FieldError
+from pipeline.errors import BufferClosedError, FieldError
 from pipeline.experience import codec
 from pipeline.experience.checks import check_finite
-from pipeline.experience.extent_format import ExtentHeader, read_header
+from pipeline.experience.extent_format import ExtentHeader
 from pipeline.experience.types import Experience
 from pipeline.replay.client import LinkPool, write_private
-from pipeline.replay.rows import RowKind, bytes_bound, kinds_of
+from pipeline.replay.rows import RowKind, kinds_of
 from pipeline.runtime.messages import Failed, Sealed, Ticket, WantRoom
 from pipeline.storage.arena import Arena
 
@@ -47,35 +47,18 @@ class RowWriter:
             FieldError: If a field cannot be stored, or differs from the rows before in dtype or shape.
             ShapeError: If fields disagree on their shape.
         """
-        nbytes, is_bound = bytes_bound(experience), True
-        if nbytes > self._arena.payload_bytes:
-            nbytes, is_bound = _encoded_bytes(experience, nbytes), False
-        while True:
-            try:
-                self._write(experience, nbytes, deadline_s)
-                return
-            except _TooSmallError:
-                nbytes *= 2
-            except ArenaFullError:
-                # Padding takes no room: the encoded size may be much smaller than the bound.
-                if not is_bound or (encoded_bytes := _encoded_bytes(experience, nbytes)) == nbytes:
-                    raise
-                nbytes, is_bound = encoded_bytes, False
-
-    def _write(self, experience: Experience, nbytes: int, deadline_s: float) -> None:
-        rows = len(experience.sequences)
+        encoding = codec.Encoding(experience)
+        check_finite(vars(experience))
+        rows, nbytes = encoding.header.rows, encoding.nbytes
         with self._links.take() as link:
             ticket = link.ask(lambda own: WantRoom(*own, rows, nbytes, deadline_s), Ticket, deadline_s)
             link.ticket = ticket.ticket
-            memory = self._arena.extent(ticket.offset, ticket.nbytes)
             try:
-                encoded = codec.encode(experience, memory)
-                check_finite(vars(experience))
-                self._check_kind(read_header(memory[: encoded.nbytes])[0])
+                # Not before: an append that gets no room does not determine the schema.
+                self._check_kind(encoding.header)
+                encoded = encoding.write(self._arena.extent(ticket.offset, ticket.nbytes))
             except Exception as error:
                 link.end(Failed(link.name, ticket.ticket, str(error), retry=False))
-                if isinstance(error, ArenaFullError):
-                    raise _TooSmallError from error
                 raise
             link.end(Sealed(link.name, ticket.ticket, rows, encoded.nbytes, encoded.checksum, 0, 0))
 
@@ -93,15 +76,3 @@ class RowWriter:
             return msgspec.json.decode((self._folder / f"{part}.kind").read_bytes(), type=RowKind)
         except FileNotFoundError:
             raise BufferClosedError(f"replay buffer {self._folder.name}: closed by its owner") from None
-
-
-def _encoded_bytes(experience: Experience, most_bytes: int) -> int:
-    """Return the size of an experience in the arena; `most_bytes` if raw images make it larger than that."""
-    try:
-        return codec.encode(experience, memoryview(bytearray(most_bytes)), checksum=False).nbytes
-    except ArenaFullError:
-        return most_bytes
-
-
-class _TooSmallError(Exception):
-    """The reserved room does not hold the append: the size of raw images is known only once they are encoded."""

@@ -12,7 +12,7 @@ from pipeline.config.evaluation import held_out
 from pipeline.config.lengths import extent_bytes_bound
 from pipeline.config.model_files import end_token_ids
 from pipeline.config.schema import Config
-from pipeline.errors import ArenaFullError, ConfigError, FieldError, PromptError, RewardError
+from pipeline.errors import ConfigError, FieldError, PromptError, RewardError
 from pipeline.experience import codec
 from pipeline.experience.ragged import RaggedRows
 from pipeline.prompts.rendering import Rendering, remarks, render, rendering_of, special_texts
@@ -121,12 +121,8 @@ def refuse_broken_reward(roller: LocalRoller, row_bytes: int) -> None:
         if rows is None:
             set_aside = rolled.refused
             continue
-        try:
-            room = extent_bytes_bound(len(rows), row_bytes)
-            encoded = codec.encode(rows, memoryview(bytearray(room)), checksum=False)
-        except ArenaFullError as error:
-            raise ConfigError(f"buffer.row_bytes: {error}") from error
-        if (whole := encoded.nbytes + _bytes_left_out(rows, roller.lengths.row)) > room:
+        room = extent_bytes_bound(len(rows), row_bytes)
+        if (whole := codec.Encoding(rows).nbytes + _bytes_left_out(rows, roller.lengths.row)) > room:
             raise ConfigError(
                 f"buffer.row_bytes: extent of {whole:,} B does not fit: {room:,} B are reserved for the "
                 f"{len(rows)} rows of a prompt at rollout.max_length {roller.lengths.row:,}"

@@ -46,7 +46,6 @@ from pipeline.trainer.sharding.remote import Count, RemoteShards
 
 FIND: Final = "find"
 _COLLECT_S: Final = 0.1
-_HEADER_BYTES: Final = 1 << 16
 
 log = logging.getLogger(__name__)
 
@@ -158,12 +157,12 @@ def in_one_extent(rows: RowSource, parts: Sequence[ExtentRows]) -> FoundExtent |
         found = rows.find(parts)
         if found.damaged:
             return FoundExtent(np.zeros(0, np.uint8), 0, 0, dict(found.damaged))
-        gathered = codec.gather(found.chosen)
-        extent = np.zeros(sum(part.nbytes for part in parts) + _HEADER_BYTES, np.uint8)
-        encoded = codec.encode(gathered, extent.data)
+        encoding = codec.Encoding(codec.gather(found.chosen))
+        extent = np.zeros(encoding.nbytes, np.uint8)
+        encoded = encoding.write(extent.data)
     except RlhfdError as error:
         return error.with_traceback(None)
-    return FoundExtent(extent[: encoded.nbytes], encoded.checksum, len(gathered), {})
+    return FoundExtent(extent, encoded.checksum, encoding.header.rows, {})
 
 
 class Wire:

@@ -138,15 +138,15 @@ def hang_in_append(path, number):
     """Stop for good with the rows half written."""
     from pipeline.experience import codec
 
-    encode = codec.encode
+    write = codec.Encoding.write
 
-    def half(experience, memory, **options):
-        encode(experience, memory, **options)
+    def half(encoding, memory):
+        write(encoding, memory)
         memory[len(memory) // 2 :] = bytes(len(memory) - len(memory) // 2)
         say("writing")
         signal.pause()
 
-    codec.encode = half
+    codec.Encoding.write = half
     attach(path).append(numbered([number]))
 
 
@@ -213,13 +213,13 @@ def fork_and_hang_in_append(path):
     """Fork in the middle of an append, and stop both for good."""
     from pipeline.experience import codec
 
-    def fork(experience, memory, **options):
+    def fork(encoding, memory):
         if child := os.fork():
             say("forked", child)
             say("writing")
         signal.pause()
 
-    codec.encode = fork
+    codec.Encoding.write = fork
     attach(path).append(numbered([5]))
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.errors import ArenaFullError
 from pipeline.experience import codec
 from pipeline.experience.ragged import RaggedRows
 from pipeline.runtime.lock import installed_version
@@ -237,14 +236,14 @@ class StepRecorder(TrainerHook):
 
         It is zero before: the codec leaves bytes unwritten, and equal batches are to have equal bytes.
         """
-        while True:
-            if index == len(self._memories):
-                self._memories.append(np.zeros(_LEAST_ROOM_BYTES, np.uint8))
-            memory = self._memories[index]
-            try:
-                return memory.data[: codec.encode(rows, memory.data, checksum=False).nbytes]
-            except ArenaFullError:
-                self._memories[index] = np.zeros(2 * len(memory), np.uint8)
+        encoding = codec.Encoding(rows)
+        if index == len(self._memories):
+            self._memories.append(np.zeros(_LEAST_ROOM_BYTES, np.uint8))
+        if (held := len(self._memories[index])) < encoding.nbytes:
+            # Twice what is held at least: batches grow by little, each new memory is of fresh pages.
+            self._memories[index] = np.zeros(max(encoding.nbytes, 2 * held), np.uint8)
+        memory = self._memories[index].data
+        return memory[: encoding.write(memory, checksum=False).nbytes]
 
     def _make_room(self, step: int, nbytes: int) -> bool:
         """Remove the oldest rows until `nbytes` more are within the limit; return False if they never are."""
