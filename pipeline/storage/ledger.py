@@ -116,22 +116,16 @@ class Ledger:
         Every hand-out counts as an attempt and sets the policy version to the newest.
         """
         self._expect(record, ExtentState.RESERVED)
-        self.index.count(record, -1)
+        attempt, version = record.attempt, record.policy_version
         if owner >= 0:
-            record.attempt = min(255, record.attempt + 1)
-            record.policy_version = self.totals.policy_version
-        record.owner = owner
-        self.index.count(record, 1)
-        self.memory.put_extent(record)
+            attempt, version = min(255, attempt + 1), self.totals.policy_version
+        self._hand(record, owner, attempt, version)
         self._commit()
 
     def excuse(self, record: ExtentRecord) -> None:
         """Take a ticket from its worker; the attempt does not count, because the ticket's prompts did not cause it."""
         self._expect(record, ExtentState.RESERVED)
-        self.index.count(record, -1)
-        record.attempt, record.owner = max(0, record.attempt - 1), -1
-        self.index.count(record, 1)
-        self.memory.put_extent(record)
+        self._hand(record, -1, max(0, record.attempt - 1), record.policy_version)
         self._commit()
 
     def seal(self, record: ExtentRecord, *, rows: int, nbytes: int, checksum: int, policy_version: int,
@@ -169,9 +163,7 @@ class Ledger:
     def abandon(self, record: ExtentRecord, *, redo: PromptRange | None = None) -> None:
         """End a ticket that gave no rows; `redo`: its prompts, if they are to be issued again."""
         self._expect(record, ExtentState.RESERVED)
-        if redo is not None:
-            self.redo = add_prompts(self.redo, redo, most=self.layout.extents)
-            self.memory.put_redo(self.redo)
+        self._issue_again([redo] if redo else [])
         self.reserved -= record.rows
         self._free(record)
         self._commit()
@@ -217,8 +209,8 @@ class Ledger:
         self._commit()
         return freed
 
-    def requeue(self, lease: int) -> int:
-        """Make a batch's rows ready again and its number vacant; return the number of rows.
+    def requeue(self, lease: int) -> None:
+        """Make a batch's rows ready again and its number vacant.
 
         Raises:
             LedgerError: If more numbers would be vacant than the table holds.
@@ -228,15 +220,12 @@ class Ledger:
                 raise LedgerError(f"more than {MOST_LEASES:,} vacant leases")
             bisect.insort(self.vacant, lease)
             self.memory.put_vacant(self.vacant)
-        count = 0
         for record, rows in self._leases.pop(lease):
             self._change_items(record, rows, Item.make_ready)
             self.index.change(record, record.ready + len(rows))
-            count += len(rows)
-        self.leased -= count
-        self.ready += count
+            self.leased -= len(rows)
+            self.ready += len(rows)
         self._commit()
-        return count
 
     def drop(self, chosen: Chosen, reason: str, *, redo: PromptRange | None = None) -> list[ExtentRecord]:
         """Drop ready rows untrained, counted under `reason`; return the extents that became free.
@@ -246,9 +235,7 @@ class Ledger:
             reason: One of `DROP_REASONS`.
             redo: Prompts to be issued again in place of the rows.
         """
-        if redo is not None:
-            self.redo = add_prompts(self.redo, redo, most=self.layout.extents)
-            self.memory.put_redo(self.redo)
+        self._issue_again([redo] if redo else [])
         freed = []
         for record, rows in chosen:
             self.totals.dropped[DROP_REASONS.index(reason)] += len(rows)
@@ -292,11 +279,9 @@ class Ledger:
         self.extents.update(in_order)
         self.totals.position = max(self.totals.position, position)
         self.totals.spool, self.totals.refilled, self.totals.round_left = spool, refilled, round_left
-        for prompts in redo:
-            self.redo = add_prompts(self.redo, prompts, most=self.layout.extents)
+        self._issue_again(redo)
         for version, fingerprint in versions:
             self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
-        self.memory.put_redo(self.redo)
         self._commit()
 
     def publish(self, version: int, fingerprint: int, trained_through: int) -> None:
@@ -323,9 +308,7 @@ class Ledger:
             redo: Prompts to be issued again, because the training on them is undone.
         """
         totals = self.totals
-        for prompts in redo:
-            self.redo = add_prompts(self.redo, prompts, most=self.layout.extents)
-        self.memory.put_redo(self.redo)
+        self._issue_again(redo)
         for index in self.versions.roll_back(version):
             self.memory.put_version(self.versions, index)
         self.memory.put_version(self.versions, self.versions.note(version, fingerprint))
@@ -334,10 +317,7 @@ class Ledger:
         self._renumber(totals.leases)
         for record in self.reserved_extents():
             if record.policy_version > version:
-                self.index.count(record, -1)
-                record.policy_version = version
-                self.index.count(record, 1)
-                self.memory.put_extent(record)
+                self._hand(record, record.owner, record.attempt, version)
         self._commit()
 
     # Reads.
@@ -367,6 +347,18 @@ class Ledger:
         self.memory.close()
 
     # Parts of the transactions.
+
+    def _hand(self, record: ExtentRecord, owner: int, attempt: int, policy_version: int) -> None:
+        self.index.count(record, -1)
+        record.owner, record.attempt, record.policy_version = owner, attempt, policy_version
+        self.index.count(record, 1)
+        self.memory.put_extent(record)
+
+    def _issue_again(self, redo: Sequence[PromptRange]) -> None:
+        for prompts in redo:
+            self.redo = add_prompts(self.redo, prompts, most=self.layout.extents)
+        if redo:
+            self.memory.put_redo(self.redo)
 
     def _expect(self, record: ExtentRecord, state: ExtentState) -> None:
         if record.state is not state:
