@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.prompts.lines import problem_of_format, prompt_lines
-from pipeline.prompts.rows import parse_columns
+from pipeline.prompts.lines import LineRows, problem_of_format
+from pipeline.prompts.rows import row_of
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.tables import table_kind
 from pipeline.prompts.types import Prompt
@@ -47,11 +47,12 @@ def of_file(path: Path) -> list[Row]:
         raise ConfigError(f"{path}:1:1: {problem}")
     rows: list[Row] = []
     problems: list[str] = []
-    for number, _, line in prompt_lines(path, field=""):
-        try:
-            rows.append(_row(line, f"{path}:{number}", len(rows)))
-        except ConfigError as error:
-            problems.append(str(error))
+    with contextlib.closing(LineRows(path, field="")) as lines:
+        for index in range(len(lines)):
+            try:
+                rows.append(_row(lines.record(index), f"{path}:{lines.line(index)}", len(rows)))
+            except ConfigError as error:
+                problems.append(str(error))
     if len(problems) > _ERRORS_SHOWN:
         problems[_ERRORS_SHOWN:] = [f"{path}: {len(problems) - _ERRORS_SHOWN} more broken lines"]
     if problems:
@@ -79,11 +80,10 @@ def is_broken(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _row(line: bytes, where: str, index: int) -> Row:
-    prompt, answer, images, columns, *_ = parse_columns(line, where)
+def _row(record: Mapping[str, Any], where: str, index: int) -> Row:
+    prompt, answer, images, columns, *_ = row_of(record, where)
     if images:
         raise ConfigError(f"{where}:1: a row with images cannot be scored here")
-    record = json.loads(line.decode("utf-8-sig"))
     response, is_cut = record.get("response"), record.get("cut", False)
     if not isinstance(response, str):
         named = f'no key "response" among {", ".join(sorted(record))}' if response is None else "response is no text"

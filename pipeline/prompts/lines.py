@@ -41,7 +41,7 @@ class LineRows:
 
         Args:
             path: The JSON lines file.
-            field: The configuration field that names the file, for the error.
+            field: The configuration field that names the file, for the error; empty if none does.
 
         Raises:
             ConfigError: If the file cannot be read.
@@ -92,20 +92,6 @@ class LineRows:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def prompt_lines(path: Path, *, field: str = "prompts.path") -> Iterator[tuple[int, int, bytes]]:
-    """Yield (line number from 1, byte offset, line) of each line that is not blank.
-
-    Args:
-        path: A JSON lines file.
-        field: The configuration field that names the file, for the error; empty if none does.
-
-    Raises:
-        ConfigError: If the file cannot be read.
-    """
-    with _told(path, field), path.open("rb") as file:
-        yield from _lines_of(file)
 
 
 def _lines_of(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:

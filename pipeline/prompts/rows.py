@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError
-from pipeline.prompts.lines import decoded, kind_of
+from pipeline.prompts.lines import kind_of
 from pipeline.prompts.tables import without_nulls
 from pipeline.prompts.types import JsonValue, Message
 
@@ -69,15 +69,6 @@ class MissingColumnError(ConfigError):
     def __init__(self, message: str, key: str, column: str, found: list[str]) -> None:
         super().__init__(message)
         self.key, self.column, self.found = key, column, found
-
-
-def parse_columns(line: bytes, where: str) -> Row:
-    """Return the parts of a line with the usual names; `where` is the file and line for errors.
-
-    Raises:
-        ConfigError: If the line holds no prompt.
-    """
-    return row_of(decoded(line, where), where)
 
 
 def row_of(
