@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from pipeline.storage.files import UNREADABLE
+from pipeline.storage.files import UNREADABLE, not_taken
 
 _MOST_WAITING: Final = 4096
 
@@ -36,7 +36,8 @@ class StepLines:
         Args:
             path: Path of the file; it is made if there is none.
             after_step: Steps that training continues from; lines after it are removed.
-            is_new_run: Whether the lines present are of another run: they are kept as ``NAME.before``.
+            is_new_run: Whether the lines present are of another run: they are kept as ``NAME.before``, or
+                ``NAME-2.before`` and so on beside those of earlier runs.
 
         Raises:
             OSError: If the file cannot be opened or cut.
@@ -53,7 +54,7 @@ class StepLines:
         """Open the file as a start does."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._is_new_run and self._path.exists() and self._path.stat().st_size:
-            self._path.rename(self._path.with_name(f"{self._path.name}.before"))
+            self._path.rename(not_taken(self._path.with_name(f"{self._path.name}.before")))
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self.found_bytes = os.fstat(descriptor).st_size

@@ -68,7 +68,7 @@ _STACKS_S = 1.0
 _WARMUP_STEPS = 8
 
 _LASTING = re.compile(
-    r"log/rlhfd\.log(\.1)?|runs/[\w.-]+/(run\.json|inputs\.json|metrics\.jsonl(\.before)?|evaluations\.jsonl|history\.msgpack"
+    r"log/rlhfd\.log(\.1)?|runs/[\w.-]+/(run\.json|inputs\.json|metrics\.jsonl((-\d+)?\.before)?|evaluations\.jsonl|history\.msgpack"
     r"|recording/(steps\.jsonl|rows/step-\d{6}\.safetensors)|samples/rollout-\d+\.[\w.]+|spool/\w+\.safetensors"
     r"|checkpoints/(latest\.json|step-\d{6}/.+))|compiled/.+"
 )

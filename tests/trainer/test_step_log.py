@@ -105,14 +105,16 @@ def test_each_step_has_one_line_whatever_is_torn_and_taken_again(lives: list[tup
         assert steps_in(path) == list(range(1, step + 3))
 
 
-def test_the_lines_of_another_run_are_kept_beside(tmp_path: Path) -> None:
+def test_the_lines_of_each_other_run_are_kept_beside(tmp_path: Path) -> None:
     path = tmp_path / "state" / "metrics.jsonl"
     write_steps(path, range(1, 4), after_step=0, is_new_run=True)
 
     write_steps(path, range(1, 3), after_step=0, is_new_run=True)
+    write_steps(path, range(1, 2), after_step=0, is_new_run=True)
 
-    assert steps_in(path) == [1, 2]
+    assert steps_in(path) == [1]
     assert steps_in(path.with_name("metrics.jsonl.before")) == [1, 2, 3]
+    assert steps_in(path.with_name("metrics.jsonl-2.before")) == [1, 2]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
