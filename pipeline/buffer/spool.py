@@ -48,16 +48,16 @@ _TOTALS = "totals"
 
 
 class SpoolTotals(msgspec.Struct, frozen=True):
-    """The metadata of a spool; `layout` is the layout of its extents, 0 in files that do not say it."""
+    """The metadata of a spool; `layout` is the layout of its extents."""
 
     number: int
     position: int
     policy_version: int
     redo: list[PromptRange]
     versions: list[tuple[int, int]]
-    refilled: int = 0
-    round_left: int = 0
-    layout: int = 0
+    refilled: int
+    round_left: int
+    layout: int
 
     def include(self, latest: Latest) -> bool:
         """Return whether a checkpoint's weights had been published when the spool was written."""

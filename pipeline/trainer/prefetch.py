@@ -152,7 +152,7 @@ class ArenaRows:
                 gathering.needs_cut,
                 "its rows do not say whether responses were cut: trainer.mask_cut_responses was false",
             ),
-            # Rows of a time before a change of the reward functions, or of an older release, have no such column.
+            # Rows of a time before a change of the reward functions have no such column.
             (_NUMBERS, False, ""),
         ):
             has_field = [name in reader.rows.named for reader in readers]
