@@ -46,6 +46,7 @@ from pipeline.runtime.messages import (
 from pipeline.runtime.peer import Peer
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox
 from pipeline.storage.arena import Arena
+from pipeline.storage.files import try_lock
 from pipeline.storage.layout import LedgerLayout
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -153,12 +154,9 @@ def is_held(folder: Path, name: str) -> bool:
         return False
     try:
         # A shared lock: two processes that check at once do not take each other for the holder.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
-    return False
 
 
 def remember_lease(folder: Path, client: str, lease: int) -> None:
@@ -188,11 +186,9 @@ def _prefix() -> str:
 
 def _lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor, fcntl.LOCK_EX):
         os.close(descriptor)
-        raise
+        raise BlockingIOError(f"{path} is locked")
     _locks.add(descriptor)
     return descriptor
 

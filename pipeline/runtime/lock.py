@@ -26,7 +26,7 @@ import msgspec
 
 from pipeline.errors import ConfigError, NotRunningError, UnreachableError
 from pipeline.runtime.signals import refuse_stopped
-from pipeline.storage.files import NO_LOCKS, UNREADABLE, write_whole
+from pipeline.storage.files import NO_LOCKS, UNREADABLE, try_lock, write_whole
 
 _SHM = Path("/dev/shm")
 _LOCK = "lock"
@@ -103,7 +103,7 @@ class FolderLock:
         except OSError as error:
             raise ConfigError(f"{self._key}: cannot use {path}: {error.strerror}") from error
         try:
-            is_held = _try_lock(descriptor, fcntl.LOCK_EX)
+            is_held = try_lock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             if self._needs_locks or error.errno not in NO_LOCKS:
                 os.close(descriptor)
@@ -224,7 +224,7 @@ class SharedMemoryLock:
         if self._descriptor is not None and os.path.sameopenfile(descriptor, self._descriptor):
             os.close(descriptor)
             return
-        if not _try_lock(descriptor, fcntl.LOCK_EX):
+        if not try_lock(descriptor, fcntl.LOCK_EX):
             os.close(descriptor)
             raise ConfigError(
                 f"daemon.runtime_dir: {self._folder} is in use by an instance of another container, which has the same "
@@ -359,7 +359,7 @@ def holder(runtime_dir: Path) -> int | None:
     except PermissionError as error:
         raise UnreachableError(f"cannot read {path}: {error.strerror}") from error
     try:
-        if _try_lock(descriptor, fcntl.LOCK_SH):
+        if try_lock(descriptor, fcntl.LOCK_SH):
             return None
         text = os.pread(descriptor, 32, 0).partition(b"\n")[0].strip()
         return int(text) if text.isdigit() else 0
@@ -427,14 +427,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _has_open(pid: int, path: Path) -> bool:

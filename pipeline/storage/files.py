@@ -135,6 +135,21 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def try_lock(descriptor: int, kind: int) -> bool:
+    """Take an flock, ``LOCK_EX`` or ``LOCK_SH``, without a wait; return False if another process has it.
+
+    The kernel releases it when its holder dies, for any cause.
+
+    Raises:
+        OSError: If the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def lock_where_possible(file: IO[bytes]) -> None:
     """Wait for the exclusive lock of an open file, where its file system has locks."""
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.runtime.transport import trainer_name
+from pipeline.storage.files import try_lock
 from pipeline.telemetry.metrics import Progress
 from pipeline.telemetry.slab import MetricsSlab
 
@@ -83,11 +84,9 @@ class ExternalTrainer:
             self._fold(rank)
             return
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Under the lock: no process connects, and so begins the slot, meanwhile.
-            self._fold(rank)
-        except BlockingIOError:
-            pass  # it is connected
+            if try_lock(descriptor, fcntl.LOCK_EX):
+                # Under the lock: no process connects, and so begins the slot, meanwhile.
+                self._fold(rank)
         finally:
             os.close(descriptor)
 

@@ -16,6 +16,7 @@ from pipeline.runtime.role import reward_source
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Traffic, trainer_name
 from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
+from pipeline.storage.files import try_lock
 from pipeline.trainer.connection import Check, Connection
 from pipeline.trainer.external_metrics import ExternalMetrics
 from pipeline.trainer.prefetch import Gathering
@@ -150,13 +151,10 @@ def lock_rank(folder: Path, rank: int) -> int:
     """
     descriptor = os.open(folder / f"{trainer_name(rank)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            # The supervisor holds it for a moment after the death of a trainer.
-            if time.monotonic() > deadline_s:
-                os.close(descriptor)
-                raise ConfigError(f"trainer rank {rank} is connected already") from None
-            time.sleep(_POLL_S)
+    while not try_lock(descriptor, fcntl.LOCK_EX):
+        # The supervisor holds it for a moment after the death of a trainer.
+        if time.monotonic() > deadline_s:
+            os.close(descriptor)
+            raise ConfigError(f"trainer rank {rank} is connected already")
+        time.sleep(_POLL_S)
+    return descriptor

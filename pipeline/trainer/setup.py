@@ -34,7 +34,7 @@ from pipeline.sort_digits import (
     prompts_path,
     recipe_of,
 )
-from pipeline.storage.files import NO_LOCKS
+from pipeline.storage.files import NO_LOCKS, try_lock
 
 if TYPE_CHECKING:
     import torch
@@ -199,21 +199,17 @@ def _supervised_rows(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextlib.contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold an exclusive flock; the kernel releases it when its holder dies, for any cause."""
+    """Hold an exclusive flock."""
     deadline = time.monotonic() + timeout_s
     with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno in NO_LOCKS:
-                    break
-                if not isinstance(error, BlockingIOError):
-                    raise
+        try:
+            while not try_lock(file.fileno(), fcntl.LOCK_EX):
                 if time.monotonic() >= deadline:
-                    raise DeadlineError(f"{path} is locked by another process for {timeout_s:g} s") from error
+                    raise DeadlineError(f"{path} is locked by another process for {timeout_s:g} s")
                 time.sleep(_LOCK_RETRY_S)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
         yield
 
 
