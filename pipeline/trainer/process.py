@@ -274,12 +274,11 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
 class _Recording(TrainerHook):
     """Removes the recorded steps that are taken again, and opens the recorder, once the first weights are published."""
 
-    def __init__(self, config: Config, start: Start, metrics: TrainerMetrics, *, leads: bool) -> None:
-        self._config, self._start, self._metrics, self._leads = config, start, metrics, leads
+    def __init__(self, config: Config, start: Start, metrics: TrainerMetrics) -> None:
+        self._config, self._start, self._metrics = config, start, metrics
 
     def began(self, trainer: Trainer) -> TrainerHook:
-        if self._leads:
-            forget_undone_steps(self._config, self._start)
+        forget_undone_steps(self._config, self._start)
         recorder = open_recorder(self._config, self._start, process_device(), self._metrics)
         return self if recorder is None else recorder.began(trainer)
 
@@ -305,9 +304,10 @@ def new_hooks(
     """
     leads = context.index == 0
 
-    hooks: list[TrainerHook] = [_Recording(config, start, metrics, leads=leads)]
+    hooks: list[TrainerHook] = []
     if leads:
-        hooks.append(open_step_log(config, start))
+        # A trainer of several ranks records nothing.
+        hooks += [_Recording(config, start, metrics), open_step_log(config, start)]
     if config.evaluation.files and (leads or agree is not None):
         hooks.append(
             EvaluationFollower(
