@@ -678,7 +678,9 @@ def test_between_two_looks_a_token_is_two_replays_and_nothing_else() -> None:
     """Launches of the host outside of graphs, by the settings of a usual rollout and with every filter."""
     usual = dataclasses.replace(SAMPLING, eos_token_ids=(62, 63), temperature=0.7)
     for sampling in (usual, dataclasses.replace(usual, top_k=9, top_p=0.9, min_p=0.01, stop_sequences=((62, 63),))):
-        inside, eager = (engine_on(FakeDevice(), tiny.llama(), device) for device in (FakeDevice(), None))
+        inside, eager = (
+            engine_on(FakeDevice(), tiny.llama(num_hidden_layers=1), device) for device in (FakeDevice(), None)
+        )
 
         # A look is at the tokens 8, 16 and 24.
         nine, fifteen, twentyfive = (launches_outside(inside, sampling, tokens) for tokens in (9, 15, 25))
