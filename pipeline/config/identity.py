@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.prompts import PromptsConfig, identifying_keys, identity_of_prompts
 from pipeline.config.rewards import reward_models
 from pipeline.config.schema import Config
 from pipeline.config.sections import ModelConfig
 
 _DIGITS = 8
+_RANKS = 1
+"""In the place of a number of ranks, which the identity of earlier releases had."""
 _MODEL_CHARACTERS = 40
 _CACHED = "models--"
-_NOT_IDENTIFYING = {"compile", "float32_logits", "reference_device", "reward", "reward_tokenizer"}
-"""Keys of ``[model]`` with which a run can go on at another value; its reward model is one of all reward models."""
+_NOT_IDENTIFYING = {"compile", "float32_logits", "reference_device"}
+"""Keys of ``[model]`` with which a run can go on at another value."""
+_NEW = ("lora_kind", "lora_adapter", "reward_tokenizer")
+_FORMER_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MEANINGLESS = ("model", "actor", "checkpoint", "final", "latest")
 
 
 def identity_of(config: Config) -> str:
     """Return a digest of the settings that identify a run: models, prompts, seed, algorithm and batches.
 
-    It is on disk with each checkpoint. The number of trainer ranks is no part of it: a checkpoint is resumed by any
-    number.
+    It is on disk with each checkpoint: a new key of ``[model]`` or ``[prompts]`` is left out of it at its default. The
+    number of trainer ranks is no part of it: a checkpoint is resumed by any number.
     """
-    settings = json.dumps(identifying_settings(config), sort_keys=True)
-    return hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
+    model = _of_model(config).model_dump_json(exclude=_left_out(config))
+    parts = (
+        config.daemon.seed, model, identity_of_prompts(config.prompts),
+        config.rollout.algorithm, config.rollout.num_generations, config.lengths.row, config.sample_batch_size,
+        config.prompts_per_ticket,
+        _RANKS, config.trainer.kind, config.buffer.arena_bytes,
+        *(() if config.lengths.response is None else (config.lengths.response,)),
+        *(() if len(models := _reward_models(config)) < 2 else (models,)),
+        *(() if config.trainer.optimizer == "adamw" else (config.trainer.optimizer,)),
+        # The state of training, and what is published with the weights, are others with these.
+        *(("normalize_values",) if config.trainer.normalize_values else ()),
+        *(("reward_scale",) if config.rollout.reward_scale != "none" else ()),
+    )  # fmt: skip
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def identifying_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that the identity is made of, by ``section.key``.
-
-    A key of a section is left out at its default, so that a new key changes no identity.
-    """
+    """Return the settings that the identity is made of, by ``section.key``."""
     values: dict[str, Any] = {
         "daemon.seed": config.daemon.seed,
         "rollout.algorithm": config.rollout.algorithm,
@@ -45,21 +58,17 @@ def identifying_settings(config: Config) -> dict[str, Any]:
         "rollout.batch_size": config.prompts_per_ticket,
         "buffer.sample_batch_size": config.sample_batch_size,
         "buffer.arena_bytes": config.buffer.arena_bytes,
+        "trainer.kind": config.trainer.kind,
+        "trainer.optimizer": config.trainer.optimizer,
+        "trainer.normalize_values": config.trainer.normalize_values,
+        "rollout.reward_scale": config.rollout.reward_scale,
     }
-    for name, section, keys in (
-        ("model", config.model, ModelConfig.model_fields.keys() - _NOT_IDENTIFYING),
-        ("prompts", config.prompts, None),
-        # The state of training, and what is published with the weights, are others with these.
-        ("trainer", config.trainer, {"kind", "optimizer", "normalize_values"}),
-        ("rollout", config.rollout, {"reward_scale"}),
+    for section, kept in (
+        ("model", _of_model(config).model_dump(mode="json", exclude=_left_out(config))),
+        ("prompts", identifying_keys(config.prompts)),
     ):
-        kept = section.model_dump(mode="json", include=keys, exclude_defaults=True)
-        values |= {f"{name}.{key}": value for key, value in kept.items()}
-    # Order, labels and weights of reward models are no part of it. One is that of `model.reward`, in a table too.
-    models = sorted((model.path, model.tokenizer) for model in reward_models(config))
-    if len(models) == 1:
-        values |= zip(("model.reward", "model.reward_tokenizer"), models[0], strict=True)
-    elif models:
+        values |= {f"{section}.{key}": value for key, value in kept.items()}
+    if len(models := _reward_models(config)) > 1:
         values["rewards"] = [list(model) for model in models]
     return values
 
@@ -67,12 +76,12 @@ def identifying_settings(config: Config) -> dict[str, Any]:
 def differing_settings(mine: Mapping[str, Any], its: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the values of two runs by the keys of `identifying_settings` in which they differ.
 
-    A key that one of them lacks has its default there; one without a default is not compared.
+    A key of ``[model]`` or ``[prompts]`` that one of them lacks has its default there; another one is not compared.
     """
     defaults = {
-        f"{name}.{key}": field.get_default(call_default_factory=True)
-        for name, section in Config.model_fields.items()
-        for key, field in getattr(type(section.default), "model_fields", {}).items()
+        f"{section}.{key}": field.get_default(call_default_factory=True)
+        for section, kind in (("model", ModelConfig), ("prompts", PromptsConfig))
+        for key, field in kind.model_fields.items()
     }
     pairs = {
         key: tuple(settings[key] if key in settings else defaults[key] for settings in (mine, its))
@@ -80,6 +89,29 @@ def differing_settings(mine: Mapping[str, Any], its: Mapping[str, Any]) -> dict[
         if key in defaults or (key in mine and key in its)
     }
     return {key: (here, there) for key, (here, there) in pairs.items() if here != there}
+
+
+def _of_model(config: Config) -> ModelConfig:
+    """Return the settings of the models; without adapters, with the layers of adapters of earlier releases.
+
+    One reward model is that of `model.reward`, in a table too.
+    """
+    model = config.model
+    if model.reward is None and len(models := _reward_models(config)) == 1:
+        model = model.model_copy(update=dict(zip(("reward", "reward_tokenizer"), models[0], strict=True)))
+    is_former = not model.lora_rank and model.lora_targets == "all-linear"
+    return model.model_copy(update={"lora_targets": _FORMER_TARGETS}) if is_former else model
+
+
+def _reward_models(config: Config) -> list[tuple[str, str]]:
+    """Return path and tokenizer of each reward model; order, labels and weights are no part of the identity."""
+    return sorted((model.path, model.tokenizer) for model in reward_models(config))
+
+
+def _left_out(config: Config) -> set[str]:
+    model = _of_model(config)
+    fields = type(model).model_fields
+    return _NOT_IDENTIFYING | {key for key in _NEW if getattr(model, key) == fields[key].default}
 
 
 def run_name(config: Config) -> str:

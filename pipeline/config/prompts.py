@@ -137,6 +137,19 @@ class PromptsConfig(Section):
         return self.model_copy(update={"sources": sources})
 
 
+def identity_of_prompts(prompts: PromptsConfig) -> str:
+    """Return the part of a run's identity: a key that is not set is not part of it."""
+    first = prompts.model_dump_json(include={"path", "template"})
+    others = prompts.model_dump_json(exclude={"path", "template"}, exclude_defaults=True)
+    return first if others == "{}" else first + others
+
+
+def identifying_keys(prompts: PromptsConfig) -> dict[str, Any]:
+    """Return the keys and values of `identity_of_prompts`."""
+    others = prompts.model_dump(mode="json", exclude={"path", "template"}, exclude_defaults=True)
+    return {"path": prompts.path, "template": prompts.template, **others}
+
+
 def conflicts_of_prompts(config: Config) -> Conflicts:
     """Yield the conflicts between keys of the prompts."""
     prompts, fields = config.prompts, PromptsConfig.model_fields

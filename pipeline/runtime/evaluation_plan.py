@@ -50,15 +50,19 @@ class EvaluationPlan:
         if not evaluation.files:
             return None
         rollout = config.rollout
-        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best", "pass_function"})
+        # A key of later releases is no part of the digest at its default.
+        new = set() if evaluation.min_p is not None else {"min_p"}
+        settings = evaluation.model_dump(mode="json", exclude={"files", "every", "keep_best", "pass_function", *new})
         # Its place, as `scoring` leaves labels out.
         passing = None if evaluation.pass_function is None else part_names(config).index(evaluation.pass_function)
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr([
             settings, passing, prompts_per_ticket(config), config.daemon.seed, config.lengths, rollout.temperature,
-            rollout.top_p, rollout.top_k, rollout.min_p, stop_sequences_of(rollout.stop_token_ids), rollout.stop,
+            rollout.top_p, rollout.top_k, stop_sequences_of(rollout.stop_token_ids), rollout.stop,
             rollout.special_tokens, scoring(config), held_out(config, "").model_dump(mode="json", exclude={"shuffle"}),
-            rollout.environment, rollout.max_turns, rollout.max_turn_tokens, rollout.long_prompts,
+            rollout.environment, rollout.max_turns, rollout.max_turn_tokens,
+            *([rollout.min_p] if rollout.min_p else []),
+            *([rollout.long_prompts] if rollout.long_prompts != "set_aside" else []),
         ]).encode())  # fmt: skip
         prompts = []
         for file in evaluation.files:
