@@ -196,11 +196,9 @@ def problem_of_call(function: Callable[..., Any], style: str = AUTO) -> str:
             f"has the signature of {trainer}{location}, {', '.join(signature.parameters)}: here it is (input_ids, "
             "attention_mask, *, response, gt_answer, **_), a call a row, which returns a number"
         )
-    kinds = inspect.Parameter
-    named = [name for name, one in signature.parameters.items()
-             if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]  # fmt: skip
     # A keyword in the place of the tokens or their mask is given twice.
-    by_name = [*named[2:], *(name for name in named[:2] if name in (PROMPT, RESPONSE, *VISION_KEYWORDS))]
+    twice = {PROMPT, RESPONSE, *VISION_KEYWORDS} & set(named_in(signature.parameters))
+    by_name = [*keywords_of(signature.parameters), *twice]
     try:
         signature.bind(None, None, **dict.fromkeys([*REWARD_KEYWORDS, *by_name]))
     except TypeError as error:
@@ -238,15 +236,28 @@ def needed_columns(function: Callable[..., Any], style: str = AUTO) -> list[str]
     """
     if (signature := _signature(function)) is None:
         return []
-    trainer, parameters, kinds = trainer_of(function, style), signature.parameters, inspect.Parameter
-    named = [name for name, one in parameters.items() if one.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    trainer, parameters = trainer_of(function, style), signature.parameters
     if trainer:
         # verl's are empty without a column.
-        given, named = {*_GIVEN[trainer][1], ANSWER}, named if trainer == "TRL" else []
+        given, named = {*_GIVEN[trainer][1], ANSWER}, named_in(parameters) if trainer == "TRL" else []
     else:
-        # The first two are tokens and mask.
-        given, named = {*REWARD_KEYWORDS, RESPONSE, PROMPT, ANSWER, *VISION_KEYWORDS}, named[2:]
-    return [name for name in named if parameters[name].default is kinds.empty and name not in given]
+        given, named = {*REWARD_KEYWORDS, RESPONSE, PROMPT, ANSWER, *VISION_KEYWORDS}, keywords_of(parameters)
+    return [name for name in named if parameters[name].default is inspect.Parameter.empty and name not in given]
+
+
+def named_in(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the parameters that can be given by name."""
+    kinds = inspect.Parameter
+    return [name for name, one in parameters.items() if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+
+
+def keywords_of(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the parameters that a call gives by name: all but the first two positional ones, tokens and mask."""
+    kinds = inspect.Parameter
+    positional = [
+        name for name, one in parameters.items() if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    return [name for name in named_in(parameters) if name not in positional[:2]]
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from pipeline.config.identity import run_dir
-from pipeline.config.rewards import part_labels, reward_functions, reward_models
+from pipeline.config.rewards import part_labels, part_names, reward_functions, reward_models
 from pipeline.config.schema import Config
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
@@ -271,7 +271,7 @@ class RolloutSamples(WorkerHook):
 
 def reward_names(config: Config) -> RewardNames:
     """Return the names of the parts of a reward; that of a single reward model is the reward itself."""
-    functions = [reward.name for reward in reward_functions(config)]
+    functions = part_names(config)[: len(reward_functions(config))]
     models = {model.label: model.weight for model in reward_models(config)} if part_labels(config) else {}
     has_rest = config.rollout.environment is not None and bool(functions or models)
     return RewardNames(functions, models, "environment" if has_rest else "")

@@ -316,7 +316,8 @@ def test_a_folder_in_shared_memory_that_is_removed_ends_the_run_which_names_it_a
     assert f"shared memory was removed by another program: {daemon.shm_dir} is gone" in daemon.errors.splitlines()[-1]
     assert "unexpected error" not in daemon.errors
     assert not daemon.shm_dir.exists() and not any(daemon.runtime_dir.iterdir())
-    with Daemon(tmp_path, *settings, "trainer.max_steps=4", task=task) as again:
+    step = json.loads((daemon.run_dir / "checkpoints/latest.json").read_text())["step"]
+    with Daemon(tmp_path, *settings, f"trainer.max_steps={step + 2}", task=task) as again:
         assert again.wait() == 0, again.errors
     assert "prompts go on from the checkpoint" in again.errors
 

@@ -409,6 +409,8 @@ def test_parts_are_named_by_function_and_model() -> None:
     assert names("models/r", rewards=[]) == names(rewards=of_models[1:]) == ([], {}, "")
     assert names("models/r", rewards=[], rollout={"environment": "a:B"}) == ([], {"model": 1.0}, "environment")
     assert names(rewards=[*of_models, "length"]) == (["length"], {"model": 1.0, "kind": 0.25}, "")
+    twice = [{"name": "regex", "pattern": pattern} for pattern in "ab"]
+    assert names(rewards=twice) == (["regex", "regex-2"], {}, "")
 
 
 # How they look.

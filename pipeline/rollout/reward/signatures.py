@@ -16,7 +16,16 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from pipeline.config.user_modules import ANSWER, PROMPT, RESPONSE, REWARD_KEYWORDS, VISION_KEYWORDS, needed_columns
+from pipeline.config.user_modules import (
+    ANSWER,
+    PROMPT,
+    RESPONSE,
+    REWARD_KEYWORDS,
+    VISION_KEYWORDS,
+    keywords_of,
+    named_in,
+    needed_columns,
+)
 from pipeline.errors import RewardError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,16 +89,12 @@ class Signature:
         self.is_batched = bool(getattr(function, "is_batched", False))
         self.is_async = is_async(_called(function))
         parameters = parameters_of(function)
-        kinds = inspect.Parameter
-        named = [
-            name for name, one in parameters.items() if one.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        ]
-        self._takes_any = any(one.kind is kinds.VAR_KEYWORD for one in parameters.values())
+        named = named_in(parameters)
+        self._takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         self.vision: list[str] = [name for name in VISION_KEYWORDS if name in named]
         self._wants_response = RESPONSE in named
-        # The first two are tokens and mask.
         reserved = {*REWARD_KEYWORDS, RESPONSE, PROMPT, *VISION_KEYWORDS}
-        self._columns = [name for name in named[2:] if name not in reserved]
+        self._columns = [name for name in keywords_of(parameters) if name not in reserved]
         self._needed = needed_columns(function, "rlhfd")
         self.wants_prompt = PROMPT in named
         self._reserved = reserved

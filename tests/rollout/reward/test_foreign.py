@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pipeline.config.user_modules import REWARD_KEYWORDS, problem_of_call
 from pipeline.errors import RewardError
 from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.signatures import Signature
 from tests.support.folders import importable
 
 # Written as their documentations write them.
@@ -156,3 +158,21 @@ def test_a_pool_calls_them_alike(folder: Path, task: Path) -> None:
 
         assert scores.tolist() == [2.0 + 1.0 + 1.0]
         assert pool.parts.tolist() == [[2.0, 1.0, 1.0]]
+
+
+def by_position(ids: Any, mask: Any, /, *, response: str, answer: str = "", **_: Any) -> float:
+    return float(response == answer)
+
+
+def by_any_position(*tokens: Any, response: str, answer: str, **_: Any) -> float:
+    return float(response == answer)
+
+
+@pytest.mark.parametrize("function", [by_position, by_any_position])
+def test_keywords_behind_parameters_without_a_name_are_given(function: Callable[..., float]) -> None:
+    assert problem_of_call(function) == ""
+    row = dict.fromkeys(REWARD_KEYWORDS) | {"gt_answer": "7"}
+
+    given = Signature(function).keywords(row, {}, {}, lambda: "7")
+
+    assert function(None, None, **given) == 1.0
