@@ -67,7 +67,7 @@ class ActorGenerator:
         size = batch_rows or len(rows)
         sequences = []
         with torch.random.fork_rng(devices=_cuda_devices(device)):
-            torch.manual_seed(row_seed(sampling.seed, 0))
+            _seed(device, row_seed(sampling.seed, 0))
             for first in range(0, len(rows), size):
                 part = slice(first, first + size)
                 ids, mask = rows[part].to(device), masks[part].to(device)
@@ -174,6 +174,14 @@ def _checked(sequences: Tensor, prompts: Tensor, sampling: Sampling) -> Tensor:
     if bool(differing.any()):
         raise ShapeError(f"row {int(differing.nonzero()[0])}: actor.generate changed the prompt")
     return functional.pad(sequences, (0, sampling.max_length - sequences.shape[1]), value=sampling.pad_token_id)
+
+
+def _seed(device: torch.device | str, seed: int) -> None:
+    """Seed the generators of the host and of a device: `torch.manual_seed` would seed those of all other cards too."""
+    torch.default_generator.manual_seed(seed)
+    for card in _cuda_devices(device):
+        with torch.cuda.device(card):
+            torch.cuda.manual_seed(seed)
 
 
 def _cuda_devices(device: torch.device | str) -> list[torch.device]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pipeline.config.model_files import processors_of
 from pipeline.errors import FieldError, ShapeError
 from pipeline.models.inputs import cache_keyword
 from pipeline.models.log_probs import action_log_probs
+from pipeline.rollout.generation import hf_generate
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
@@ -401,6 +404,37 @@ def test_mini_batches_of_a_foreign_actor_come_in_order() -> None:
 
     assert [len(call["input_ids"]) for call in actor.calls] == [4, 2]
     assert torch.equal(responses.sequences[:, :4], PROMPTS.repeat_interleave(2, dim=0))
+
+
+def test_an_actor_on_the_host_leaves_the_random_states_of_all_cards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+
+    ActorGenerator(Scripted([8])).generate(PROMPTS, MASK, sampling())
+
+    assert seeded == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_actor_on_a_card_has_the_generators_of_host_and_card_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[Any] = [0]
+    seeded: list[tuple[Any, int]] = []
+
+    @contextlib.contextmanager
+    def device(card: Any) -> Iterator[None]:
+        current.append(card)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeded.append((current[-1], seed)))
+
+    with torch.random.fork_rng(devices=[]):
+        hf_generate._seed("cuda:1", 7)
+
+        assert torch.initial_seed() == 7
+    assert seeded == [(torch.device("cuda:1"), 7)]
 
 
 @pytest.mark.parametrize("stops", [(), "two tokens"])
