@@ -13,7 +13,7 @@ releases         the admitted releases of vLLM, and the differences between them
 repacked         published weights into layers that vLLM quantizes or packs
 step_progress    tokens so far, and whether the steps advance
 targets          the targets of published tensors in vLLM's parameters
-token_versions   the version of each token, also beside a vLLM that keeps none
+token_versions   the version of each token of a response
 vision           vision-language models in vLLM
 weights          published weights from shared memory into vLLM's parameters
 wire             messages between worker and child

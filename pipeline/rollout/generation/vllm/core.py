@@ -20,7 +20,6 @@ import vllm._custom_ops as custom_operators
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -32,9 +31,9 @@ from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.vllm.adapters import ADAPTER, least_rank
 from pipeline.rollout.generation.vllm.packed import PackedMatrices
 from pipeline.rollout.generation.vllm.ranks import forget_names, scratch_files, watch
-from pipeline.rollout.generation.vllm.releases import has_field, is_woken
+from pipeline.rollout.generation.vllm.releases import is_woken
 from pipeline.rollout.generation.vllm.step_progress import StepProgress
-from pipeline.rollout.generation.vllm.token_versions import TokenVersions, extend
+from pipeline.rollout.generation.vllm.token_versions import Span, extend
 from pipeline.rollout.generation.vllm.vision import arguments_of, prompt_of, register
 from pipeline.rollout.generation.vllm.wire import Ended, Row, Settings, Stepped, Submit, Updated
 
@@ -68,20 +67,29 @@ class UpdateError(Exception):
 
 @dataclasses.dataclass
 class _Request:
-    """A request in hand: its rows that have ended, and vLLM's names of all."""
+    """A request in hand, and its rows that have ended."""
 
     submit: Submit
     rows: list[Row | None]
-    names: list[str]
 
 
 @dataclasses.dataclass
 class _Growing:
-    """A response that is watched for stop sequences token by token."""
+    """A response in hand, by its request's key and its row there.
 
+    Attributes:
+        name: vLLM's.
+        watched: Whether it is watched for stop sequences, token by token; of another one the tokens come at its end.
+        spans: The versions of its tokens up to the last update.
+    """
+
+    key: int
+    row: int
+    name: str
+    watched: bool
     token_ids: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
-    spans: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    spans: list[Span] = dataclasses.field(default_factory=list)
 
 
 class Core:
@@ -162,7 +170,7 @@ class Core:
         self._tokenizer: Any = None
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._requests: dict[int, _Request] = {}
-        self._rows: dict[str, tuple[int, int, _Growing | None]] = {}
+        self._rows: dict[str, _Growing] = {}
         self._ended: list[Ended] = []
         self._progress = StepProgress()
         self._preempted: dict[str, int] = {}
@@ -172,8 +180,6 @@ class Core:
         self._prefix_hits = 0
         self.version = -1
         self.taken = 0
-        keeps = has_field(CompletionOutput, "weight_versions")
-        self._versions = TokenVersions(self._engine if keeps else None, self.version)
 
     @property
     def cache_tokens(self) -> int:
@@ -193,7 +199,7 @@ class Core:
 
     def submit(self, submit: Submit) -> None:
         """Take a request over, one of vLLM's for each response."""
-        request = self._requests[submit.key] = _Request(submit, [None] * len(submit.seeds), [])
+        self._requests[submit.key] = _Request(submit, [None] * len(submit.seeds))
         self.taken += 1
         self._tokens_in += len(submit.prompt) * len(submit.seeds)
         single = [sequence[0] for sequence in submit.stop_sequences if len(sequence) == 1]
@@ -219,18 +225,16 @@ class Core:
                 output_kind=RequestOutputKind.DELTA if watched else RequestOutputKind.FINAL_ONLY,
             )
             name = f"{submit.key}:{row}"
-            request.names.append(self._engine.add_request(name, prompt, parameters, lora_request=self._adapter))
-            self._rows[name] = submit.key, row, _Growing() if watched else None
+            its = self._engine.add_request(name, prompt, parameters, lora_request=self._adapter)
+            self._rows[name] = _Growing(submit.key, row, its, watched)
 
     def cancel(self, keys: list[int]) -> None:
         """Drop requests."""
         self._progress.look(self._live_tokens(), 0)
         for key in keys:
             if (request := self._requests.pop(key, None)) is not None:
-                self._engine.abort_request(request.names, internal=True)
-                for row in range(len(request.rows)):
-                    self._rows.pop(f"{key}:{row}", None)
-                    self._versions.drop(f"{key}:{row}")
+                rows = [self._rows.pop(f"{key}:{row}", None) for row in range(len(request.rows))]
+                self._engine.abort_request([growing.name for growing in rows if growing is not None], internal=True)
         self._progress.drop(self._live_tokens())
         dropped = set(keys)
         self._ended = [ended for ended in self._ended if ended.key not in dropped]
@@ -263,23 +267,18 @@ class Core:
         outputs = self._engine.step()
         self._preemptions += self._newly_preempted()
         for output in outputs:
-            known = self._rows.get(output.request_id)
-            if known is None:
+            if (growing := self._rows.get(output.request_id)) is None:
                 continue
-            key, row, growing = known
-            completion = output.outputs[0]
-            if output.finished if growing is None else not growing.token_ids:
+            if not growing.token_ids:
                 self._prefix_tokens += len(output.prompt_token_ids or ())
                 self._prefix_hits += output.num_cached_tokens or 0
-            if growing is not None:
-                self._grow(key, row, growing, completion, finished=output.finished)
-            elif output.finished:
-                spans = self._versions.ended(output.request_id, completion)
-                stopped = completion.finish_reason == "stop"
-                self._put(key, row, Row(
-                    list(completion.token_ids), _floats(completion.logprobs), stopped, spans,
-                    _floats(output.prompt_logprobs),
-                ))  # fmt: skip
+            completion = output.outputs[0]
+            cut = self._grow(growing, completion)
+            if cut and not output.finished:
+                self._engine.abort_request([growing.name], internal=True)
+            if cut or output.finished:
+                prompt_log_probs = None if growing.watched else _floats(output.prompt_logprobs)
+                self._end(growing, prompt_log_probs, stopped=cut or completion.finish_reason == "stop")
         return bool(self._ended)
 
     def stepped(self) -> Stepped | None:
@@ -301,15 +300,6 @@ class Core:
 
     def _live_tokens(self) -> int:
         return sum(request.num_output_tokens for request in self._scheduler.requests.values())
-
-    def _generated(self) -> dict[str, int]:
-        """Return the tokens so far of each row that is not watched: the watched ones keep spans of their own."""
-        names = {name: f"{key}:{row}" for key, held in self._requests.items() for row, name in enumerate(held.names)}
-        return {
-            row: request.num_output_tokens
-            for name, request in self._scheduler.requests.items()
-            if (row := names.get(name, "")) in self._rows and self._rows[row][2] is None
-        }
 
     def _newly_preempted(self) -> int:
         """Return the responses that lost their place in the cache since the last call."""
@@ -359,6 +349,9 @@ class Core:
             self._packed.forget()
 
     def _updated(self, version: int, history: int) -> Updated:
+        for growing in self._rows.values():
+            if (request := self._scheduler.requests.get(growing.name)) is not None:
+                extend(growing.spans, self.version, request.num_output_tokens)
         self.version = version
         # Keys and values of the former weights are of no use; a request that runs has its own computed again.
         self._engine.engine_core.reset_prefix_cache(reset_running_requests=True)
@@ -370,26 +363,21 @@ class Core:
         self._newly_preempted()
         self._progress.look(self._live_tokens(), 0)
         self._progress.drop(self._live_tokens())
-        self._versions.update(self.version, self._generated())
         return Updated(version, history)
 
-    def _grow(self, key: int, row: int, growing: _Growing, completion: Any, *, finished: bool) -> None:
-        request = self._requests[key]
-        before = len(growing.token_ids)
-        cut = False
+    def _grow(self, growing: _Growing, completion: Any) -> bool:
+        """Take tokens of a response; return whether a stop sequence ends it, behind which none is taken."""
+        log_probs = _floats(completion.logprobs) or []
+        if not growing.watched:
+            growing.token_ids += completion.token_ids
+            growing.log_probs += log_probs
+            return False
         for place, token in enumerate(completion.token_ids):
             growing.token_ids.append(token)
-            if completion.logprobs is not None:
-                growing.log_probs.append(float(completion.logprobs.logprobs[place]))
-            if cut := self._stops(request.submit, growing.token_ids):
-                break
-        extend(growing.spans, self.version, before, len(growing.token_ids))
-        if cut and not finished:
-            self._engine.abort_request([request.names[row]], internal=True)
-        if cut or finished:
-            stopped = cut or completion.finish_reason == "stop"
-            log_probs = growing.log_probs if request.submit.log_probs else None
-            self._put(key, row, Row(growing.token_ids, log_probs, stopped, growing.spans))
+            growing.log_probs += log_probs[place : place + 1]
+            if self._stops(self._requests[growing.key].submit, growing.token_ids):
+                return True
+        return False
 
     def _stops(self, submit: Submit, token_ids: list[int]) -> bool:
         if any(token_ids[-len(stop) :] == stop for stop in submit.stop_sequences):
@@ -402,11 +390,13 @@ class Core:
             self._stop_strings[strings] = StopStrings(strings, self._tokenizer)
         return self._stop_strings[strings].completed_by(token_ids) is not None
 
-    def _put(self, key: int, row: int, ended: Row) -> None:
-        request = self._requests[key]
-        del self._rows[f"{key}:{row}"]
-        request.rows[row] = ended
-        self._progress.end(len(ended.token_ids))
+    def _end(self, growing: _Growing, prompt_log_probs: list[float] | None, *, stopped: bool) -> None:
+        extend(growing.spans, self.version, len(growing.token_ids))
+        key, request = growing.key, self._requests[growing.key]
+        del self._rows[f"{key}:{growing.row}"]
+        log_probs = growing.log_probs if request.submit.log_probs else None
+        request.rows[growing.row] = Row(growing.token_ids, log_probs, stopped, growing.spans, prompt_log_probs)
+        self._progress.end(len(growing.token_ids))
         rows = [row for row in request.rows if row is not None]
         if len(rows) == len(request.rows):
             del self._requests[key]

@@ -35,8 +35,7 @@ def refuse_unable_to_quantize() -> None:
 def has_field(kind: type, name: str) -> bool:
     """Return whether a dataclass of vLLM has a field.
 
-    `CompletionOutput` of 0.27 has no `weight_versions`, though the engine is told versions. `EngineArgs` without
-    `mm_device_do_normalize` is of a release that never normalizes pixels on the device.
+    `EngineArgs` without `mm_device_do_normalize` is of a release that never normalizes pixels on the device.
     """
     return name in {field.name for field in dataclasses.fields(kind)}
 
