@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.experience.vision_rows import VisionRows
     from pipeline.models.critic import Critic
     from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer
-    from pipeline.models.log_probs import action_log_probs, action_values
+    from pipeline.models.log_probs import action_log_probs, action_log_probs_and_entropies, action_values
     from pipeline.models.packing import packed_action_log_probs, packed_action_values
     from pipeline.progress import Telemetry
     from pipeline.replay.buffer import DetachedReplayBuffer
@@ -57,7 +57,7 @@ _MODULES = {
     "experience.vision_rows": ("VisionRows",),
     "models.critic": ("Critic",),
     "models.loading": ("load_actor", "load_critic", "load_reward_model", "load_tokenizer"),
-    "models.log_probs": ("action_log_probs", "action_values"),
+    "models.log_probs": ("action_log_probs", "action_log_probs_and_entropies", "action_values"),
     "models.packing": ("packed_action_log_probs", "packed_action_values"),
     "progress": ("Telemetry",),
     "replay.buffer": ("DetachedReplayBuffer",),
@@ -99,6 +99,7 @@ __all__ = [
     "Turn",
     "VisionRows",
     "action_log_probs",
+    "action_log_probs_and_entropies",
     "action_values",
     "batched",
     "connect",

@@ -7,7 +7,7 @@ derived from the rows, so the importance ratio of an unchanged policy is 1 for a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any
 
 from torch import Tensor
 
@@ -18,35 +18,6 @@ from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, 
 from pipeline.models.inputs import accepted_keywords, backbone_of, model_inputs
 
 
-@overload
-def action_log_probs(
-    model: Callable[..., Any],
-    sequences: Tensor,
-    attention_mask: Tensor,
-    num_actions: int,
-    *,
-    temperature: float = ...,
-    chunk_tokens: int | None = ...,
-    with_entropy: Literal[False] = ...,
-    vision: VisionRows | None = ...,
-) -> Tensor: ...
-
-
-@overload
-def action_log_probs(
-    model: Callable[..., Any],
-    sequences: Tensor,
-    attention_mask: Tensor,
-    num_actions: int,
-    *,
-    temperature: float = ...,
-    chunk_tokens: int | None = ...,
-    with_entropy: Literal[True],
-    vision: VisionRows | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@chooses_kernels
 def action_log_probs(
     model: Callable[..., Any],
     sequences: Tensor,
@@ -55,9 +26,8 @@ def action_log_probs(
     *,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
-    with_entropy: bool = False,
     vision: VisionRows | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Return log-probs of the last `num_actions` tokens of each row, log softmax(logits / temperature).
 
     Differentiable if gradients are enabled. Logits are computed at the action positions only: for a transformers model
@@ -74,18 +44,42 @@ def action_log_probs(
         temperature: The sampling temperature, above 0.
         chunk_tokens: Positions whose logits are in float32 at once, and with a `plain_head` the only ones that exist;
             None for 2**26 logits, 256 MiB.
-        with_entropy: Whether to return the entropy of each position's distribution too.
         vision: Images and videos of the rows, if any.
 
     Returns:
-        ``(B, A)`` float32, natural logarithms; with `with_entropy` a pair of these and the entropies, ``(B, A)``
-        float32, in nats. The values in columns of padding are undefined.
+        ``(B, A)`` float32, natural logarithms. The values in columns of padding are undefined.
 
     Raises:
         ShapeError: If the shapes disagree, `num_actions` is out of range, the model's logits have another shape, or a
             row has fewer image tokens than its grids require.
         FieldError: If rows have images and the model would ignore them, or two images have no token between them.
         ValueError: If the temperature is not above 0.
+    """
+    return action_log_probs_and_entropies(
+        model, sequences, attention_mask, num_actions,
+        temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=False, vision=vision,
+    )[0]  # fmt: skip
+
+
+@chooses_kernels
+def action_log_probs_and_entropies(
+    model: Callable[..., Any],
+    sequences: Tensor,
+    attention_mask: Tensor,
+    num_actions: int,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    with_entropy: bool = True,
+    vision: VisionRows | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs of actions and entropies of their distributions; see `action_log_probs` for the arguments.
+
+    Returns:
+        Log-probs and entropies in nats, each ``(B, A)`` float32; without `with_entropy` the entropies are ``(0,)``.
+
+    Raises:
+        ShapeError, FieldError, ValueError: As `action_log_probs`.
     """
     _check_columns(sequences, attention_mask, num_actions)
     if not temperature > 0:
@@ -108,7 +102,7 @@ def action_log_probs(
         if len(logits) != len(sequences) or logits.shape[1] not in (num_actions + 1, sequences.shape[1]):
             raise ShapeError(f"logits of shape {tuple(logits.shape)} for sequences {tuple(sequences.shape)}")
         log_probs, entropy = logits_log_probs(logits[:, before].flatten(0, 1), labels.flatten(), **settings)
-    return (log_probs.view(labels.shape), entropy.view(labels.shape)) if with_entropy else log_probs.view(labels.shape)
+    return log_probs.view(labels.shape), entropy.view(labels.shape) if with_entropy else entropy
 
 
 def action_values(

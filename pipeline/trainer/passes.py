@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models.critic import Critic
-from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.log_probs import action_log_probs_and_entropies, action_values
 from pipeline.models.packing import log_probs_of_rows, values_of_rows
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.sharding.models import inside
@@ -30,22 +30,14 @@ def policy_log_probs(
 
     The call must be inside the model (`inside`). Padded rows are as wide as a multiple of tokens.
     """
-    entropy: Any = with_entropy
+    settings: Any = {"temperature": temperature, "with_entropy": with_entropy}
     if _packs(part, packing=packing):
-        is_shared = part.tokens_once is not None
-        return log_probs_of_rows(actor, part.flat, temperature=temperature, with_entropy=entropy, shared=is_shared)
+        return log_probs_of_rows(actor, part.flat, shared=part.tokens_once is not None, **settings)
     padded = part.flat.padded(width_multiple)
-    found: Any = action_log_probs(
-        actor,
-        padded.sequences,
-        padded.attention_mask,
-        padded.num_actions,
-        temperature=temperature,
-        with_entropy=entropy,
-        vision=part.vision,
+    log_probs, entropies = action_log_probs_and_entropies(
+        actor, padded.sequences, padded.attention_mask, padded.num_actions, vision=part.vision, **settings
     )
-    log_probs, entropies = found if with_entropy else (found, None)
-    return padded.flat(log_probs), None if entropies is None else padded.flat(entropies)
+    return padded.flat(log_probs), padded.flat(entropies) if with_entropy else None
 
 
 def log_probs_of_batch(

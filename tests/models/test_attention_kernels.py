@@ -21,6 +21,7 @@ from pipeline import (
     Experience,
     NaiveExperienceMaker,
     action_log_probs,
+    action_log_probs_and_entropies,
     action_values,
     make_experience_batch,
     packed_action_log_probs,
@@ -127,7 +128,7 @@ DIFFERENTIABLE: dict[str, tuple[Callable[[], Any], int]] = {
     "log-probs, padding on the left": (lambda: action_log_probs(tiny.llama(), LEFT, LEFT != 0, ACTIONS), 0),
     "log-probs, padding on the right": (lambda: action_log_probs(tiny.llama(), RIGHT, RIGHT != 0, ACTIONS), 0),
     "log-probs and entropies": (
-        lambda: sum(action_log_probs(tiny.llama(), LEFT, LEFT != 0, ACTIONS, with_entropy=True)), 0,
+        lambda: sum(action_log_probs_and_entropies(tiny.llama(), LEFT, LEFT != 0, ACTIONS)), 0,
     ),
     "log-probs, checkpointed layers": (
         lambda: action_log_probs(checkpointed(tiny.llama()), LEFT, LEFT != 0, ACTIONS), LAYERS,

@@ -34,7 +34,7 @@ from pipeline.experience.types import BufferItem
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import position_ids_from_mask
 from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer, refuse_large_tokenizer
-from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.log_probs import action_log_probs, action_log_probs_and_entropies, action_values
 from pipeline.models.reward_model import SequenceReward
 from pipeline.trainer import process
 from pipeline.trainer.setup import _make_tokenizer
@@ -127,8 +127,8 @@ def test_chunks_change_neither_numbers_nor_gradients() -> None:
     results = []
     for chunk_tokens in (None, 3, 1):
         model.zero_grad()
-        log_probs, entropy = action_log_probs(
-            model, sequences, mask, 5, temperature=0.8, chunk_tokens=chunk_tokens, with_entropy=True
+        log_probs, entropy = action_log_probs_and_entropies(
+            model, sequences, mask, 5, temperature=0.8, chunk_tokens=chunk_tokens
         )
         (log_probs * torch.arange(10.0).view(2, 5) + entropy**2).sum().backward()
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -149,8 +149,8 @@ def test_gradients_equal_those_of_plain_log_softmax(chunk_tokens: int) -> None:
     def model(input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
         return SimpleNamespace(logits=logits)
 
-    log_probs, entropy = action_log_probs(
-        model, sequences, torch.ones(2, 5), 4, temperature=0.6, chunk_tokens=chunk_tokens, with_entropy=True
+    log_probs, entropy = action_log_probs_and_entropies(
+        model, sequences, torch.ones(2, 5), 4, temperature=0.6, chunk_tokens=chunk_tokens
     )
     (gradient,) = torch.autograd.grad((log_probs * upstream[0] + entropy * upstream[1]).sum(), logits)
 
@@ -166,12 +166,11 @@ def test_gradients_equal_those_of_plain_log_softmax(chunk_tokens: int) -> None:
 def test_forbidden_tokens_leave_log_probs_entropy_and_gradients_finite() -> None:
     logits = torch.tensor([[[0.0, 1.0, -torch.inf], [0.0, 0.0, 0.0]]], requires_grad=True)
 
-    log_probs, entropy = action_log_probs(
+    log_probs, entropy = action_log_probs_and_entropies(
         lambda input_ids, attention_mask: SimpleNamespace(logits=logits),
         torch.tensor([[0, 1]]),
         torch.ones(1, 2),
         1,
-        with_entropy=True,
     )
     (log_probs + entropy).sum().backward()
 

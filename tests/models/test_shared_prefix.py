@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.models import prefix_attention
 from pipeline.models.critic import Critic
 from pipeline.models.flat_rows import FlatRows
-from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.log_probs import action_log_probs_and_entropies, action_values
 from pipeline.models.shared_prefix import (
     PromptGroups,
     SharedRows,
@@ -93,7 +93,7 @@ def test_log_probs_values_and_gradients_are_those_of_the_padded_batch(
     plain_critic, critic = critic_of(plain), critic_of(model)
     shared(model, critic)
 
-    expected, entropies = action_log_probs(plain, sequences, mask, ACTIONS, temperature=0.7, with_entropy=True)
+    expected, entropies = action_log_probs_and_entropies(plain, sequences, mask, ACTIONS, temperature=0.7)
     values = action_values(plain_critic, sequences, mask, ACTIONS)
     found, found_entropies = log_probs_by_packing(
         model, sequences, mask, actions, temperature=0.7, with_entropy=True, shared=True

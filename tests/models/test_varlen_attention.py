@@ -13,7 +13,7 @@ from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralFo
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.models.card_attention import attend_by, kernel_of
 from pipeline.models.critic import Critic
-from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.log_probs import action_log_probs, action_log_probs_and_entropies, action_values
 from pipeline.models.packing import PackedRows, prepare_packing
 from pipeline.models.varlen_attention import use_varlen_attention, uses_varlen_attention, varlen_attention
 from tests.support import tiny
@@ -62,8 +62,8 @@ def test_log_probs_values_and_gradients_are_those_of_the_padded_batch(build: Any
     plain_critic, critic = critic_of(plain), critic_of(packing)
     prepare_packing([packing, critic], CPU)
 
-    expected, expected_entropies = action_log_probs(
-        plain, sequences, mask, ACTIONS, temperature=temperature, with_entropy=True
+    expected, expected_entropies = action_log_probs_and_entropies(
+        plain, sequences, mask, ACTIONS, temperature=temperature
     )
     expected_values = action_values(plain_critic, sequences, mask, ACTIONS)
     log_probs, entropies = log_probs_by_packing(

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.config.schema import Config, TrainerConfig
 from pipeline.errors import FieldError
 from pipeline.experience.types import Experience
-from pipeline.models.log_probs import action_log_probs
+from pipeline.models.log_probs import action_log_probs_and_entropies
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
 from pipeline.trainer.loss.policy import PolicyInputs
@@ -82,9 +82,7 @@ def expected_loss(learner: Learner, experience: Experience) -> Tensor:
     assert e.action_log_probs is not None and e.behaviour_log_probs is not None
     assert e.base_action_log_probs is not None
     mask = e.action_mask
-    log_probs, entropy = action_log_probs(
-        learner._actor, e.sequences, e.attention_mask, ACTION_COLUMNS, with_entropy=True
-    )
+    log_probs, entropy = action_log_probs_and_entropies(learner._actor, e.sequences, e.attention_mask, ACTION_COLUMNS)
     advantages = e.advantages.unsqueeze(1).expand(mask.shape)
     if learner._trainer.advantage_scale == "batch":
         assert experience.reward is not None
@@ -246,9 +244,7 @@ def test_an_entropy_bonus_raises_the_entropy() -> None:
     def entropy(learner: Learner) -> float:
         e = experience
         assert e.attention_mask is not None and e.action_mask is not None
-        _, per_action = action_log_probs(
-            learner._actor, e.sequences, e.attention_mask, ACTION_COLUMNS, with_entropy=True
-        )
+        _, per_action = action_log_probs_and_entropies(learner._actor, e.sequences, e.attention_mask, ACTION_COLUMNS)
         return float(per_action[e.action_mask].mean().detach())
 
     experience = replace(sampled(), advantages=torch.zeros(ROWS), behaviour_log_probs=None)
