@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.types import Experience, is_vl_experience
@@ -46,7 +47,7 @@ _isolates_rows: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """B rows, concatenated: T tokens, of which N are actions.
+    """B rows, concatenated, each without its last action: T tokens, and N actions.
 
     Attributes:
         input_ids: ``(1, T)`` int64.
@@ -55,7 +56,6 @@ class PackedRows:
         max_seqlen: Tokens of the longest row.
         row_lengths: Tokens of each row.
         before: ``(N,)`` int64, the index of the token before each action.
-        num_actions: Actions of each row, at its end; their sum is N.
     """
 
     input_ids: Tensor
@@ -64,42 +64,6 @@ class PackedRows:
     max_seqlen: int
     row_lengths: list[int]
     before: Tensor
-    num_actions: list[int]
-
-    @classmethod
-    def of(cls, experience: Experience) -> Self:
-        """Return the rows of a packed batch, concatenated.
-
-        Args:
-            experience: A batch from `make_experience_batch(..., packing_samples=True)`, with an `action_mask`.
-
-        Raises:
-            FieldError: If the batch is not packed, is a vision-language one, or has no action mask.
-            ShapeError: If a row has no token before its first action.
-        """
-        if is_vl_experience(experience):
-            raise FieldError("a vision-language experience cannot be packed, only one of text alone")
-        mask, starts, position_ids = experience.action_mask, experience.cu_seqlens, experience.position_ids
-        if isinstance(experience.sequences, Tensor) or starts is None or position_ids is None:
-            raise FieldError("the batch is padded; packed rows come from make_experience_batch(packing_samples=True)")
-        if mask is None or experience.max_seqlen is None:
-            raise FieldError(f"{'action_mask' if mask is None else 'max_seqlen'} is missing")
-        lengths, num_actions = [len(row) for row in experience.sequences], [len(row) for row in mask]
-        before, start = [], 0
-        for row, (length, actions) in enumerate(zip(lengths, num_actions, strict=True)):
-            if actions >= length:
-                raise ShapeError(f"row {row}: {actions} actions of {length} tokens; one must stand before them")
-            start += length
-            before.append(torch.arange(start - actions - 1, start - 1, device=position_ids.device))
-        return cls(
-            input_ids=torch.cat(list(experience.sequences)).unsqueeze(0),
-            position_ids=position_ids,
-            cu_seqlens=starts,
-            max_seqlen=experience.max_seqlen,
-            row_lengths=lengths,
-            before=torch.cat(before),
-            num_actions=num_actions,
-        )
 
     @classmethod
     def of_flat(cls, rows: FlatRows) -> Self:
@@ -116,7 +80,6 @@ class PackedRows:
             row_lengths=lengths.tolist(),
             # One token less in each row before.
             before=rows.action - 1 - rows.row,
-            num_actions=rows.counts.tolist(),
         )
 
     def check(self, model: nn.Module, field: str) -> None:
@@ -215,10 +178,29 @@ def packed_action_log_probs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0")
-    rows = PackedRows.of(experience)
-    labels = rows.input_ids[0, rows.before + 1]
-    log_probs, _ = _log_probs(model, rows, labels, temperature=temperature, chunk_tokens=chunk_tokens)
-    return list(log_probs.split(rows.num_actions))
+    rows = _rows_of(experience)
+    settings: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens}
+    log_probs, _ = _log_probs(model, PackedRows.of_flat(rows), rows.labels, **settings)
+    return list(log_probs.split(rows.counts.tolist()))
+
+
+def _rows_of(experience: Experience) -> FlatRows:
+    """Return the rows of a packed batch; see `packed_action_log_probs`."""
+    if is_vl_experience(experience):
+        raise FieldError("a vision-language experience cannot be packed, only one of text alone")
+    sequences, mask = experience.sequences, experience.action_mask
+    if isinstance(sequences, Tensor):
+        raise FieldError("the batch is padded; packed rows come from make_experience_batch(packing_samples=True)")
+    if mask is None:
+        raise FieldError("action_mask is missing")
+    # The pass leaves out a row's last token, which is its last action if it has one.
+    rows = [row if len(own) else functional.pad(row, (0, 1)) for row, own in zip(sequences, mask, strict=True)]
+    lengths, counts = (np.array([len(row) for row in columns]) for columns in (rows, mask))
+    if len(bare := np.flatnonzero(counts >= lengths)):
+        row = bare[0]
+        raise ShapeError(f"row {row}: {counts[row]} actions of {lengths[row]} tokens; one must stand before them")
+    actions = ranges(np.cumsum(lengths) - counts, counts)
+    return FlatRows.of(torch.cat(rows), lengths, actions, np.repeat(np.arange(len(lengths)), counts))
 
 
 def log_probs_of_rows(
@@ -292,9 +274,8 @@ def packed_action_values(critic: Critic, experience: Experience) -> list[Tensor]
             attend to each other in this model.
         ShapeError: If a row has no token before its first action.
     """
-    rows = PackedRows.of(experience)
-    values: Tensor = critic.value_head(packed_states(critic.backbone, rows).float())
-    return list(values.squeeze(-1).split(rows.num_actions))
+    rows = _rows_of(experience)
+    return list(values_of_rows(critic, rows).split(rows.counts.tolist()))
 
 
 @chooses_kernels
@@ -321,7 +302,7 @@ def _check_isolation(model: nn.Module, field: str, device: torch.device) -> None
             lengths = [len(first), len(_SECOND)]
             starts = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
             positions = torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0)
-            rows = PackedRows(ids, positions, starts, max(lengths), lengths, ids.new_empty(0), [])
+            rows = PackedRows(ids, positions, starts, max(lengths), lengths, ids.new_empty(0))
             # The same random state, so the same dropout, in both calls.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 output = model(input_ids=ids, **accepted_keywords(model, rows.keywords(model)))

@@ -168,6 +168,23 @@ def test_no_row_sees_another(build: Any, attention: str) -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [(0, 1), (1,)])
+@torch.no_grad()
+def test_a_row_without_an_action_has_no_log_prob_and_changes_no_other(rows: tuple[int, ...]) -> None:
+    model = tiny.llama()
+    items = [
+        BufferItem(sequences=torch.tensor([5, 3, 7]), action_mask=torch.tensor([True, True])),
+        BufferItem(sequences=torch.tensor([9]), action_mask=torch.zeros(0, dtype=torch.bool)),
+    ]
+
+    found = packed_action_log_probs(model, make_experience_batch([items[row] for row in rows], packing_samples=True))
+
+    alone = packed_action_log_probs(model, make_experience_batch(items[:1], packing_samples=True))
+    expected = [alone[0], torch.empty(0)]
+    for values, row in zip(found, rows, strict=True):
+        torch.testing.assert_close(values, expected[row], atol=1e-5, rtol=0)
+
+
 @torch.no_grad()
 def test_a_model_that_caps_its_logits_keeps_them_when_packed() -> None:
     model = gemma2()

@@ -131,7 +131,7 @@ def test_rows_of_a_padded_batch_are_laid_end_to_end_without_their_last_actions()
     assert rows.input_ids.tolist() == [[11, 12, 13, 21, 22, 23, 24, 25]]
     assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert rows.cu_seqlens.tolist() == [0, 3, 8] and rows.cu_seqlens.dtype == torch.int32
-    assert (rows.max_seqlen, rows.row_lengths, rows.num_actions) == (5, [3, 5], [2, 2])
+    assert (rows.max_seqlen, rows.row_lengths) == (5, [3, 5])
     assert rows.before.tolist() == [1, 2, 6, 7]
 
 
