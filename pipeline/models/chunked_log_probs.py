@@ -33,7 +33,7 @@ from pipeline.models.lora import without_other_hooks
 CHUNK_ELEMENTS = 2**26
 """Logits at once if `chunk_tokens` is None: 256 MiB in float32, and as much again for their exp."""
 
-_Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_Product = Callable[[Tensor, Any, Tensor | None], Tensor]
 
 _plain_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Cache of `plain_head`: its test, a forward pass over two tokens, runs once a model."""
@@ -98,7 +98,7 @@ def head_log_probs(
             return of_chunk(states, labels)
         if (product := _product_of(head, hooks_count=computed is None)) is None:
             return _checkpointed(of_chunk, states, labels, most)
-        result: tuple[Tensor, Tensor] = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
             states, head.weight, head.bias, labels.to(states.device), product, temperature, most, with_entropy
         )
         return result
@@ -133,9 +133,13 @@ def logits_log_probs(
     """Return log-probs of tokens from logits, ``(N, V)``, one chunk in float32 at a time; else as `head_log_probs`."""
     chunk_tokens = chunk_tokens or max(1, CHUNK_ELEMENTS // logits.shape[-1])
     result: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        logits, labels.to(logits.device), temperature, chunk_tokens, with_entropy
+        logits, None, None, labels.to(logits.device), _given, temperature, chunk_tokens, with_entropy
     )
     return result
+
+
+def _given(logits: Tensor, weight: None, bias: None) -> Tensor:
+    return logits
 
 
 @torch.no_grad()
@@ -213,39 +217,16 @@ def _chunks(rows: int, chunk_tokens: int) -> Iterator[slice]:
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Log-probs and entropies of rows of logits; only one chunk is ever in float32, forward and backward."""
+    """Log-probs and entropies of rows of logits, of which one chunk is in float32 at a time, forward and backward.
 
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        found = _Forward(labels, temperature, with_entropy=with_entropy)
-        for rows in _chunks(len(logits), chunk_tokens):
-            found.add(logits[rows], rows)
-        log_probs, normalizers, entropies = found.joined()
-        ctx.save_for_backward(logits, labels, normalizers, entropies)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        return log_probs, entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, *saved = ctx.saved_tensors
-        gradients = _Backward(ctx, saved, upstream)
-        gradient = torch.empty_like(logits)
-        for rows in _chunks(len(logits), ctx.chunk_tokens):
-            gradient[rows] = gradients.of(logits[rows].to(torch.float32, copy=True), rows)
-        return gradient, None, None, None, None
-
-
-class _HeadLogProbs(torch.autograd.Function):
-    """Log-probs and entropies of the rows of a head's result, which exists a chunk at a time, forward and backward."""
+    They are those of a head, of which no other chunk exists; without a weight the states are logits themselves.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         states: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         labels: Tensor,
         product: _Product,
@@ -267,17 +248,23 @@ class _HeadLogProbs(torch.autograd.Function):
         states, weight, bias, *saved = ctx.saved_tensors
         gradients = _Backward(ctx, saved, upstream)
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_states = weight.new_empty(states.shape) if wants_states else None
+        operand = states if weight is None else weight
+        of_states = operand.new_empty(states.shape) if wants_states else None
         # Summed in float32: of 37 chunks in bfloat16, the sum is three times as far from that of float64.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for rows in _chunks(len(states), ctx.chunk_tokens):
-            gradient = gradients.of(ctx.product(states[rows], weight, bias).float(), rows)
+            # Of given logits a copy: the gradient takes their place.
+            gradient = gradients.of(
+                ctx.product(states[rows], weight, bias).to(torch.float32, copy=weight is None), rows
+            )
             if of_bias is not None:
                 of_bias += gradient.sum(dim=0)
-            gradient = gradient.to(weight.dtype)
-            if of_states is not None:
+            gradient = gradient.to(operand.dtype)
+            if of_states is not None and weight is not None:
                 torch.mm(gradient, weight, out=of_states[rows])
+            elif of_states is not None:
+                of_states[rows] = gradient
             if of_weight is not None and weight.dtype == torch.float32:
                 of_weight.addmm_(gradient.t(), states[rows])
             elif of_weight is not None:
