@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +52,8 @@ from pipeline.rollout.generation.engine_probe import (
     ModelProbe,
     PublishedProbe,
 )
-from pipeline.rollout.generation.engines import as_stream, load_engine
+from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.generation.interface import Engine
-from pipeline.rollout.generation.vllm.engine import EngineProcess
 from pipeline.rollout.generation.vllm.engine import begin as begin_vllm
 from pipeline.rollout.generation.weights import EngineWeights, ModelWeights, WorkerWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
@@ -122,7 +120,7 @@ def load_roller(
         # Such as of an actor that a critic was made of: the engine takes what is free.
         free_cached()
         before_engine()
-        engine = new_engine(config, models.actor, device, telemetry, begun)
+        engine = load_engine(config, models.actor, device, telemetry, begun)
         if config.rollout.deterministic and not getattr(engine, "deterministic", False):
             log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
                         config.rollout.engine, device)  # fmt: skip
@@ -203,22 +201,6 @@ def _load_models(config: Config, tokenizer: Any, tokens: Sequence[int], device: 
     share_prompts(config, actor, reference, device)
     compile_passes(config, actor, reference, critic, device)
     return models
-
-
-def new_engine(
-    config: Config, actor: Any, device: torch.device, telemetry: Telemetry, begun: EngineProcess | None = None
-) -> Engine:
-    """Return the engine that samples from an actor; `begun` is vLLM's process if it was begun before."""
-    loaded = load_engine(
-        config.rollout.engine,
-        actor,
-        directory=Path(config.model.actor),
-        device=device,
-        telemetry=telemetry,
-        config=config,
-        begun=begun,
-    )
-    return as_stream(loaded, most_rows=config.rollout.inference_batch_size, telemetry=telemetry)
 
 
 def _new_maker(

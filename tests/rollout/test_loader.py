@@ -146,7 +146,9 @@ def test_a_reference_in_host_memory_gives_the_experience_of_one_in_the_worker_bi
 def test_a_first_prompt_that_the_engine_cannot_be_asked_about_has_the_actor_loaded(rollers, monkeypatch, caplog):
     settings = {"model": {"reference_device": "trainer"}, "rollout": {"engine": "vllm", "log_probs": "trainer"}}
     monkeypatch.setattr(loader, "begin_vllm", lambda config, device: None)
-    monkeypatch.setattr(loader, "load_engine", lambda name, actor, **options: TransformersGenerator(actor))
+    monkeypatch.setattr(
+        loader, "load_engine", lambda config, actor, *others: BlockingEngine(TransformersGenerator(actor))
+    )
     monkeypatch.setattr(loader, "first_tokens", lambda *arguments: [])
 
     roller, paths, _ = rollers(**settings)
@@ -160,9 +162,9 @@ def test_a_first_prompt_that_the_engine_cannot_be_asked_about_has_the_actor_load
 def test_vllms_process_begins_before_the_models_and_ends_with_their_error(rollers, monkeypatch):
     events, begun = [], SimpleNamespace(close=lambda: events.append("closed"))
 
-    def engine(name, actor, *, begun, **options):
+    def engine(config, actor, device, telemetry, begun):
         events.append(begun)
-        return TransformersGenerator(actor)
+        return BlockingEngine(TransformersGenerator(actor))
 
     def broken(*arguments):
         events.append("models")

@@ -15,12 +15,12 @@ from pipeline.models.loading import load_actor, load_tokenizer, refuse_large_tok
 from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import first_tokens
 from pipeline.rollout.first_rollouts import note_first_prompts
+from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import (
     load_environment,
     load_functions,
     load_vision,
-    new_engine,
     new_roller,
     with_float32_logits,
 )
@@ -97,7 +97,7 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, R
     with_float32_logits(config, actor, first_tokens(config.prompts, config.daemon.seed, tokenizer), device)
     vocabulary = actor.config.get_text_config().vocab_size
     refuse_large_tokenizer(tokenizer, vocabulary, config.model.actor)
-    engine = new_engine(config, actor, device, telemetry)
+    engine = load_engine(config, actor, device, telemetry)
     # GRPO needs no critic; `EvaluationRoller` sets the number of responses.
     maker = NaiveExperienceMaker(
         actor,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.config import user_modules
 from pipeline.errors import ConfigError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 _FACTORY = "new_engine"
+_BLOCKING_METHODS = ("generate", "update_weights", "pause", "resume")
 _STREAM_METHODS = ("submit", "step", "cancel", "update_weights", "pause", "resume", "close")
 
 
@@ -49,34 +50,24 @@ class EngineFactory(Protocol):
         ...
 
 
-def load_engine(
-    name: str,
-    actor: Any,
-    *,
-    directory: Path,
-    device: Any,
-    telemetry: Telemetry,
-    config: Config | None = None,
-    begun: object = None,
-) -> ResponseGenerator | Engine:
-    """Make the engine of a name for a worker.
+def load_engine(config: Config, actor: Any, device: Any, telemetry: Telemetry, begun: object = None) -> Engine:
+    """Make the engine of a worker, `rollout.engine`; one whose calls block is behind a `BlockingEngine`.
 
     Args:
-        name: A module of this folder, or ``module:function``.
-        actor: As in `EngineFactory`, like the arguments below.
-        directory: The actor's.
+        config: The instance's; a factory that names it gets it.
+        actor: As in `EngineFactory`, like `device`.
         device: The worker's.
         telemetry: Told of the engine's progress.
-        config: The instance's, for a factory that names it.
-        begun: A process of the engine that has begun before the models were loaded, for such a factory.
+        begun: A process of the engine that has begun before the models were loaded, for a factory that takes it.
 
     Returns:
         The engine.
 
     Raises:
         ConfigError: If there is no such module or function, or its result lacks a method of `ResponseGenerator`, or
-            with a method ``submit`` one of `Engine`.
+            with a method ``submit`` one of `Engine`, or with `rollout.sleep` one of `Sleeper`.
     """
+    name = config.rollout.engine
     function_name = name if ":" in name else f"{__package__}.{name}:{_FACTORY}"
     factory = user_modules.load_function("rollout.engine", function_name)
     # By name alone: a factory that takes any keyword may pass them on to one that does not know these.
@@ -85,25 +76,13 @@ def load_engine(
     extra |= {"telemetry": telemetry} if "telemetry" in named else {"on_progress": telemetry.progress}
     if begun is not None:
         extra["begun"] = begun
-    engine: ResponseGenerator | Engine = factory(actor, directory=directory, device=device, **extra)
-    for method in _STREAM_METHODS if is_stream(engine) else ("generate", "update_weights", "pause", "resume"):
+    engine: Any = factory(actor, directory=Path(config.model.actor), device=device, **extra)
+    is_stream = callable(getattr(engine, "submit", None))
+    needed = dict.fromkeys(_STREAM_METHODS if is_stream else _BLOCKING_METHODS, "rollout.engine")
+    if config.rollout.sleep:
+        needed |= dict.fromkeys(("sleep", "wake"), "rollout.sleep")
+    for method, key in needed.items():
         if not callable(getattr(engine, method, None)):
-            raise ConfigError(f"rollout.engine: the {type(engine).__name__} of {name} has no method {method}")
-    if config is not None and config.rollout.sleep:
-        for method in ("sleep", "wake"):
-            if not callable(getattr(engine, method, None)):
-                raise ConfigError(f"rollout.sleep: the {type(engine).__name__} of {name} has no method {method}")
-    return engine
-
-
-def is_stream(engine: ResponseGenerator | Engine) -> TypeGuard[Engine]:
-    """Return whether an engine has the interface of a stream, by its method ``submit``."""
-    return callable(getattr(engine, "submit", None))
-
-
-def as_stream(engine: ResponseGenerator | Engine, *, most_rows: int | None, telemetry: Telemetry) -> Engine:
-    """Return an engine with the interface of a stream; a blocking one behind `BlockingEngine`, with these arguments."""
-    if is_stream(engine):
-        return engine
-    blocking = cast("ResponseGenerator", engine)
-    return BlockingEngine(blocking, most_rows=most_rows, telemetry=telemetry)
+            raise ConfigError(f"{key}: the {type(engine).__name__} of {name} has no method {method}")
+    most_rows = config.rollout.inference_batch_size
+    return engine if is_stream else BlockingEngine(engine, most_rows=most_rows, telemetry=telemetry)
