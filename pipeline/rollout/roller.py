@@ -281,7 +281,7 @@ class LocalRoller:
             read([prompt for prompt, _ in begun.kept], self.group_size)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
-        """Replace the weights by the newest version; see `WorkerWeights.fetch`."""
+        """Replace the weights by the newest version; see `ModelWeights.fetch`."""
         return self.weights.fetch(source)
 
     def close(self) -> None:

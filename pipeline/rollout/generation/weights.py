@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -23,18 +22,22 @@ WeightsSource: TypeAlias = WeightsReader | WeightsCopy
 """Source of published weights: shared memory, or a copy sent over the network."""
 
 
-class WorkerWeights(abc.ABC):
-    """The weights of a worker, replaced by each version.
+@dataclasses.dataclass
+class ModelWeights:
+    """The weights of a worker's models, replaced in place, and of an engine beside them.
 
     Attributes:
-        engine: Samples the prompts.
+        targets: The tensors that published weights are copied into, by published name.
+        engine: Samples the prompts; paused during the copy, then notified of the new weights.
+        check: Called with each version fetched; raises WeightsMismatchError if the model does not compute with it.
         probe: Asks the engine about each version; None: it is not asked.
     """
 
+    targets: Mapping[str, Tensor]
     engine: Engine
-    probe: EngineProbe | None
+    check: Callable[[WeightsVersion], None] = lambda fetched: None
+    probe: EngineProbe | None = None
 
-    @abc.abstractmethod
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version.
 
@@ -49,37 +52,10 @@ class WorkerWeights(abc.ABC):
                 with the version fetched.
             WeightsError: If the weights are torn, or another model's.
         """
-
-    @abc.abstractmethod
-    def hand_over_again(self, version: int) -> None:
-        """Have the engine take the version in hand once more.
-
-        Raises:
-            WeightsError: If nothing holds it any more.
-        """
-
-
-@dataclasses.dataclass
-class ModelWeights(WorkerWeights):
-    """The weights of a worker's models, replaced in place, and of an engine beside them.
-
-    Attributes:
-        targets: The tensors that published weights are copied into, by published name.
-        engine: As in `WorkerWeights`; paused during the copy, then notified of the new weights.
-        check: Called with each version fetched; raises WeightsMismatchError if the model does not compute with it.
-        probe: As in `WorkerWeights`.
-    """
-
-    targets: Mapping[str, Tensor]
-    engine: Engine
-    check: Callable[[WeightsVersion], None] = lambda fetched: None
-    probe: EngineProbe | None = None
-
-    def fetch(self, source: WeightsSource) -> WeightsVersion:
-        """Replace the weights by the newest version; see `WorkerWeights.fetch`."""
         self.engine.pause()
         fetched = source.fetch(self.targets)
-        hand_over(self.engine, source, fetched, self.targets)
+        if not _took_file(self.engine, source, fetched):
+            self.engine.update_weights(part_of(self.targets, "actor"), fetched.version)
         self.engine.resume()
         self.check(fetched)
         return fetched
@@ -92,7 +68,7 @@ class ModelWeights(WorkerWeights):
 
 
 @dataclasses.dataclass
-class EngineWeights(WorkerWeights):
+class EngineWeights:
     """The weights of a worker whose engine alone holds the actor.
 
     Attributes:
@@ -109,7 +85,10 @@ class EngineWeights(WorkerWeights):
     _source: WeightsSource | None = dataclasses.field(default=None, init=False)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
-        """Replace the weights by the newest version, the engine's straight from shared memory, or out of a copy."""
+        """Replace the weights by the newest version, the engine's straight from shared memory, or out of a copy.
+
+        Arguments, result and errors are those of `ModelWeights.fetch`.
+        """
         self._source = source
         self.engine.pause()
         for _ in range(_FETCH_ATTEMPTS):
@@ -126,7 +105,11 @@ class EngineWeights(WorkerWeights):
         raise WeightsError(f"no version of the weights was held until the engine had it, in {_FETCH_ATTEMPTS} attempts")
 
     def hand_over_again(self, version: int) -> None:
-        """Have the engine take the version fetched last once more."""
+        """Have the engine take the version fetched last once more.
+
+        Raises:
+            WeightsError: If nothing holds it any more.
+        """
         self.engine.pause()
         held = self.probe.published
         if self._source is None or held is None or not self._has_taken(self._source, held):
@@ -137,31 +120,21 @@ class EngineWeights(WorkerWeights):
         if isinstance(source, WeightsCopy):
             self.engine.update_weights(part_of(source.tensors(), "actor"), wanted.version)
             return True
-        try:
-            return bool(self.engine.fetch_weights(source.path, wanted.age) == wanted.age)
-        except WeightsError:
-            return False
+        return _took_file(self.engine, source, wanted)
 
 
-def hand_over(engine: Engine, source: Any, fetched: WeightsVersion, targets: Mapping[str, Tensor]) -> None:
-    """Have a paused engine compute with the version that a worker has fetched.
+WorkerWeights: TypeAlias = ModelWeights | EngineWeights
+"""The weights of a worker, replaced by each version."""
 
-    An engine with weights of its own takes them from shared memory, if it has a method `fetch_weights` and the version
-    is held there still. One that took another version, because the trainer overwrote this one during the copy, takes
-    this one from the worker's tensors.
 
-    Args:
-        engine: The worker's.
-        source: The source of the fetch; a `WeightsReader` has the path of a weights file.
-        fetched: The version.
-        targets: The tensors that hold it now, by published name.
+def _took_file(engine: Any, source: WeightsSource, wanted: WeightsVersion) -> bool:
+    """Have a paused engine with a method `fetch_weights` take a version out of shared memory.
+
+    Returns:
+        Whether it has; False also if it took another one, because the trainer has overwritten this one since.
     """
     path, fetch = getattr(source, "path", None), getattr(engine, "fetch_weights", None)
-    if path is not None and fetch is not None:
-        try:
-            if fetch(path, fetched.age) == fetched.age:
-                return
-        except WeightsError:
-            # Overwritten since: `targets` have it.
-            pass
-    engine.update_weights(part_of(targets, "actor"), fetched.version)
+    try:
+        return path is not None and fetch is not None and bool(fetch(path, wanted.age) == wanted.age)
+    except WeightsError:
+        return False

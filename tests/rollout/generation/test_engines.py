@@ -20,7 +20,7 @@ from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
-from pipeline.rollout.generation.weights import ModelWeights, hand_over
+from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import LocalRoller
@@ -224,6 +224,12 @@ class Fetching:
     def __init__(self, version):
         self.version, self.updates = version, []
 
+    def pause(self):
+        pass
+
+    def resume(self):
+        pass
+
     def fetch_weights(self, path, age):
         return self.version
 
@@ -235,6 +241,7 @@ class Fetching:
 def test_an_engine_that_took_another_version_than_its_worker_gets_the_workers(taken, updates):
     engine, tensors = Fetching(taken), {"actor.a": torch.zeros(1), "critic.b": torch.zeros(1)}
 
-    hand_over(engine, SimpleNamespace(path=Path("weights")), WeightsVersion(3, 0), tensors)
+    source = SimpleNamespace(path=Path("weights"), fetch=lambda targets: WeightsVersion(3, 0))
+    ModelWeights(tensors, engine).fetch(source)
 
     assert engine.updates == updates
