@@ -250,8 +250,7 @@ def train(place: Place) -> Iterator[Row]:
     from benches.packing import ragged
     from benches.sharding import Shape
     from pipeline.config.schema import Config
-    from pipeline.models.fused_norms import fuse_norms
-    from pipeline.models.fused_rotary import fuse_rotary
+    from pipeline.models.fused_kernels import fuse
     from pipeline.trainer.learner import Learner
     from pipeline.trainer.process import compile_passes, whole_models
 
@@ -282,8 +281,7 @@ def train(place: Place) -> Iterator[Row]:
         if place.device:
             torch.cuda.reset_peak_memory_stats()
         actor = whole_models(config, device)["actor"]
-        fuse_norms([actor], device)
-        fuse_rotary([actor], device)
+        fuse([actor], device)
         learner = Learner(config.trainer, "grpo", actor, kl_coef=0.01)
         most_tokens = learner.largest_pass(config.lengths.row)
         compile_passes(config, {"actor": actor}, None, device, packed=learner.packs_rows, tokens=most_tokens)

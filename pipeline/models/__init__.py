@@ -10,8 +10,7 @@ expected           the tensors that a publish must hold
 flat_rows          rows end to end and their actions, the input of passes
 float32_linear     a linear layer of 16 bits with a result in float32
 float32_logits     logits in float32 from a model of 16 bits
-fused_norms        RMSNorm in one kernel on a card
-fused_rotary       rotary positions in three kernels a tensor on a card
+fused_kernels      norms and rotary positions by fewer kernels on a card
 inputs             arguments of a forward pass over whole rows
 layer_code         compiled code of decoder layers
 layer_streaming    decoder layers in host memory, copied to the device one after the other

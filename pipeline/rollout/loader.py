@@ -24,8 +24,7 @@ from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.critic import Critic
 from pipeline.models.device import free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
-from pipeline.models.fused_norms import fuse_norms
-from pipeline.models.fused_rotary import fuse_rotary
+from pipeline.models.fused_kernels import fuse
 from pipeline.models.loading import (
     critic_of,
     load_actor,
@@ -189,9 +188,7 @@ def _load_models(config: Config, tokenizer: Any, tokens: Sequence[int], device: 
     if config.trainer.kind == "builtin":
         # As in the trainer; one's own has the model's own operations.
         own = (actor if holds_actor else None, None if reference is actor else reference, critic)
-        here = [model for model in own if model is not None]
-        fuse_norms(here, device)
-        fuse_rotary(here, device)
+        fuse([model for model in own if model is not None], device)
     # After the adapters, as in the trainer: that of the head is float32 too. Without the actor the reference alone
     # computes logits here.
     if (measured := actor if holds_actor else reference) is not None:

@@ -23,8 +23,7 @@ from pipeline.errors import ConfigError, ExitCode
 from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.device import device_name, free_cached, grow_segments, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
-from pipeline.models.fused_norms import fuse_norms
-from pipeline.models.fused_rotary import fuse_rotary
+from pipeline.models.fused_kernels import fuse
 from pipeline.models.loading import critic_of, load_actor, load_tokenizer, refuse_large_tokenizer
 from pipeline.models.lora import adapt
 from pipeline.models.tokenizer_file import TokenizerFiles
@@ -362,8 +361,7 @@ def new_learner(
     actor = models["actor"]
     reference = load_reference(config, actor, device)
     every = [*models.values(), *([] if reference in (None, actor) else [reference])]
-    fuse_norms(every, device)
-    fuse_rotary(every, device)
+    fuse(every, device)
     in_float32 = use_float32_logits(
         actor,
         tokens,

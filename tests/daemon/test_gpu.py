@@ -21,8 +21,7 @@ from pipeline.config.schema import TrainerConfig
 from pipeline.experience import codec
 from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.float32_logits import compute_in_float32, log_prob_spread
-from pipeline.models.fused_norms import fuse_norms
-from pipeline.models.fused_rotary import fuse_rotary
+from pipeline.models.fused_kernels import fuse_norms, fuse_rotary
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.packing import log_probs_of_rows, prepare_packing
 from pipeline.models.pass_size import release_memory
@@ -621,7 +620,7 @@ def test_a_norm_is_one_kernel_of_a_pass_and_computes_as_before():
     step()
     before, expected = kernels(step)
 
-    assert fuse_norms([torch.nn.ModuleList([norm])], rows.device) == 1
+    assert fuse_norms([torch.nn.ModuleList([norm])]) == 1
 
     step()
     after, found = kernels(step)
@@ -646,7 +645,7 @@ def test_queries_and_keys_are_rotated_by_six_kernels_a_layer_in_place_of_ten(mon
     call()
     before, expected = kernels(call)
 
-    assert fuse_rotary([qwen_in_16_bits()], q.device) == 1
+    assert fuse_rotary([qwen_in_16_bits()]) == 1
 
     # The sign of the sine is set once a pass.
     call()

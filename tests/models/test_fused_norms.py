@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.models.critic import Critic
-from pipeline.models.fused_norms import fuse_norms
+from pipeline.models.fused_kernels import fuse, fuse_norms
 from pipeline.models.log_probs import action_log_probs
 from tests.models.test_families import ATTENTION, OTHERS, built, ragged
 from tests.support import tiny
 from tests.support.launches import launches
 
-CPU, CARD = torch.device("cpu"), torch.device("cuda")
-"""The device is a reason alone: the models of these tests stay on the CPU."""
 UNFUSED = {
     "gemma", "gemma2", "gemma3_text",  # 1 + weight
     "phi", "gpt_neox", "opt", "cohere", "cohere2", "starcoder2", "stablelm", "nemotron", "bloom", "olmo",  # LayerNorm
@@ -41,7 +39,7 @@ def test_a_family_with_such_norms_computes_as_before_and_another_one_is_left_alo
     kinds = [type(module) for module in model.modules()]
     expected, gradients = log_probs_and_gradients(model)
 
-    fused = fuse_norms([model], CARD)
+    fused = fuse_norms([model])
 
     assert bool(fused) == (family not in UNFUSED)
     if not fused:
@@ -60,7 +58,7 @@ def test_in_16_bits_a_norm_rounds_once_and_is_nearer_to_float32() -> None:
     exact = nn.functional.rms_norm(rows.double(), norm.weight.shape, norm.weight.double(), norm.variance_epsilon)
     before = norm(rows)
 
-    assert fuse_norms([nn.ModuleList([norm])], CARD) == 1
+    assert fuse_norms([nn.ModuleList([norm])]) == 1
     after = norm(rows)
 
     assert after.dtype == torch.bfloat16
@@ -86,7 +84,7 @@ def test_a_norm_with_an_optional_gate_stays_as_it_is() -> None:
     norm = RMSNormGated(8)
     rows, gate = torch.randn(2, 3, 8)
 
-    assert fuse_norms([nn.ModuleList([norm])], CARD) == 0
+    assert fuse_norms([nn.ModuleList([norm])]) == 0
     assert norm(rows, gate).shape == rows.shape
 
 
@@ -95,7 +93,7 @@ def test_a_weight_in_another_dtype_than_the_rows_gives_the_dtype_of_before() -> 
     rows = torch.randn(3, len(norm.weight)).bfloat16()
     before = norm(rows)
 
-    fuse_norms([nn.ModuleList([norm])], CARD)
+    fuse_norms([nn.ModuleList([norm])])
 
     assert before.dtype == norm(rows).dtype == torch.float32
     assert torch.equal(norm(rows), before)
@@ -106,8 +104,8 @@ def test_copies_names_and_hooks_stay_those_of_the_model() -> None:
     names, layers = list(model.state_dict()), model.config.num_hidden_layers
     model.model.norm.register_forward_hook(lambda *_: seen.append(1))
 
-    assert fuse_norms([model, Critic(copy.deepcopy(model))], CARD) == 2 * (2 * layers + 1)
-    assert fuse_norms([model], CARD) == 0, "they are"
+    assert fuse_norms([model, Critic(copy.deepcopy(model))]) == 2 * (2 * layers + 1)
+    assert fuse_norms([model]) == 0, "they are"
 
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -122,7 +120,8 @@ def test_on_a_cpu_nothing_is_changed() -> None:
     model = tiny.llama()
     kinds = [type(module) for module in model.modules()]
 
-    assert fuse_norms([model], CPU) == 0
+    fuse([model], torch.device("cpu"))
+
     assert [type(module) for module in model.modules()] == kinds
 
 
@@ -148,7 +147,7 @@ def test_a_norm_is_one_operation_of_a_pass_in_place_of_eight() -> None:
         model(ids)
         before = operations(lambda: model(ids))
 
-        fuse_norms([model], CARD)
+        fuse_norms([model])
 
         after = operations(lambda: model(ids))
     assert after["aten::rms_norm"] == norms and after["aten::rsqrt"] == 0 == before["aten::rms_norm"]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers.models.qwen2 import modeling_qwen2
 
-from pipeline.models import fused_rotary
+from pipeline.models import fused_kernels
 from pipeline.models.compiled_layers import Uses, compile_layers
-from pipeline.models.fused_rotary import fuse_rotary, rotated
+from pipeline.models.fused_kernels import fuse, fuse_rotary, rotated
 from tests.models.test_compiled_layers import Graphs
 from tests.models.test_families import ATTENTION, built
 from tests.support import tiny
@@ -82,9 +82,9 @@ def test_a_family_that_rotates_halves_is_changed_once_and_computes_the_same_on_a
     ids = torch.tensor([[5, 9, 3, 7]])
     expected = model(input_ids=ids).logits
 
-    fused = fuse_rotary([model], CARD)
+    fused = fuse_rotary([model])
 
-    assert fuse_rotary([model], CARD) == 0, "they are"
+    assert fuse_rotary([model]) == 0, "they are"
     assert bool(fused) == (family not in UNFUSED)
     assert torch.equal(model(input_ids=ids).logits, expected)
 
@@ -92,7 +92,8 @@ def test_a_family_that_rotates_halves_is_changed_once_and_computes_the_same_on_a
 def test_on_a_cpu_nothing_is_changed() -> None:
     before = modeling_qwen2.apply_rotary_pos_emb
 
-    assert fuse_rotary([tiny.qwen2()], CPU) == 0
+    fuse([tiny.qwen2()], CPU)
+
     assert modeling_qwen2.apply_rotary_pos_emb is before
 
 
@@ -102,7 +103,7 @@ def test_a_layer_has_six_launches_on_a_card_in_place_of_ten_and_a_pass_two_more(
         modeling_qwen2.apply_rotary_pos_emb(*given)
     assert len(launches(profiler)) == 10
 
-    assert fuse_rotary([tiny.qwen2()], CARD) == 1
+    assert fuse_rotary([tiny.qwen2()]) == 1
     with fake_card() as operations, torch.no_grad():
         q, k = (torch.empty(2, heads, 1, 16, device=CARD) for heads in (4, 2))
         cos, sin = (torch.empty(2, 1, 16, device=CARD) for _ in range(2))
@@ -119,7 +120,7 @@ def test_vectors_that_are_rotated_in_part_or_by_numbers_of_another_dtype_are_rot
         called.append(unsqueeze_dim)
         return q, k
 
-    fused = fused_rotary._fused(rotary)
+    fused = fused_kernels._fused_rotary(rotary)
     with fake_card():
         q, k = (torch.empty(2, heads, 1, 16, device=CARD) for heads in (4, 2))
         for size, dtype in ((8, torch.float32), (16, torch.bfloat16)):
@@ -130,6 +131,6 @@ def test_vectors_that_are_rotated_in_part_or_by_numbers_of_another_dtype_are_rot
 
 
 def test_layers_whose_function_was_exchanged_are_still_compiled_as_one_graph() -> None:
-    assert fuse_rotary([model := tiny.qwen2()], CARD) == 1
+    assert fuse_rotary([model := tiny.qwen2()]) == 1
 
     assert compile_layers({model: Uses()}, CPU, backend=Graphs()) == len(model.model.layers)

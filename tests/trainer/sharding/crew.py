@@ -23,7 +23,7 @@ from pipeline.config.schema import Config, TrainerConfig
 from pipeline.config.sections import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.models import chunked_log_probs
-from pipeline.models.fused_norms import fuse_norms
+from pipeline.models.fused_kernels import fuse_norms
 from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import Saved, adapt, adapter_of
@@ -295,8 +295,8 @@ def _case(name: str, folder: Path, replica: Replica, crew: str) -> dict[str, Any
     models = sharded_models(folder / name, name, replica)
     reference = reference_of(folder / name, name, models["actor"])
     if name.endswith("packed"):
-        # The device is a reason alone: as on a card, where shards of norms are gathered, too.
-        assert fuse_norms(models.values(), torch.device("cuda"))
+        # As on a card, where shards of norms are gathered, too.
+        assert fuse_norms(models.values())
     learner = new_learner(models, name, dist.group.WORLD, reference)
     loaded = whole_tensors(models, group)
     rows = ROWS[every.world_size][every.rank]
