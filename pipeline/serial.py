@@ -56,41 +56,19 @@ from pipeline.trainer.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-class InProcessTransport:
-    """Message queues between roles that share a process."""
+class Queue:
+    """A role's messages from the other roles of its process: a `Sender` to it, and its `Receiver`."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, collections.deque[Message]] = collections.defaultdict(collections.deque)
-
-    def send(self, peer: str, message: Message) -> None:
-        """Queue a message to a peer."""
-        self._queues[peer].append(message)
-
-    def outbox(self, peer: str) -> Endpoint:
-        """Return a sender, or receiver, for one peer."""
-        return Endpoint(self, peer)
-
-    def take(self, peer: str) -> list[Message]:
-        """Return and remove the messages queued for a peer."""
-        messages = list(self._queues[peer])
-        self._queues[peer].clear()
-        return messages
-
-
-class Endpoint:
-    """One peer's end of the transport: a `Sender` to it, and its `Receiver`."""
-
-    def __init__(self, transport: InProcessTransport, peer: str) -> None:
-        self._transport = transport
-        self._peer = peer
+        self._messages: collections.deque[Message] = collections.deque()
 
     def send(self, message: Message) -> None:
-        """Queue a message to the peer."""
-        self._transport.send(self._peer, message)
+        """Queue a message to the role."""
+        self._messages.append(message)
 
-    def receive(self, timeout_s: float) -> list[Message]:
-        """Return the queued messages without a wait: within one process no peer could queue more meanwhile."""
-        return self._transport.take(self._peer)
+    def receive(self, timeout_s: float = 0.0) -> list[Message]:
+        """Return the queued messages without a wait: within one process no role could queue more meanwhile."""
+        return [self._messages.popleft() for _ in range(len(self._messages))]
 
 
 def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
@@ -183,7 +161,7 @@ class _Serial:
 
     def __init__(self, config: Config, workspace: Workspace) -> None:
         self._config = config
-        self._transport = InProcessTransport()
+        self._queues: dict[str, Queue] = collections.defaultdict(Queue)
         self._stopping = self._is_at_trainer = False
         self.failure: RlhfdError | None = None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -267,7 +245,7 @@ class _Serial:
         metrics = self._buffer_metrics
         self._spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
         return new_buffer(
-            config, ledger, self._arena, self._transport.send, metrics,
+            config, ledger, self._arena, lambda peer, message: self._queues[peer].send(message), metrics,
             prompts=prompts_at_most(config.prompts), evaluations=self._evaluations,
         )  # fmt: skip
 
@@ -275,7 +253,7 @@ class _Serial:
         torch.set_num_threads(self._config.trainer.threads)
         connection = Connection(
             self._arena, workspace.weights_path,
-            self._transport.outbox(trainer_name(0)), self._transport.outbox(BUFFER),
+            self._queues[trainer_name(0)], self._queues[BUFFER],
             rank=0, world_size=1, prefetch=batches_ahead(self._config),
             gathering=Gathering.of(self._config), weight_slots=self._config.trainer.weight_slots,
         )  # fmt: skip
@@ -286,11 +264,11 @@ class _Serial:
     def _new_worker(self, workspace: Workspace) -> RolloutWorker:
         torch.set_num_threads(self._config.rollout.threads)
         context = self._context("rollout", workspace)
-        return new_worker(self._config, context, self._arena, self._transport.outbox(BUFFER))
+        return new_worker(self._config, context, self._arena, self._queues[BUFFER])
 
     def _buffer_turn(self) -> None:
         now_s = monotonic_s()
-        for message in self._transport.take(BUFFER):
+        for message in self._queues[BUFFER].receive():
             self._buffer.handle(message, now_s)
         self._buffer.step(now_s)
         self._evaluations.write_waiting()
@@ -298,7 +276,7 @@ class _Serial:
         self._buffer_metrics.publish(self._buffer, now_s, self._arena.payload_bytes)
 
     def _worker_turn(self) -> None:
-        for message in self._transport.take(worker_name(0)):
+        for message in self._queues[worker_name(0)].receive():
             self._worker.handle(message)
         self._worker.rest(0.0)
         if not self._worker.idle and self._worker.may_work():

@@ -432,7 +432,7 @@ def test_a_leased_batch_of_a_vision_language_run_is_what_was_sealed(tmp_path):
         def seal(self, ticket):
             self.rolled[ticket.ticket] = made_up_vl(ticket.prompts, seed=ticket.ticket, raw=True)
             encoded = codec.encode(self.rolled[ticket.ticket], self.arena.extent(ticket.offset, ticket.nbytes))
-            self.post.send("buffer", Sealed("worker-0", ticket.ticket, ticket.prompts, encoded.nbytes,
+            self.post["buffer"].send(Sealed("worker-0", ticket.ticket, ticket.prompts, encoded.nbytes,
                                             encoded.checksum, ticket.policy_version, 5))  # fmt: skip
 
     house = Seeing(tmp_path)

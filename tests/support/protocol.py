@@ -7,12 +7,14 @@
 The replay buffer has a protocol of its own, and so a crew of its own (`tests.support.replay_crew`).
 """
 
+import collections
+
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
 from pipeline.experience import codec
 from pipeline.experience.ragged import RaggedRows
 from pipeline.runtime.messages import Credit, Hello, Lease, Published, Sealed, Ticket, WantTickets
-from pipeline.serial import InProcessTransport
+from pipeline.serial import Queue
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
@@ -158,13 +160,13 @@ class House:
         )
         self.arena = Arena(folder / "arena")
         self.weights_path = folder / "weights"
-        self.post = InProcessTransport()
+        self.post = collections.defaultdict(Queue)
         self.counts = Counts()
         self.rolled = {}
         self.start_buffer()
-        self.post.send("buffer", Hello("worker-0", 1))
-        self.post.send("buffer", WantTickets("worker-0", 1, 2))
-        self.post.send("buffer", Published(0, 5, 0))
+        self.post["buffer"].send(Hello("worker-0", 1))
+        self.post["buffer"].send(WantTickets("worker-0", 1, 2))
+        self.post["buffer"].send(Published(0, 5, 0))
 
     def close(self):
         for connection in self.connections:
@@ -180,20 +182,20 @@ class House:
             self.ledger,
             allocator,
             HOUSE_LIMITS,
-            self.post.send,
+            lambda peer, message: self.post[peer].send(message),
             self.counts,
             workers=1,
             last_position=lambda: self.prompts,
         )
 
     def turn(self, *, work=True):
-        for message in self.post.take("buffer"):
+        for message in self.post["buffer"].receive():
             self.buffer.handle(message, 0.0)
         self.buffer.step(0.0)
-        for message in self.post.take("worker-0"):
+        for message in self.post["worker-0"].receive():
             if isinstance(message, Ticket) and work:
                 self.seal(message)
-        for message in self.post.take("buffer"):
+        for message in self.post["buffer"].receive():
             self.buffer.handle(message, 0.0)
         self.buffer.step(0.0)
 
@@ -201,8 +203,7 @@ class House:
         experience = made_up(rows=ticket.prompts, seed=ticket.ticket)
         self.rolled[ticket.ticket] = experience
         encoded = codec.encode(experience, self.arena.extent(ticket.offset, ticket.nbytes))
-        self.post.send(
-            "buffer",
+        self.post["buffer"].send(
             Sealed(
                 "worker-0",
                 ticket.ticket,
@@ -217,8 +218,8 @@ class House:
         connection = Connection(
             self.arena,
             self.weights_path,
-            self.post.outbox("trainer-0"),
-            self.post.outbox("buffer"),
+            self.post["trainer-0"],
+            self.post["buffer"],
             rank=0,
             world_size=1,
             **({"gathering": Gathering(ahead=self.copy_ahead)} | options),

@@ -9,7 +9,7 @@ from pipeline.errors import DeadlineError, WeightsError
 from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.runtime.messages import Exhausted, Lease, Published, Welcome
-from pipeline.serial import InProcessTransport
+from pipeline.serial import Queue
 from pipeline.storage.records import DROP_REASONS
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.session import BufferSession
@@ -38,7 +38,7 @@ class Deaf:
 
     def receive(self, timeout_s):
         self.house.turn()
-        messages = self.house.post.take("trainer-0")
+        messages = self.house.post["trainer-0"].receive()
         if not self.lost:
             self.lost = messages
             return []
@@ -57,7 +57,7 @@ def test_a_welcome_that_is_lost_is_asked_for_again_and_costs_no_batch(house):
 
 def test_without_a_buffer_there_is_no_welcome(house):
     connection = house.connect()
-    house.post.take("trainer-0")
+    house.post["trainer-0"].receive()
 
     assert not connection.meet_buffer(0.01)
 
@@ -240,7 +240,7 @@ def test_a_batch_whose_weights_were_published_is_never_delivered_again_even_if_n
     batch = house.batch(connection)
     connection.publish(actor={"w": torch.ones(3)})
     # Killed here: the weights are in shared memory, no message was sent.
-    house.post.take("buffer")
+    house.post["buffer"].receive()
 
     successor = house.connect()
     again = house.batch(successor)
@@ -261,7 +261,7 @@ def test_a_version_without_a_batch_includes_all_batches_of_the_versions_before_i
     published = connection.publish(actor={"weight": torch.ones(2)})
 
     assert published.trained_through == second.lease + 1
-    house.post.take("buffer")
+    house.post["buffer"].receive()
     house.start_buffer()
     connection.receive(0.0)
     house.turn()
@@ -290,7 +290,7 @@ def test_a_restarted_buffer_learns_of_an_acknowledgement_it_missed(house):
     connection = house.connect()
     house.batch(connection)
     connection.acknowledge()
-    house.post.take("buffer")
+    house.post["buffer"].receive()
 
     house.start_buffer()
     connection.receive(0.0)
@@ -305,13 +305,13 @@ def test_a_dead_buffers_lease_that_was_not_read_yet_comes_again_from_the_next(ho
     house.turn()
     connection.receive(0.0)
     house.turn()
-    unread = [message for message in house.post.take("trainer-0") if isinstance(message, Lease)]
+    unread = [message for message in house.post["trainer-0"].receive() if isinstance(message, Lease)]
     assert unread
     house.start_buffer()
     connection.receive(0.0)
 
     for message in unread:
-        house.post.send("trainer-0", message)
+        house.post["trainer-0"].send(message)
     connection.receive(0.0)
     assert connection.poll() is None, "it goes by another name now"
 
@@ -348,7 +348,7 @@ def test_damage_is_told_to_a_buffer_that_was_started_anew(house):
     record = house.ledger.extents[0]
     house.arena.payload[record.offset + record.nbytes - 1] ^= 1
     assert connection.poll() is None
-    house.post.take("buffer")
+    house.post["buffer"].receive()
 
     house.start_buffer()
     connection.receive(0.0)
@@ -358,7 +358,7 @@ def test_damage_is_told_to_a_buffer_that_was_started_anew(house):
 
 
 def published_by_the_first_rank(house, version, fingerprint, trained_through):
-    house.post.send("buffer", Published(version, fingerprint, trained_through))
+    house.post["buffer"].send(Published(version, fingerprint, trained_through))
     house.turn()
 
 
@@ -382,7 +382,7 @@ def test_a_rollback_that_a_buffer_did_not_live_to_handle_is_repeated_to_the_next
     connection = house.connect()
     published_by_the_first_rank(house, 1, 6, 0)
     connection.start_over(WeightsVersion(0, 5, 0, rollback=True, history=1))
-    house.post.take("buffer")
+    house.post["buffer"].receive()
 
     house.start_buffer()
     connection.receive(0.0)
@@ -407,7 +407,7 @@ def test_a_repeated_publish_after_a_restart_changes_nothing(house):
 
 def test_a_rank_knows_whether_its_last_batch_makes_a_whole_round():
     of_rank = {"rank": 1, "world_size": 2, "prefetch": 2, "newest": None}
-    session = BufferSession(InProcessTransport().outbox("trainer-1"), InProcessTransport().outbox("buffer"), **of_rank)
+    session = BufferSession(Queue(), Queue(), **of_rank)
     session._peer.meets(Welcome(7))
     assert not session.is_exhausted(None)
 

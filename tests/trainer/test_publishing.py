@@ -170,8 +170,8 @@ def test_a_buffer_that_starts_after_it_was_told_is_told_again(bench):
     trainer._publishing.wait()
     # The message is in the dead buffer's mailbox.
     bench.house.start_buffer()
-    bench.house.post.take("buffer")
-    bench.house.post.send("trainer-0", Welcome(bench.house.buffer.incarnation))
+    bench.house.post["buffer"].receive()
+    bench.house.post["trainer-0"].send(Welcome(bench.house.buffer.incarnation))
 
     trainer.wait(0.0)
     trainer.poll()
@@ -241,7 +241,7 @@ def test_a_buffer_that_starts_meanwhile_does_not_deliver_the_batch_again(bench):
     gate = Gate(trainer)
     steps(bench, trainer, 1)
     bench.house.start_buffer()
-    bench.house.post.send("trainer-0", Welcome(bench.house.buffer.incarnation))
+    bench.house.post["trainer-0"].send(Welcome(bench.house.buffer.incarnation))
 
     trainer.wait(0.0)
     bench.house.turn()

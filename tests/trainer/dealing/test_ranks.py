@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pipeline.experience import codec
 from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.runtime.messages import ExtentRows
-from pipeline.serial import InProcessTransport
+from pipeline.serial import Queue
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.trainer.connection import Batch, Connection
@@ -47,10 +48,10 @@ class Ranks:
     def __init__(self, folder: Path, world_size: int = 2) -> None:
         Arena.create(folder / "arena", payload_bytes=1 << 20, ledger_bytes=LAYOUT.nbytes, layout=LAYOUT.identity)
         self.arena = Arena(folder / "arena")
-        post = InProcessTransport()
+        post = collections.defaultdict(Queue)
         self.connections = [
             Connection(
-                self.arena, folder / "weights", post.outbox(f"trainer-{rank}"), post.outbox("buffer"),
+                self.arena, folder / "weights", post[f"trainer-{rank}"], post["buffer"],
                 rank=rank, world_size=world_size,
             )
             for rank in range(world_size)
