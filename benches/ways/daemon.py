@@ -57,9 +57,9 @@ class Way:
         MetricsSlab.create(self._workspace.metrics_path, slots).close()
         self._buffer = subprocess.Popen([sys.executable, "-m", "benches.ways.daemon", str(folder)])
         self.parts = {"buffer": self._buffer.pid}
-        self._connection: Connection = open_connection(
-            folder, rank=0, world_size=1, prefetch=_PREFETCH, external=None if _TRAINER == "own" else config
-        )
+        if _TRAINER == "own":
+            config = config.changed("trainer", kind="builtin")
+        self._connection: Connection = open_connection(folder, config, rank=0, prefetch=_PREFETCH)
 
     def address(self) -> Any:
         return str(self._workspace.folder)

@@ -65,10 +65,7 @@ def connect(
         raise ConfigError(f"rank {rank} of {world_size}: trainer.world_size of the daemon is {ranks}")
     if config.trainer.kind != "external":
         raise ConfigError("trainer.kind of the daemon is builtin: start it with --set trainer.kind=external")
-    connection = open_connection(
-        folder, rank=rank, world_size=world_size, prefetch=prefetch, gathering=Gathering.of(config),
-        check=PublishCheck(folder), external=config,
-    )  # fmt: skip
+    connection = open_connection(folder, config, rank=rank, prefetch=prefetch, check=PublishCheck(folder))
     try:
         if not connection.meet_buffer(_CONNECT_TIMEOUT_S):
             raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")
@@ -81,28 +78,22 @@ def connect(
 
 def open_connection(
     folder: Path,
+    config: Config,
     *,
     rank: int,
-    world_size: int,
-    prefetch: int = 2,
-    gathering: Gathering = Gathering(),  # noqa: B008 - immutable
+    prefetch: int,
     traffic: Traffic | None = None,
     check: Check = lambda actor, critic: None,
-    external: Config | None = None,
-    weight_slots: int = 3,
 ) -> Connection:
     """Connect over ZeroMQ to the buffer whose sockets and arena lie in `folder`.
 
     Args:
         folder: The instance's folder in shared memory.
+        config: The run's configuration.
         rank: This process's rank.
-        world_size: Number of ranks.
         prefetch: Batches leased ahead, including the batch in hand.
-        gathering: The way in which the rows of leases are gathered.
         traffic: Counts the messages.
         check: Called with the state dicts of each publish; raises if they must not be published.
-        external: Configuration of the run whose external trainer this rank is; None for the built-in trainer.
-        weight_slots: Versions of the weights held at once.
     """
     opened = contextlib.ExitStack()
     try:
@@ -119,12 +110,12 @@ def open_connection(
         outbox = Outbox(here, BUFFER, traffic)
         opened.callback(lambda: outbox.close(linger_s=0.0 if _is_removed(place) else 1.0))
         metrics = None
-        if external is not None:
-            metrics = ExternalMetrics(folder / "metrics", rank=rank, reward_source=reward_source(external))
+        if config.trainer.kind == "external":
+            metrics = ExternalMetrics(folder / "metrics", rank=rank, reward_source=reward_source(config))
         return Connection(
             arena, folder / "weights", mailbox, outbox,
-            rank=rank, world_size=world_size, prefetch=prefetch, gathering=gathering,
-            on_close=opened.close, check=check, metrics=metrics, weight_slots=weight_slots,
+            rank=rank, world_size=config.trainer.world_size, prefetch=prefetch, gathering=Gathering.of(config),
+            on_close=opened.close, check=check, metrics=metrics, weight_slots=config.trainer.weight_slots,
             has_ended=functools.partial(_is_removed, place),
         )  # fmt: skip
     except BaseException:

@@ -51,7 +51,6 @@ from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective
 from pipeline.trainer.meeting import Meeting, StoppedError, enter_group, forget_earlier, leave_the_verdict
 from pipeline.trainer.metrics import TrainerMetrics
-from pipeline.trainer.prefetch import Gathering
 from pipeline.trainer.recording.recorder import StepRecorder, cut, versions
 from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.background import CheckpointWriter
@@ -77,13 +76,7 @@ log = logging.getLogger(__name__)
 def connect_here(config: Config, context: RoleContext) -> Connection:
     """Return the connection of a rank on the daemon's machine."""
     return open_connection(
-        context.folder,
-        rank=context.index,
-        world_size=config.trainer.world_size,
-        prefetch=batches_ahead(config),
-        gathering=Gathering.of(config),
-        traffic=Traffic(context.metrics),
-        weight_slots=config.trainer.weight_slots,
+        context.folder, config, rank=context.index, prefetch=batches_ahead(config), traffic=Traffic(context.metrics)
     )
 
 

@@ -100,7 +100,7 @@ def test_garbage_without_end_costs_no_more_turns_than_messages_do(folder, turns_
 def test_each_connection_right_after_a_close_is_welcomed(folder):
     # One in forty was not, before the connection repeated its `Hello`.
     for _ in range(100):
-        with open_connection(folder, rank=0, world_size=1) as connection:
+        with open_connection(folder, Config(), rank=0, prefetch=2) as connection:
             assert connection.meet_buffer(10.0)
 
 

@@ -16,6 +16,8 @@ from pipeline.trainer.connect import lock_rank, open_connection
 from pipeline.trainer.connection import Connection
 from tests.support.protocol import HOUSE_LAYOUT
 
+EXTERNAL = Config.model_validate({"trainer": {"kind": "external"}})
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -34,7 +36,7 @@ def test_a_rank_whose_connection_fails_is_not_connected(folder):
     (folder / "metrics").write_bytes(b"of another release")
     for _ in range(2):
         with pytest.raises(LedgerError) as raised:
-            open_connection(folder, rank=0, world_size=1, external=Config())
+            open_connection(folder, EXTERNAL, rank=0, prefetch=2)
         assert "is connected already" not in str(raised.value)
 
     assert is_free(folder)
@@ -47,10 +49,9 @@ def test_a_rank_whose_wait_for_the_buffer_is_interrupted_is_not_connected(folder
     def interrupt(connection, timeout_s):
         raise Interrupted
 
-    opened = open_connection(folder, rank=0, world_size=1)
+    opened = open_connection(folder, Config(), rank=0, prefetch=2)
     record = type("Record", (), {"world_size": 1, "shm_dir": str(folder)})
-    config = Config.model_validate({"trainer": {"kind": "external"}})
-    (folder / "config.json").write_text(config.model_dump_json())
+    (folder / "config.json").write_text(EXTERNAL.model_dump_json())
     monkeypatch.setattr(Connection, "meet_buffer", interrupt)
     monkeypatch.setattr(connecting, "find", lambda path: record)
     monkeypatch.setattr(connecting, "open_connection", lambda *arguments, **options: opened)
@@ -67,7 +68,7 @@ def test_a_rank_whose_wait_for_the_buffer_is_interrupted_is_not_connected(folder
 
 def test_a_child_of_a_connected_rank_neither_holds_nor_ends_the_connection(folder):
     """As a worker of a data loader, which may outlive the rank."""
-    connection = open_connection(folder, rank=0, world_size=1)
+    connection = open_connection(folder, Config(), rank=0, prefetch=2)
     reads, writes = os.pipe()
     if not (child := os.fork()):
         with contextlib.suppress(BaseException), connection:
@@ -78,7 +79,7 @@ def test_a_child_of_a_connected_rank_neither_holds_nor_ends_the_connection(folde
             lock_rank(folder, 0)
         connection.close()
         assert is_free(folder), "the child lives"
-        with open_connection(folder, rank=0, world_size=1):
+        with open_connection(folder, Config(), rank=0, prefetch=2):
             os.write(writes, b".")
             assert os.waitpid(child, 0)[1] == 0
             assert (folder / "trainer-0.sock").exists()
@@ -103,14 +104,14 @@ def test_a_trainer_of_a_daemon_that_has_ended_neither_tells_nor_ends_anything_of
         return folder, Mailbox(folder, BUFFER)
 
     folder, buffer = started()
-    old = open_connection(folder, rank=0, world_size=1)
+    old = open_connection(folder, Config(), rank=0, prefetch=2)
     assert [type(message) for message in buffer.receive(5.0)] == [Hello]
     # A step that takes longer than the daemon waits for at its end.
     old._session.hold(Lease(0, 3, 1, []))
     buffer.close()
     shutil.rmtree(folder)
     folder, buffer = started()
-    with contextlib.closing(buffer), open_connection(folder, rank=0, world_size=1) as new:
+    with contextlib.closing(buffer), open_connection(folder, Config(), rank=0, prefetch=2) as new:
         assert [type(message) for message in buffer.receive(5.0)] == [Hello]
 
         with pytest.raises(UnreachableError, match="the daemon of this connection has ended"):
