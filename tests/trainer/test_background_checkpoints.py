@@ -21,6 +21,7 @@ from pipeline.telemetry.reader import MetricsReader
 from pipeline.trainer import process
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
+from pipeline.trainer.saving import background
 from pipeline.trainer.saving.background import BackgroundCheckpoint
 from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import Progress, tensors_of
@@ -244,8 +245,8 @@ def test_a_wait_passes_on_progress_and_only_progress(monkeypatch):
     saving = BackgroundCheckpoint(writer)
     saving.begin(SECOND, WeightsVersion(2, 0), complete=False, held=None)
     assert writer.has_moved.wait(60.0)
-    join, looks = saving._thread.join, threading.Semaphore(0)
-    monkeypatch.setattr(saving._thread, "join", lambda *limit: (join(*limit), looks.release()))
+    wait, looks = background.wait, threading.Semaphore(0)
+    monkeypatch.setattr(background, "wait", lambda *limit: (wait(*limit), looks.release()))
 
     waiting = threading.Thread(target=saving.wait, args=(told,))
     waiting.start()

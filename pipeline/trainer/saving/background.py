@@ -9,11 +9,10 @@ so that a checkpoint may take any time as long as bytes move, and a write that h
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -88,12 +87,11 @@ class BackgroundCheckpoint(Telemetry):
     def __init__(self, write: CheckpointWriter) -> None:
         super().__init__()
         self._write = write
-        self._thread: threading.Thread | None = None
+        self._written: Future[Outcome | None] | None = None
+        self._writer = 0
         self.held: HeldVersion | None = None
         self._moves = 0
         self._is_abandoned = False
-        self._outcome: Outcome | None = None
-        self._fault: BaseException | None = None
 
     def begin(self, progress: Progress, version: WeightsVersion, *, complete: bool, held: HeldVersion) -> None:
         """Begin to write a checkpoint; the one before must have been collected.
@@ -104,27 +102,25 @@ class BackgroundCheckpoint(Telemetry):
             complete: Whether all steps of the run were taken.
             held: The version in shared memory; its slots must not be written to until `wait` returns.
         """
-        assert self._thread is None
+        assert self._written is None
         self.held = held
-        whole = functools.partial(self._write, progress, version, complete=complete, held=held, telemetry=self)
+        # At the interpreter's exit its thread is waited for: inside safetensors it must not be cut off.
+        pool = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint of step {progress.step}")
+        self._written = pool.submit(self._write_beside, progress, version, complete)
+        pool.shutdown(wait=False)
 
-        def write() -> None:
-            try:
-                self._outcome = _outcome_of(progress.step, whole)
-            except _AbandonedError:
-                log.warning("a checkpoint is given up, its trainer has failed: step=%d", progress.step)
-            except BaseException as fault:  # noqa: BLE001
-                # Raised again by the trainer's thread.
-                self._fault = fault
-
-        # No daemon: at the interpreter's exit a thread inside safetensors must not be cut off.
-        self._thread = threading.Thread(target=write, name=f"checkpoint of step {progress.step}")
-        self._thread.start()
+    def _write_beside(self, progress: Progress, version: WeightsVersion, complete: bool) -> Outcome | None:
+        self._writer = threading.get_ident()
+        try:
+            return self.write_at_once(progress, version, complete=complete, telemetry=self)
+        except _AbandonedError:
+            log.warning("a checkpoint is given up, its trainer has failed: step=%d", progress.step)
+            return None
 
     def write_at_once(
         self, progress: Progress, version: WeightsVersion, *, complete: bool, telemetry: Telemetry
     ) -> Outcome:
-        """Write a checkpoint of the live tensors in the calling thread.
+        """Write a checkpoint in the calling thread: without a version that is held, of the live tensors.
 
         Args:
             progress: The progress of training with these weights.
@@ -132,9 +128,14 @@ class BackgroundCheckpoint(Telemetry):
             complete: Whether all steps of the run were taken.
             telemetry: Told of progress while bytes move.
         """
-        assert self._thread is None
-        whole = functools.partial(self._write, progress, version, complete=complete, held=None, telemetry=telemetry)
-        return _outcome_of(progress.step, whole)
+        assert self._written is None or telemetry is self
+        started_s = time.monotonic()
+        try:
+            written = self._write(progress, version, complete=complete, held=self.held, telemetry=telemetry)
+            path, error = written, ""
+        except CheckpointError as failed:
+            path, error = None, str(failed)
+        return Outcome(progress.step, time.monotonic() - started_s, path, error)
 
     def collect(self) -> Outcome | None:
         """Return the end of the write, once; None if no write has ended since.
@@ -142,14 +143,10 @@ class BackgroundCheckpoint(Telemetry):
         Raises:
             Exception: An unexpected error of the write.
         """
-        if self._thread is None or self._thread.is_alive():
+        if self._written is None or not self._written.done():
             return None
-        self._thread.join()
-        outcome, fault = self._outcome, self._fault
-        self._thread = self.held = self._outcome = self._fault = None
-        if fault is not None:
-            raise fault
-        return outcome
+        written, self._written, self.held = self._written, None, None
+        return written.result()
 
     def wait(self, telemetry: Telemetry) -> None:
         """Wait for the end of the write.
@@ -158,8 +155,8 @@ class BackgroundCheckpoint(Telemetry):
             telemetry: Told of progress whenever the write has made some; not while no byte moves.
         """
         before = self._moves
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_LOOK_S)
+        while self._written is not None and not self._written.done():
+            wait([self._written], _LOOK_S)
             if self._moves != before:
                 before = self._moves
                 telemetry.progress()
@@ -171,14 +168,5 @@ class BackgroundCheckpoint(Telemetry):
     def progress(self, **numbers: Any) -> None:
         """Count progress of the thread, whose write ends here once it is abandoned."""
         self._moves += 1
-        if self._is_abandoned and threading.current_thread() is self._thread:
+        if self._is_abandoned and threading.get_ident() == self._writer:
             raise _AbandonedError
-
-
-def _outcome_of(step: int, write: Callable[[], Path | None]) -> Outcome:
-    started_s = time.monotonic()
-    try:
-        path, error = write(), ""
-    except CheckpointError as failed:
-        path, error = None, str(failed)
-    return Outcome(step, time.monotonic() - started_s, path, error)
