@@ -67,7 +67,7 @@ def connect(
         raise ConfigError("trainer.kind of the daemon is builtin: start it with --set trainer.kind=external")
     connection = open_connection(folder, config, rank=rank, prefetch=prefetch, check=PublishCheck(folder))
     try:
-        if not connection.meet_buffer(_CONNECT_TIMEOUT_S):
+        if not connection.session.await_buffer(_CONNECT_TIMEOUT_S):
             raise UnreachableError(f"the buffer of {runtime_dir} did not answer within {_CONNECT_TIMEOUT_S:g} s")
     except BaseException:
         # An interrupt too.

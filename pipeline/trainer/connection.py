@@ -76,6 +76,7 @@ class Connection:
 
     Attributes:
         versions: The published versions in shared memory.
+        session: The rank's leases and messages.
     """
 
     def __init__(
@@ -125,46 +126,10 @@ class Connection:
         self._metrics = metrics
         self._has_ended = has_ended
         self._closed, self._pid = False, os.getpid()
-        self._session = BufferSession(
+        self.session = BufferSession(
             receiver, sender, rank=rank, world_size=world_size, prefetch=prefetch,
             newest=self.newest() if rank == 0 else None,
         )  # fmt: skip
-
-    @property
-    def draining(self) -> bool:
-        """Whether the daemon drains: no further batch is taken."""
-        return self._session.draining
-
-    @draining.setter
-    def draining(self, draining: bool) -> None:
-        self._session.draining = draining
-
-    def is_exhausted(self, lease: int | None) -> bool:
-        """Return whether the prompts of all passes are used up (`trainer.max_epochs`).
-
-        Args:
-            lease: The last lease of the next step; None while this rank lacks it.
-
-        Returns:
-            Whether no further step can be taken, because leases for it do not follow.
-        """
-        return self._session.is_exhausted(lease)
-
-    @property
-    def deliveries_repeated(self) -> int:
-        """Leases received that were delivered to a trainer before."""
-        return self._session.deliveries_repeated
-
-    def meet_buffer(self, timeout_s: float) -> bool:
-        """Wait for the buffer's answer to this connection's hello, which is repeated.
-
-        Args:
-            timeout_s: Longest wait, in seconds.
-
-        Returns:
-            Whether the buffer answered in time.
-        """
-        return self._session.await_buffer(timeout_s)
 
     # Batches.
 
@@ -228,7 +193,7 @@ class Connection:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         has_heard = False
         self.acknowledge()
-        while not self.draining:
+        while not self.session.draining:
             if (batch := self.poll(device=device, ragged=ragged)) is not None:
                 return batch
             left_s = 1.0 if deadline is None else deadline - time.monotonic()
@@ -238,7 +203,7 @@ class Connection:
             with contextlib.nullcontext() if self._metrics is None else self._metrics.waiting():
                 self.receive(max(0.0, min(left_s, 1.0)))
             has_heard = True
-            if self._session.next_lease is None and not self.draining and self._has_ended():
+            if self.session.next_lease is None and not self.session.draining and self._has_ended():
                 raise UnreachableError(
                     "no batch comes any more: the daemon of this connection has ended; connect again"
                 )
@@ -254,22 +219,22 @@ class Connection:
         Returns:
             The batch; None if no batch is leased, the leased one is damaged, or the daemon drains.
         """
-        if self._session.next_lease is None:
+        if self.session.next_lease is None:
             return None
-        lease, device = self._session.take(), torch.device(device)
+        lease, device = self.session.take(), torch.device(device)
         fetched = self._prefetcher.take(lease, device, padded=not ragged)
         if fetched.content is None:
             self._prefetcher.discard()
-            self._session.refuse(lease, fetched.damaged)
+            self.session.refuse(lease, fetched.damaged)
             return None
-        self._session.hold(lease)
+        self.session.hold(lease)
         batch = Batch(fetched.content, lease.lease, lease.for_version, lease.position, lease.parts, lease.deaths)
         if self._metrics is not None:
             self._metrics.took(fetched.content, lease.lease, lease.for_version)
         if self._prefetcher.wants_next(device):
             # Leases that arrived meanwhile: the next batch is copied while this one is trained.
             self.receive(0.0)
-            if (following := self._session.next_lease) is not None:
+            if (following := self.session.next_lease) is not None:
                 self._prefetcher.begin(following, device, padded=not ragged)
         return batch
 
@@ -290,11 +255,7 @@ class Connection:
 
     def acknowledge(self) -> None:
         """Count the batches in hand as trained; without a batch in hand, do nothing."""
-        self._session.acknowledge()
-
-    def settle(self) -> None:
-        """Leave the batches in hand to the version that rank 0 publishes next; that version counts them as trained."""
-        self._session.settle()
+        self.session.acknowledge()
 
     def hand_back(self, batches: int, *, is_last: bool = False) -> None:
         """Hand back the last batches taken, which no step has used; their rows are ready again.
@@ -307,7 +268,7 @@ class Connection:
             ValueError: If fewer batches are in hand, as after a publish; none is handed back then.
         """
         self._prefetcher.discard()
-        self._session.hand_back(batches, is_last=is_last)
+        self.session.hand_back(batches, is_last=is_last)
         if self._metrics is not None:
             self._metrics.handed_back(batches)
 
@@ -317,7 +278,7 @@ class Connection:
         Args:
             timeout_s: Longest wait for the first message, in seconds.
         """
-        self._session.receive(timeout_s)
+        self.session.receive(timeout_s)
 
     # Weights.
 
@@ -405,17 +366,17 @@ class Connection:
         started_s = time.monotonic()
         with contextlib.nullcontext() if self._metrics is None else self._metrics.publishing():
             first = -1 if position is None else position
-            wanted = WeightsVersion(version, 0, self._session.trained_through(), rollback, 0, probe, first)
+            wanted = WeightsVersion(version, 0, self.session.trained_through(), rollback, 0, probe, first)
             published = self.versions.publish(wanted, flatten(actor=actor, critic=critic), training)
         if self._metrics is not None:
             self._metrics.published(published, self.weights_bytes, time.monotonic() - started_s)
-        self._session.settle()
+        self.session.settle()
         self._report(published)
         return published
 
     def begin_version(self) -> int:
         """Leave the batches in hand to a version that is begun; return its `trained_through`."""
-        return self._session.begin_version()
+        return self.session.begin_version()
 
     def tell(self, published: WeightsVersion) -> None:
         """Report a version of `begin_version` from the thread that has published it; `end_version` follows.
@@ -424,7 +385,7 @@ class Connection:
             published: The version.
         """
         if self.rank == 0:
-            self._session.tell(published)
+            self.session.tell(published)
 
     def end_version(self, published: WeightsVersion) -> None:
         """End `begin_version`: the version counts its batches as trained; of several ranks the first one reports it.
@@ -432,7 +393,7 @@ class Connection:
         Args:
             published: The version.
         """
-        self._session.end_version()
+        self.session.end_version()
         if self.rank == 0:
             self._report(published)
 
@@ -440,7 +401,7 @@ class Connection:
         if published.rollback:
             self.start_over(published)
         else:
-            self._session.announce(published)
+            self.session.announce(published)
 
     def start_over(self, published: WeightsVersion) -> None:
         """Void every lease of this rank after a rollback; `publish` with `rollback` includes it on its own rank.
@@ -449,7 +410,7 @@ class Connection:
             published: The version of the rollback, from `newest`.
         """
         self._prefetcher.discard()
-        self._session.start_over(published)
+        self.session.start_over(published)
 
     # The end.
 
@@ -459,7 +420,7 @@ class Connection:
             return
         self._closed = True
         self._prefetcher.close()
-        self._session.close()
+        self.session.close()
         self.versions.close()
         if self._metrics is not None:
             self._metrics.close()

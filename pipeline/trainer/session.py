@@ -168,7 +168,7 @@ class BufferSession:
         return self._leases[0] if self._leases and not self.draining else None
 
     def is_exhausted(self, lease: int | None) -> bool:
-        """Return whether no further step can be taken, because leases for it do not follow.
+        """Return whether no further step can be taken, because leases for it do not follow (`trainer.max_epochs`).
 
         Args:
             lease: The last lease of the step, None while this rank lacks it. A step takes whole rounds of leases.
@@ -195,7 +195,7 @@ class BufferSession:
         self._in_hand.clear()
 
     def settle(self) -> None:
-        """Leave the batches in hand to the version that rank 0 publishes next."""
+        """Leave the batches in hand to the version that rank 0 publishes next; it counts them as trained."""
         self._in_hand.clear()
 
     def begin_version(self) -> int:

@@ -128,7 +128,7 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the last step was taken and its version evaluated if due, or the daemon or another rank drains."""
-        if self._connection.draining or self._agreed_to_stop:
+        if self._connection.session.draining or self._agreed_to_stop:
             return True
         # Until a version that is being published is the newest, no hook is asked of it.
         is_published = not self._publishing.is_pending
@@ -137,7 +137,7 @@ class Trainer:
     @property
     def complete(self) -> bool:
         """Whether all steps of `trainer.max_steps` or `trainer.max_epochs` were taken."""
-        return self._took_last_step or self._connection.is_exhausted(
+        return self._took_last_step or self._connection.session.is_exhausted(
             self._batches[-1].lease if self._has_batches else None
         )
 
@@ -147,7 +147,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Take no further step."""
-        self._connection.draining = True
+        self._connection.session.draining = True
 
     def publish_in_place(self) -> None:
         """Let no thread publish: all turns of one process are taken in order."""
@@ -366,7 +366,7 @@ class Trainer:
         self._published_step = self.step
         steps, self._uncounted = self._uncounted, []
         if not self._models.publishes:
-            self._connection.settle()
+            self._connection.session.settle()
             for counted in steps:
                 counted()
             return

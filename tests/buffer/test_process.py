@@ -101,7 +101,7 @@ def test_each_connection_right_after_a_close_is_welcomed(folder):
     # One in forty was not, before the connection repeated its `Hello`.
     for _ in range(100):
         with open_connection(folder, Config(), rank=0, prefetch=2) as connection:
-            assert connection.meet_buffer(10.0)
+            assert connection.session.await_buffer(10.0)
 
 
 def test_a_turns_words_leave_for_trainers_before_workers(folder, monkeypatch):

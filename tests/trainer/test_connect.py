@@ -13,7 +13,7 @@ from pipeline.runtime.transport import BUFFER, Mailbox
 from pipeline.storage.arena import Arena
 from pipeline.trainer import connect as connecting
 from pipeline.trainer.connect import lock_rank, open_connection
-from pipeline.trainer.connection import Connection
+from pipeline.trainer.session import BufferSession
 from tests.support.protocol import HOUSE_LAYOUT
 
 EXTERNAL = Config.model_validate({"trainer": {"kind": "external"}})
@@ -46,13 +46,13 @@ def test_a_rank_whose_wait_for_the_buffer_is_interrupted_is_not_connected(folder
     class Interrupted(Exception):
         pass
 
-    def interrupt(connection, timeout_s):
+    def interrupt(session, timeout_s):
         raise Interrupted
 
     opened = open_connection(folder, Config(), rank=0, prefetch=2)
     record = type("Record", (), {"world_size": 1, "shm_dir": str(folder)})
     (folder / "config.json").write_text(EXTERNAL.model_dump_json())
-    monkeypatch.setattr(Connection, "meet_buffer", interrupt)
+    monkeypatch.setattr(BufferSession, "await_buffer", interrupt)
     monkeypatch.setattr(connecting, "find", lambda path: record)
     monkeypatch.setattr(connecting, "open_connection", lambda *arguments, **options: opened)
     monkeypatch.setattr(connecting, "PublishCheck", lambda path: None)
@@ -107,7 +107,7 @@ def test_a_trainer_of_a_daemon_that_has_ended_neither_tells_nor_ends_anything_of
     old = open_connection(folder, Config(), rank=0, prefetch=2)
     assert [type(message) for message in buffer.receive(5.0)] == [Hello]
     # A step that takes longer than the daemon waits for at its end.
-    old._session.hold(Lease(0, 3, 1, []))
+    old.session.hold(Lease(0, 3, 1, []))
     buffer.close()
     shutil.rmtree(folder)
     folder, buffer = started()
@@ -119,4 +119,4 @@ def test_a_trainer_of_a_daemon_that_has_ended_neither_tells_nor_ends_anything_of
         old.close()
 
         assert buffer.receive(1.0) == []
-        assert (folder / "trainer-0.sock").exists() and not new.draining
+        assert (folder / "trainer-0.sock").exists() and not new.session.draining

@@ -47,9 +47,9 @@ class Deaf:
 
 def test_a_welcome_that_is_lost_is_asked_for_again_and_costs_no_batch(house):
     connection = house.connect()
-    connection._session._receiver = deaf = Deaf(house)
+    connection.session._receiver = deaf = Deaf(house)
 
-    assert connection.meet_buffer(10.0)
+    assert connection.session.await_buffer(10.0)
 
     assert any(isinstance(message, Welcome) for message in deaf.lost)
     assert house.batch(connection).lease == 0
@@ -59,7 +59,7 @@ def test_without_a_buffer_there_is_no_welcome(house):
     connection = house.connect()
     house.post["trainer-0"].receive()
 
-    assert not connection.meet_buffer(0.01)
+    assert not connection.session.await_buffer(0.01)
 
 
 def test_a_batch_holds_the_rows_that_were_sealed_in_ticket_order(house):
@@ -232,7 +232,7 @@ def test_a_successor_gets_the_dead_trainers_batch_with_the_same_rows(house):
 
     assert second.lease == first.lease
     assert torch.equal(second.experience.sequences, first.experience.sequences)
-    assert successor.deliveries_repeated >= 1
+    assert successor.session.deliveries_repeated >= 1
 
 
 def test_a_batch_whose_weights_were_published_is_never_delivered_again_even_if_no_message_left(house):
@@ -316,7 +316,7 @@ def test_a_dead_buffers_lease_that_was_not_read_yet_comes_again_from_the_next(ho
     assert connection.poll() is None, "it goes by another name now"
 
     batch = house.batch(connection)
-    assert (batch.lease, connection.deliveries_repeated) == (unread[0].lease, len(unread))
+    assert (batch.lease, connection.session.deliveries_repeated) == (unread[0].lease, len(unread))
     connection.acknowledge()
     house.turn()
     assert house.ledger.totals.trained == 8
@@ -368,7 +368,7 @@ def test_a_rank_that_does_not_report_later_versions_does_not_repeat_an_old_rollb
     connection.start_over(WeightsVersion(0, 5, 0, rollback=True, history=1))
     batch = house.batch(connection)
     assert house.ledger.totals.policy_version == 0
-    connection.settle()
+    connection.session.settle()
     published_by_the_first_rank(house, 1, 7, batch.lease + 1)
 
     house.start_buffer()

@@ -384,7 +384,7 @@ def test_sharded_ranks_compute_the_next_batch_while_their_threads_publish(bench)
 @pytest.mark.parametrize(("rank", "reported"), [(0, [3]), (1, [])])
 def test_of_the_ranks_that_publish_together_the_first_one_reports(bench, rank, reported):
     connection, sent = bench.trainer(max_steps=0)._connection, []
-    connection.rank, connection._session._send = rank, sent.append
+    connection.rank, connection.session._send = rank, sent.append
 
     connection.end_version(WeightsVersion(3, 7))
 
