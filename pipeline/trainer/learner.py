@@ -260,7 +260,6 @@ class Learner:
             row_importance_ratios=tuple(torch.cat(updates.row_ratios).tolist()) if updates.row_ratios else (),
             row_kl_nats=tuple(kl for one in observed for kl in one.row_kls),
             row_gap_nats=tuple(gap for each in corrected for gap in each.row_gaps.tolist()),
-            row_rewards=tuple(score for one in observed for score in one.row_scores),
             forward_s=seconds["forward"],
             backward_s=seconds["backward"],
             reduce_s=seconds["reduce"],

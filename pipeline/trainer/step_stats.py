@@ -78,7 +78,6 @@ class StepStats:
         row_importance_ratios: Mean importance ratio of each trained row of this rank.
         row_kl_nats: Mean k3 KL to the reference of each row of this rank; empty without reference log-probs.
         row_gap_nats: Mean difference of both log-probs of each trained row of this rank; empty without the engine's.
-        row_rewards: Raw score of each row of this rank.
         forward_s: Seconds in forward passes; on a GPU, those of the device, here and below.
         backward_s: Seconds in backward passes.
         reduce_s: Seconds in the reduction of counts and gradients over the ranks.
@@ -122,7 +121,6 @@ class StepStats:
     row_importance_ratios: tuple[float, ...]
     row_kl_nats: tuple[float, ...]
     row_gap_nats: tuple[float, ...]
-    row_rewards: tuple[float, ...]
     forward_s: float
     backward_s: float
     reduce_s: float
@@ -231,7 +229,6 @@ class Observed:
     """Statistics of all rows of a batch, trained on or not; `counts` are the last fields of `Counts`."""
 
     counts: Tensor
-    row_scores: list[float]
     row_kls: list[float]
 
     @classmethod
@@ -267,7 +264,7 @@ class Observed:
             ],
             dtype=torch.float64,
         )
-        return cls(counts, scores.tolist(), row_kls)
+        return cls(counts, row_kls)
 
 
 class Clock:

@@ -25,7 +25,7 @@ from pipeline.trainer.step_stats import StepStats
 
 def stats_of(**values: Any) -> StepStats:
     zeros: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(StepStats)}
-    rows = {"row_importance_ratios": (1.0,), "row_kl_nats": (), "row_gap_nats": (), "row_rewards": (0.5,)}
+    rows = {"row_importance_ratios": (1.0,), "row_kl_nats": (), "row_gap_nats": ()}
     empty = {"nonfinite": (), **rows}
     return StepStats(**{**zeros, "kl_loss": None, **empty, **values})
 

@@ -58,7 +58,6 @@ class CountingLearner:
                 "row_importance_ratios": (1.0,),
                 "row_kl_nats": (0.1,),
                 "row_gap_nats": (),
-                "row_rewards": tuple(rewards.tolist()),
             }
         )
 
@@ -259,7 +258,7 @@ def test_the_digest_of_batches_on_a_card_is_of_the_rows_as_they_were_gathered(tm
 
 def _idle(experiences):
     zeros = {field.name: 0.0 for field in dataclasses.fields(StepStats)}
-    rows = {"nonfinite": (), "row_importance_ratios": (), "row_kl_nats": (), "row_gap_nats": (), "row_rewards": ()}
+    rows = {"nonfinite": (), "row_importance_ratios": (), "row_kl_nats": (), "row_gap_nats": ()}
     return StepStats(**{**zeros, **rows, "step": 1, "rows": len(experiences), "tokens_trained": 1})
 
 
@@ -432,7 +431,7 @@ def test_the_line_of_a_step_is_written_before_its_weights_are_published(bench, t
 
     assert lines_at_publish == [[1], [1, 2]]
     last = json.loads(path.read_text().splitlines()[-1])
-    assert last["rows"] == 8 and last["tokens_trained"] == 5 and "row_rewards" not in last
+    assert last["rows"] == 8 and last["tokens_trained"] == 5 and "row_kl_nats" not in last
 
 
 def test_lines_are_flushed_before_the_checkpoint_that_includes_their_steps(bench, tmp_path):
