@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +17,6 @@ _PER_ACTION_FIELDS = (
     "action_log_probs", "base_action_log_probs", "behaviour_log_probs", "values", "returns", "kl", "advantages",
     "action_mask", "action_entropy", "reward",
 )  # fmt: skip
-_USUAL_COLUMNS: dict[str, Columns] = {**dict.fromkeys(TOKEN_FIELDS, "S"), **dict.fromkeys(_PER_ACTION_FIELDS, "A")}
 TEXT_FIELDS = (*TOKEN_FIELDS, *_PER_ACTION_FIELDS, *OBJECT_FIELDS)
 
 
@@ -53,19 +50,15 @@ def field_arrays(experience: Experience) -> FieldArrays:
     except (RuntimeError, TypeError):
         # A tensor with a gradient or of bfloat16, or no tensor.
         arrays = {name: _as_array(name, value) for name, value in found.items()}
-    shapes = [array.shape for array in arrays.values()]
-    try:
-        columns = action_columns(arrays)
-    except ShapeError:
-        _check_rows(arrays, rows)
-        raise
-    dtypes = tuple([value.dtype for value in found.values()])
-    headers, kinds = _usual_headers(tuple(found), dtypes, tuple(map(len, shapes)))
-    full: dict[str, tuple[int, ...]] = {"S": (rows, width), "A": (rows, columns), "": (rows,)}
-    if shapes != [full[kind] for kind in kinds]:
-        # Fields in another form, and errors.
-        headers = _headers(found, arrays, width, columns)
-    return FieldArrays(headers, arrays, columns)
+    for name, array in arrays.items():
+        if not array.ndim or len(array) != rows:
+            raise ShapeError(f"{shown_name(name)}: {array.shape} for {rows} rows")
+    columns = action_columns(arrays)
+    described = [
+        (name, found[name].dtype, *_columns_and_tail(name, array.shape, width, columns))
+        for name, array in arrays.items()
+    ]
+    return FieldArrays(field_headers(tuple(described)), arrays, columns)
 
 
 def action_columns(arrays: Mapping[str, Array]) -> int:
@@ -87,45 +80,6 @@ def _as_array(name: str, value: Any) -> Array:
     if not isinstance(value, torch.Tensor):
         raise FieldError(f"{shown_name(name)}: only tensors are stored, got {type(value).__name__}")
     return as_array(value.detach() if value.requires_grad else value)
-
-
-# All batches of a training run have the same fields.
-@functools.lru_cache(maxsize=64)
-def _usual_headers(
-    names: tuple[str, ...], dtypes: tuple[torch.dtype, ...], dimensions: tuple[int, ...]
-) -> tuple[tuple[FieldHeader, ...], tuple[Columns, ...]]:
-    """Return the headers of fields of the usual form, and their columns; nothing if a field has another form.
-
-    In the usual form a field of two dimensions has columns, and any other field is one number a row.
-    """
-    kinds: list[Columns] = []
-    for name, count in zip(names, dimensions, strict=True):
-        if count == 2 and name in _USUAL_COLUMNS:
-            kinds.append(_USUAL_COLUMNS[name])
-        elif count == 1 and name not in TOKEN_FIELDS:
-            kinds.append("")
-        else:
-            return (), ()
-    described = zip(names, dtypes, kinds, itertools.repeat(()))
-    return field_headers(tuple(described)), tuple(kinds)
-
-
-def _headers(
-    found: Mapping[str, torch.Tensor], arrays: Mapping[str, Array], width: int, columns: int
-) -> tuple[FieldHeader, ...]:
-    _check_rows(arrays, len(found["sequences"]))
-    return field_headers(
-        tuple(
-            (name, found[name].dtype, *_columns_and_tail(name, array.shape, width, columns))
-            for name, array in arrays.items()
-        )
-    )
-
-
-def _check_rows(arrays: Mapping[str, Array], rows: int) -> None:
-    for name, array in arrays.items():
-        if not array.ndim or len(array) != rows:
-            raise ShapeError(f"{shown_name(name)}: {array.shape} for {rows} rows")
 
 
 def _columns_and_tail(
