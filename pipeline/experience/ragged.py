@@ -626,8 +626,6 @@ class _PaddedOutput:
             out[...] = 0
             for values, columns in zip(out, np.concatenate([*_slices(spans, fields)], axis=1), strict=True):
                 values[self.mask] = columns
-        elif len(fields) == 1:
-            self._fill_one(spans, fields, flat[0])
         else:
             zeros = np.zeros((len(out), self.width), out.dtype)
             pieces: list[Array] = []
@@ -636,19 +634,6 @@ class _PaddedOutput:
                 for start, end in itertools.pairwise(starts[first : stop + 1]):
                     pieces += (zeros[:, end - start :], stack[:, start:end])
             np.concatenate(pieces, axis=1, out=flat)
-
-    def _fill_one(self, spans: _Spans, fields: Fields, out: Array) -> None:
-        # A slice of a memoryview costs half of one of an array; of several fields an array has the fewer slices.
-        zeros, view, stop = np.zeros(self.width, out.dtype).data, out.data, 0
-        for part, first, last in spans:
-            # A view of bytes at any place: a memoryview of another alignment is of another format.
-            column = np.require(part.stack(fields)[0], requirements="A").data
-            starts = part.starts(fields[0].columns)
-            for start, end in itertools.pairwise(starts[first : last + 1]):
-                row, stop = stop, stop + self.width
-                place = stop - (end - start)
-                view[row:place] = zeros[: place - row]
-                view[place:stop] = column[start:end]
 
 
 _Spans = list[tuple[RaggedRows, int, int]]
