@@ -6,7 +6,7 @@
         {"step": 5, "published": {...}}      its weights were published: version and fingerprint
               rows/step-000005.safetensors   its rows, an extent a batch, as in the quarantine
 
-Each line ends with ``"xxh3"``, the xxh3-64 of the line without it.
+Each line is sealed (`pipeline.storage.sealed_json`).
 
 A step's rows are in place before its line, and its line before its weights are published: what is published is
 recorded. A trainer killed in between takes the step again; its successor has removed what it left.
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-import xxhash
 
 from pipeline.errors import ConfigError, DecodeError
+from pipeline.storage import sealed_json
 from pipeline.storage.extent_file import SUFFIX
 from pipeline.storage.files import UNREADABLE
 
@@ -30,8 +30,6 @@ LINES: Final = "steps.jsonl"
 ROWS: Final = "rows"
 MOST_BYTES: Final = 4 << 30
 """Maximum bytes of the recorded rows of a run; the oldest are removed first."""
-_CHECKSUM: Final = b',"xxh3":"'
-_CHECKSUM_BYTES: Final = len(_CHECKSUM) + 16 + len(b'"}')
 
 Recorded = Literal["kept", "removed", "too_large", "failed"]
 """Results for the rows of a step: kept; removed for newer ones or on a full disk; above the limit; not written."""
@@ -169,27 +167,6 @@ class Recording(msgspec.Struct, frozen=True):
         return (taken is None or taken.experiences == digest) and (published is None or published.weights == weights)
 
 
-def encoded(line: RecordLine) -> bytes:
-    """Return the bytes of a line, with its checksum and a newline."""
-    return _with_checksum(msgspec.json.encode(line)) + b"\n"
-
-
-def decoded(text: bytes) -> RecordLine:
-    """Return the line of these bytes.
-
-    Raises:
-        DecodeError: If they do not decode, or are not those that were written.
-    """
-    whole = text.rstrip(b"\n")
-    plain = whole[:-_CHECKSUM_BYTES] + b"}"
-    if whole != _with_checksum(plain):
-        raise DecodeError("its checksum is not the one that was written")
-    try:
-        return msgspec.json.decode(plain, type=RecordLine)
-    except UNREADABLE as error:
-        raise DecodeError(str(error)) from error
-
-
 def rows_path(folder: Path, step: int) -> Path:
     """Return the path of a step's rows in a recording's folder."""
     return folder / ROWS / f"step-{step:06d}{SUFFIX}"
@@ -219,9 +196,9 @@ def read_recording(folder: Path) -> Recording:
             if not text.endswith(b"\n"):
                 break
             try:
-                line = decoded(text)
-            except DecodeError as error:
-                raise DecodeError(f"{path}:{number} is damaged: {error}") from error
+                line = sealed_json.decode(text, RecordLine)
+            except UNREADABLE as error:
+                raise DecodeError(f"{path}:{number}: {error}") from error
             if line.start is not None:
                 found.starts.append((line.step, line.start))
             elif line.taken is not None:
@@ -246,10 +223,6 @@ def recording_of(run: Path) -> Recording:
         raise ConfigError(f'no recording in {run}: trainer.record = "rows" or "steps" keeps one') from error
     except (OSError, DecodeError) as error:
         raise ConfigError(f"{run / FOLDER}: {error}") from error
-
-
-def _with_checksum(text: bytes) -> bytes:
-    return text[:-1] + _CHECKSUM + f"{xxhash.xxh3_64_intdigest(text):016x}".encode() + b'"}'
 
 
 def _step_of(path: Path) -> int:

@@ -19,10 +19,10 @@ _SEAL = "seal"
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def encode(record: msgspec.Struct) -> bytes:
-    """Return a record as indented JSON, with its seal."""
+def encode(record: msgspec.Struct, *, indent: int = 2) -> bytes:
+    """Return a record as JSON, with its seal and a newline: indented, or with `indent` below 0 as one line."""
     members = msgspec.to_builtins(record)
-    return msgspec.json.format(msgspec.json.encode({**members, _SEAL: _seal_of(members)})) + b"\n"
+    return msgspec.json.format(msgspec.json.encode({**members, _SEAL: _seal_of(members)}), indent=indent) + b"\n"
 
 
 def decode(data: bytes, kind: type[_T]) -> _T:

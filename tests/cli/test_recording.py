@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from pipeline.cli.main import main
 from pipeline.errors import FieldError
-from pipeline.storage.recording import Origin, RecordedBatch, RecordLine, Taken, encoded
+from pipeline.storage import sealed_json
+from pipeline.storage.recording import Origin, RecordedBatch, RecordLine, Taken
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_the_list_shows_what_each_step_was_made_of(tmp_path: Path) -> None:
         RecordLine(7, taken=Taken(1.0, 6, "aa", [RecordedBatch(9, 32, origins)])),
         RecordLine(8, taken=Taken(2.0, 7, "bb", [RecordedBatch(10, 32, origins[:1])])),
     ]
-    (folder / "steps.jsonl").write_bytes(b"".join(map(encoded, lines)))
+    (folder / "steps.jsonl").write_bytes(b"".join(sealed_json.encode(line, indent=-1) for line in lines))
 
     shown = CliRunner().invoke(main, ["record", "--run", f"{tmp_path}/"])
     last = CliRunner().invoke(main, ["record", "--run", f"{tmp_path}/", "--last", "1", "--json"])

@@ -129,7 +129,7 @@ def test_recorded_steps_of_a_killed_run_are_replayed_bit_for_bit(
     text = (folder / LINES).read_text()
     known = recording.weights[2].weights
     (folder / LINES).write_text(text.replace(known, f"{int(known, 16) ^ 1:016x}"))
-    with pytest.raises(ConfigError, match=r"steps\.jsonl:\d+ is damaged: its checksum is not"):
+    with pytest.raises(ConfigError, match=r"steps\.jsonl:\d+: damaged: its seal is not"):
         report(run, 2, "cpu", debug=False, write=lines.append)
     (folder / LINES).write_text(text)
     rewrite(folder, lambda line: with_weights(line, 2, int(known, 16) ^ 1))

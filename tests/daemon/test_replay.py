@@ -21,7 +21,7 @@ from pipeline.cli.main import main
 from pipeline.errors import ConfigError
 from pipeline.runtime.checkpoint_note import FileNote, read_note
 from pipeline.storage import sealed_json
-from pipeline.storage.recording import LINES, Recording, RecordLine, encoded, read_recording, rows_path
+from pipeline.storage.recording import LINES, Recording, RecordLine, read_recording, rows_path
 from pipeline.trainer.checkpoints import STATE_FILE
 from pipeline.trainer.recording.bases import Bases
 from pipeline.trainer.recording.replay import Replay, report
@@ -206,7 +206,7 @@ def test_a_difference_is_explained_by_the_start_that_took_the_step(run: Path) ->
     path = run / "recording" / LINES
     lines = path.read_bytes().splitlines(keepends=True)
     at = next(place for place, line in enumerate(lines) if f'"step":{SAVED},"published"'.encode() in line)
-    path.write_bytes(b"".join([*lines[: at + 1], encoded(new), *lines[at + 1 :]]))
+    path.write_bytes(b"".join([*lines[: at + 1], sealed_json.encode(new, indent=-1), *lines[at + 1 :]]))
     for folder in (run / "checkpoints").glob("step-*"):
         shutil.rmtree(folder)
     told: list[str] = []

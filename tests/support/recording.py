@@ -8,13 +8,12 @@ from pathlib import Path
 from pipeline.experience import codec
 from pipeline.experience.types import Experience
 from pipeline.runtime.messages import ExtentRows
+from pipeline.storage import sealed_json
 from pipeline.storage.recording import (
     LINES,
     Recorded,
     RecordLine,
     TrainerStart,
-    decoded,
-    encoded,
 )
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.connection import Batch
@@ -72,4 +71,5 @@ def equal(one: Experience, other: Experience) -> None:
 def rewrite(folder: Path, change: Callable[[RecordLine], RecordLine]) -> None:
     """Change the lines of a recording, each whole and with its checksum."""
     path = folder / LINES
-    path.write_bytes(b"".join(encoded(change(decoded(line))) for line in path.read_bytes().splitlines(keepends=True)))
+    lines = [sealed_json.decode(line, RecordLine) for line in path.read_bytes().splitlines()]
+    path.write_bytes(b"".join(sealed_json.encode(change(line), indent=-1) for line in lines))

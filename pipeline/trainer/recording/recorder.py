@@ -25,7 +25,7 @@ from pipeline.experience import codec
 from pipeline.experience.ragged import RaggedRows
 from pipeline.runtime.lock import installed_version
 from pipeline.runtime.messages import ExtentRows
-from pipeline.storage import extent_file
+from pipeline.storage import extent_file, sealed_json
 from pipeline.storage.extent_file import SavedExtent
 from pipeline.storage.files import FULL_DISK, flush_folder
 from pipeline.storage.recording import (
@@ -38,7 +38,6 @@ from pipeline.storage.recording import (
     RecordLine,
     Taken,
     TrainerStart,
-    encoded,
     recorded_rows,
     rows_path,
 )
@@ -181,7 +180,7 @@ class StepRecorder(TrainerHook):
         self._lines.close()
 
     def _write(self, line: RecordLine) -> None:
-        self._lines.write(encoded(line))
+        self._lines.write(sealed_json.encode(line, indent=-1))
 
     def _held(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -78,9 +78,9 @@ def test_a_line_without_its_checksum_is_damaged(tmp_path: Path) -> None:
     recorder.close()
     first, *_ = (tmp_path / LINES).read_bytes().splitlines(keepends=True)
 
-    (tmp_path / LINES).write_bytes(first[: first.rindex(b',"xxh3"')] + b"}\n")
+    (tmp_path / LINES).write_bytes(first[: first.rindex(b',"seal"')] + b"}\n")
 
-    with pytest.raises(DecodeError, match=r"steps\.jsonl:1 is damaged: its checksum is not the one that was written"):
+    with pytest.raises(DecodeError, match=r"steps\.jsonl:1: damaged: its seal is not that of its members"):
         read_recording(tmp_path)
 
 
@@ -115,7 +115,7 @@ def test_rows_of_another_step_and_a_damaged_line_are_refused(tmp_path: Path) -> 
 
     lines = (folder / LINES).read_bytes()
     (folder / LINES).write_bytes(lines.replace(b'"lease":101', b'"lease":100', 1))
-    with pytest.raises(ConfigError, match=r"steps\.jsonl:2 is damaged"):
+    with pytest.raises(ConfigError, match=r"steps\.jsonl:2: damaged"):
         recording_of(tmp_path)
     with pytest.raises(ConfigError, match="no recording in"):
         recording_of(tmp_path / "elsewhere")
