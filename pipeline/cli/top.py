@@ -41,7 +41,7 @@ def rows(status: Mapping[str, Any], why: Mapping[str, Any], *, columns: float = 
     found: list[tuple[str, ...]] = []
     for process in status.get("processes") or []:
         role, index = process["role"], process["index"]
-        at = doing.get(role if role == "buffer" else f"{role}-{index}", {})
+        at = doing.get(process.get("name"), {})
         working_on = at.get("working_on", -1)
         unit = {"rollout": "ticket", "trainer": "lease"}.get(role, "")
         shares = at.get("last_minute") or {}

@@ -98,6 +98,7 @@ class ExternalTrainer:
 def process_row(found: ExternalRank, now_s: float, resident_bytes: int) -> dict[str, Any]:
     """Return a rank as a process in the answer of `rlhfd status`."""
     return {
+        "name": found.name,
         "role": _ROLE,
         "index": found.rank,
         "pid": found.pid or None,

@@ -123,10 +123,9 @@ class PageData:
     def _read(self) -> dict[str, Any]:
         why = self._watchdog.why()
         activity = {process["name"]: process["activity"] for process in why["processes"]}
-        status = self._status.status()
+        status = self._status.status(why)
         status["buffer"]["capacity_items"] = capacity_items(self._config)
         for process in status["processes"]:
-            process["name"] = _name(process)
             process["activity"] = activity.get(process["name"], "")
         return {
             "status": status,
@@ -134,7 +133,3 @@ class PageData:
             "group_size": self._config.group_size,
             "batch_rows": self._config.sample_batch_size,
         }
-
-
-def _name(process: dict[str, Any]) -> str:
-    return "buffer" if process["role"] == "buffer" else f"{process['role']}-{process['index']}"

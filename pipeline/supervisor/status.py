@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +236,8 @@ class InstanceStatus:
             evaluation=self._evaluation(),
         )
 
-    def status(self) -> dict[str, Any]:
-        """Return the answer of `rlhfd status`."""
+    def status(self, why: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer of `rlhfd status`, with that of `rlhfd why` of the same moment."""
         # All from one reading: rows that were read later than the steps would not add up with them.
         shot, counts = self.snapshot(), self.reading.conservation
         return {
@@ -248,7 +248,7 @@ class InstanceStatus:
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "config": str(self.path or ""),
-            "why": next(iter(self.watchdog.why()["sentences"]), ""),
+            "why": next(iter(why["sentences"]), ""),
             "needs_restart": [*self.pending],
             "metrics_url": shot.metrics_url,
             "algorithm": shot.algorithm,
@@ -348,6 +348,7 @@ class InstanceStatus:
 
     def _process(self, slot: Slot) -> dict[str, Any]:
         return {
+            "name": slot.name,
             "role": slot.role,
             "index": slot.index,
             "pid": slot.child.pid if slot.child else None,

@@ -552,7 +552,7 @@ class Supervisor:
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         match request.get("command"):
             case "status":
-                return self._status.status()
+                return self._status.status(self._watchdog.why())
             case "why":
                 return self._watchdog.why()
             case "reload":

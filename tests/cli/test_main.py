@@ -58,11 +58,11 @@ STATUS = {
         "unaccounted": 0,
     },
     "processes": [
-        {"role": "buffer", "index": 0, "pid": 1235, "state": "ready", "restarts": 0, "uptime_s": 59,
-         "resident_bytes": 900, "devices": "cpu", "last_exit": None},
-        {"role": "rollout", "index": 0, "pid": 1236, "state": "backoff", "restarts": 12, "uptime_s": 3 * 3600 + 300,
-         "resident_bytes": 3 << 30, "devices": [0, 1], "last_exit": -9},
-        {"role": "rollout", "index": 1, "pid": None, "state": "failed", "last_exit": 78},
+        {"name": "buffer", "role": "buffer", "index": 0, "pid": 1235, "state": "ready", "restarts": 0,
+         "uptime_s": 59, "resident_bytes": 900, "devices": "cpu", "last_exit": None},
+        {"name": "rollout-0", "role": "rollout", "index": 0, "pid": 1236, "state": "backoff", "restarts": 12,
+         "uptime_s": 3 * 3600 + 300, "resident_bytes": 3 << 30, "devices": [0, 1], "last_exit": -9},
+        {"name": "rollout-1", "role": "rollout", "index": 1, "pid": None, "state": "failed", "last_exit": 78},
     ],
 }  # fmt: skip
 

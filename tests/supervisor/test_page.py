@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,3 +43,25 @@ def test_a_history_that_cannot_be_written_for_days_is_logged_once_a_cause(
         shutil.rmtree(state)
 
     assert caplog.text.count("history not written") == 3
+
+
+def test_an_answer_takes_one_look_at_the_cause_of_a_slow_run(tmp_path: Path) -> None:
+    config = Config.model_validate({"daemon": {"state_dir": str(tmp_path / "state"), "run_name": "r"}})
+    workspace = Workspace(tmp_path, RunId("id", "identity", str(tmp_path), 1))
+    looks = []
+
+    def why() -> dict[str, Any]:
+        looks.append(1)
+        return {"sentences": ["It waits."], "processes": [{"name": "rollout-0", "activity": "sample"}]}
+
+    def answer(found: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        workers = [{"name": f"rollout-{index}", "role": "rollout", "index": index} for index in range(2)]
+        return {"why": (found or why())["sentences"][0], "buffer": {}, "processes": workers}
+
+    page = PageData(config, workspace, SimpleNamespace(status=answer), SimpleNamespace(why=why), is_local=True)  # type: ignore[arg-type]
+
+    shown = json.loads(page.live(0.0))
+
+    assert len(looks) == 1
+    assert (shown["status"]["why"], shown["why"]) == ("It waits.", ["It waits."])
+    assert [process["activity"] for process in shown["status"]["processes"]] == ["sample", ""]

@@ -161,8 +161,8 @@ def test_a_trainer_is_connected_until_it_closes_and_has_left_then(bench, locked)
     connection.publish(actor=STATE)
     assert (bench.seen(5.0).state, bench.seen(5.0).pid) == ("connected", os.getpid())
     assert process_row(bench.seen(7.0), 8.0, 4096) == {
-        "role": "trainer", "index": 0, "pid": os.getpid(), "state": "connected", "restarts": 0, "uptime_s": 3.0,
-        "resident_bytes": 4096, "devices": "its own", "last_exit": None,
+        "name": "trainer-0", "role": "trainer", "index": 0, "pid": os.getpid(), "state": "connected", "restarts": 0,
+        "uptime_s": 3.0, "resident_bytes": 4096, "devices": "its own", "last_exit": None,
     }  # fmt: skip
 
     reward = bench.value("rlhfd_reward_mean")
