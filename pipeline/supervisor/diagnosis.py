@@ -5,7 +5,6 @@ Pure: a view of the run in, text out.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +14,7 @@ from pipeline.supervisor.external import ExternalRank
 from pipeline.supervisor.hangs import HangLimits, Observation
 from pipeline.telemetry.engine_view import EngineView
 from pipeline.telemetry.metrics import IDLE_STEPS
+from pipeline.telemetry.window import Window
 
 _LEAST_SUSPICIOUS_S, _MOST_SUSPICIOUS_S = 10.0, 60.0
 _LEAST_SHARE = 0.02
@@ -105,27 +105,14 @@ class RunView:
         return [process for process in self.processes if process.observed.role == role]
 
 
-class ShareWindow:
-    """Time by activity of each process over a window, from counters that never fall."""
-
-    def __init__(self, window_s: float = 60.0, every_s: float = 1.0) -> None:
-        self._window_s = window_s
-        self._every_s = every_s
-        self._samples: collections.deque[tuple[float, Mapping[tuple[str, ...], float]]] = collections.deque()
-
-    def add(self, now_s: float, seconds: Mapping[tuple[str, ...], float]) -> None:
-        """Add a sample of the seconds so far by (role, worker, activity), unless the last one is too recent."""
-        if self._samples and now_s - self._samples[-1][0] < self._every_s:
-            return
-        self._samples.append((now_s, seconds))
-        while self._samples[0][0] < now_s - self._window_s:
-            self._samples.popleft()
+class ShareWindow(Window[Mapping[tuple[str, ...], float]]):
+    """Time by activity of each process over a window, from the seconds so far by (role, worker, activity)."""
 
     def shares(self, role: str, worker: str | None = None) -> dict[str, float]:
         """Return the share of each activity, largest first; of one worker, or of all processes of a role together."""
-        if len(self._samples) < 2:
+        if len(self.kept) < 2:
             return {}
-        (_, first), (_, last) = self._samples[0], self._samples[-1]
+        (_, first), (_, last) = self.kept[0], self.kept[-1]
         spent: dict[str, float] = {}
         for key, seconds in last.items():
             if key[0] == role and worker in (None, key[1]):

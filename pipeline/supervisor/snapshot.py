@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.telemetry.window import Window
+
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
@@ -102,7 +104,7 @@ class Steps:
             self.rewards.append((self.step, reward))
 
 
-class RateWindow:
+class RateWindow(Window[float]):
     """The rate of a counter that never falls over a window of time: Prometheus' ``rate(counter[window])``.
 
     The increase between the first and the last sample in the window, divided by the time between them. Prometheus
@@ -110,21 +112,11 @@ class RateWindow:
     Prometheus divides by time that has not passed yet.
     """
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._samples: collections.deque[tuple[float, float]] = collections.deque()
-
-    def add(self, now_s: float, total: float) -> None:
-        """Add a sample; `now_s` must ascend."""
-        self._samples.append((now_s, total))
-        while self._samples[0][0] < now_s - self._window_s:
-            self._samples.popleft()
-
     def rate(self) -> float | None:
         """Return the increase a second at the last sample; None with fewer than two samples in the window."""
-        if len(self._samples) < 2:
+        if len(self.kept) < 2:
             return None
-        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
+        (first_s, first), (last_s, last) = self.kept[0], self.kept[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s else None
 
 

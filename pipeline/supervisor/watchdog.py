@@ -73,7 +73,7 @@ class Watchdog:
     state: Callable[[], str]
     gave_up: Callable[[str], None]
     on_trainer_left: Callable[[], None] = lambda: None
-    shares: ShareWindow = dataclasses.field(default_factory=ShareWindow, init=False)
+    shares: ShareWindow = dataclasses.field(default_factory=lambda: ShareWindow(60.0, 1.0), init=False)
     engines: EngineWindow = dataclasses.field(default_factory=EngineWindow, init=False)
     idle_steps: int = dataclasses.field(default=0, init=False)
 

@@ -20,5 +20,6 @@ run_log            a run's log, in the journal or in a file
 samples            rollouts on disk for people to read
 slab               metrics of all processes in shared memory
 stdio              output that never waits for its reader
+window             samples over a window of time
 writer             handles on a process's own slot
 """

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
 from pipeline.telemetry.reader import Reading, Series
+from pipeline.telemetry.window import Window
 
-_WINDOW_S: Final = 60.0
-_EVERY_S: Final = 1.0
-"""Least time between two readings that are kept."""
 _TOTALS: Final = ("rlhfd_engine_tokens_total", "rlhfd_engine_prefix_tokens_total", "rlhfd_engine_preemptions_total")
 _Families = Mapping[str, Series]
 
@@ -52,18 +49,14 @@ class EngineWindow:
     """The engines of all workers over the last minute."""
 
     def __init__(self) -> None:
-        self._kept: collections.deque[tuple[float, _Families]] = collections.deque()
+        self._totals = Window[_Families](60.0, 1.0)
         self._newest: _Families = {}
         self._newest_s = 0.0
 
     def add(self, now_s: float, reading: Reading) -> None:
         """Add a reading."""
         self._newest, self._newest_s = reading.families, now_s
-        if self._kept and now_s - self._kept[-1][0] < _EVERY_S:
-            return
-        self._kept.append((now_s, {name: self._newest.get(name, {}) for name in _TOTALS}))
-        while self._kept[0][0] < now_s - _WINDOW_S:
-            self._kept.popleft()
+        self._totals.add(now_s, {name: self._newest.get(name, {}) for name in _TOTALS})
 
     def view(self, worker: int) -> EngineView | None:
         """Return the engine of a worker; None if the worker shows none."""
@@ -78,7 +71,7 @@ class EngineWindow:
 
         if (running := value(self._newest, "rlhfd_engine_responses", "running")) is None:
             return None
-        first_s, first = self._kept[0]
+        first_s, first = self._totals.kept[0]
 
         def grown(name: str, *labels: str) -> float:
             return max(0.0, now(name, *labels) - (value(first, name, *labels) or 0.0))
