@@ -36,16 +36,14 @@ class ForkserverRefusal:
     """The refusal that is remembered in a state directory.
 
     Args:
-        state_dir: The state directory; None: nothing is remembered.
+        state_dir: The state directory.
     """
 
-    def __init__(self, state_dir: Path | None) -> None:
-        self.path = None if state_dir is None else state_dir / _FILE
+    def __init__(self, state_dir: Path) -> None:
+        self.path = state_dir / _FILE
 
     def recall(self, conditions: str) -> str:
         """Return the reason of a refusal under these conditions (`conditions_of`); "" if there was none."""
-        if self.path is None:
-            return ""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Record)
         except (OSError, *UNREADABLE):
@@ -54,9 +52,8 @@ class ForkserverRefusal:
 
     def remember(self, conditions: str, reason: str) -> None:
         """Keep a refusal for the next start; a folder that cannot be written costs that start its attempt."""
-        if self.path is not None:
-            with contextlib.suppress(OSError), replacing(self.path) as descriptor:
-                os.write(descriptor, msgspec.json.encode(_Record(conditions, reason)))
+        with contextlib.suppress(OSError), replacing(self.path) as descriptor:
+            os.write(descriptor, msgspec.json.encode(_Record(conditions, reason)))
 
 
 def conditions_of(environment: Mapping[str, str], model: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import random
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -134,37 +134,6 @@ class Slot:
         return self.child is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class ChildSettings:
-    """Settings of an instance that its children get at their start.
-
-    Attributes:
-        name: The instance's name.
-        model: Directory of the actor, whose code the forkserver loads.
-        prompts: At least the number of prompts in one epoch; 0 if unknown.
-        threads: Compute threads by role; a role that is not listed gets 1.
-        state_dir: The state directory, where a forkserver's refusal is kept; None: nowhere.
-    """
-
-    name: str = ""
-    model: str = ""
-    prompts: int = 0
-    threads: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    state_dir: Path | None = None
-
-    @classmethod
-    def of(cls, config: Config) -> ChildSettings:
-        """Return the settings of a configuration; reads its prompt file to count the lines."""
-        return cls(
-            name=config.daemon.name,
-            model=config.model.actor,
-            # None yet: those of the embedded task, which its setup makes.
-            prompts=prompts_at_most(config.prompts) or PROMPT_COUNT,
-            threads={"trainer": config.trainer.threads, "rollout": config.rollout.threads},
-            state_dir=Path(config.daemon.state_dir),
-        )
-
-
 @dataclasses.dataclass(eq=False)
 class Fleet:
     """Starts and watches children; `on_end` decides the consequence of an exit for the instance.
@@ -172,34 +141,35 @@ class Fleet:
     Attributes:
         folder: The instance's folder in shared memory.
         slab: The instance's metrics.
+        config: The instance's configuration, as it was at the start.
         clock: Monotonic seconds.
         on_reaped: Called when a child has ended, before its gauges are removed.
         on_end: Called with the exit code of a child that has ended.
         on_change: Called at a change of a slot's state.
         on_line: Called with each line of a child.
-        limits: Bounds of restarts.
-        settings: Settings that children get at their start.
+        prompts: At least the number of prompts in one epoch, counted once; 0 if unknown.
         slots: All slots, in the order of their start.
         nodes: Nodes of the Ray cluster on which workers compute; none without one.
     """
 
     folder: str
     slab: MetricsSlab
+    config: Config
     _: dataclasses.KW_ONLY
     clock: Callable[[], float]
     on_reaped: Callable[[Slot], None]
     on_end: Callable[[Slot, int], None]
     on_change: Callable[[Slot], None]
     on_line: Callable[[Slot, str], None]
-    limits: RestartLimits
-    settings: ChildSettings = ChildSettings()
     slots: list[Slot] = dataclasses.field(default_factory=list, init=False)
     nodes: ClusterNodes = dataclasses.field(default_factory=ClusterNodes, init=False)
 
     def __post_init__(self) -> None:
         self._metrics = self.slab.writer("supervisor")
         self._forkserver = Forkserver()
-        self._refusal = ForkserverRefusal(self.settings.state_dir)
+        self._refusal = ForkserverRefusal(Path(self.config.daemon.state_dir))
+        # None yet: those of the embedded task, which its setup makes.
+        self.prompts = prompts_at_most(self.config.prompts) or PROMPT_COUNT
         self._forkserver_slot = self.add("forkserver", 0, Devices("", ()))
         self._oom_kills = self._newer_oom_kills = kill_count()
         self._oom_kills_s = self.clock()
@@ -212,7 +182,7 @@ class Fleet:
 
     def add(self, role: str, index: int, devices: Devices) -> Slot:
         """Add a slot; no child runs in it yet."""
-        slot = Slot(role, index, devices, RestartPolicy(self.limits, random.Random()))
+        slot = Slot(role, index, devices, RestartPolicy(RestartLimits.of(self.config.daemon), random.Random()))
         self.slots.append(slot)
         if slot.works:
             # Counters start at 0: Prometheus sees no increase in a counter that appears as 1.
@@ -220,11 +190,10 @@ class Fleet:
                 self._metrics.counter("rlhfd_process_exits_total", role=role, reason=reason)
         return slot
 
-    def limit(self, limits: RestartLimits) -> None:
-        """Apply other bounds of restarts from now on."""
-        self.limits = limits
+    def limit(self, config: Config) -> None:
+        """Apply the bounds of restarts of a reloaded configuration from now on."""
         for slot in self.slots:
-            slot.policy.limit(limits)
+            slot.policy.limit(RestartLimits.of(config.daemon))
 
     def of(self, *roles: str) -> Iterator[Slot]:
         """Yield the slots of some roles."""
@@ -297,26 +266,23 @@ class Fleet:
         )
 
     def _environment(self, slot: Slot) -> dict[str, str]:
-        settings = self.settings
-        environment = child_environment(gpu=slot.devices.gpu, threads=settings.threads.get(slot.role, 1))
-        if settings.state_dir is not None:
-            environment |= cache_variables(settings.state_dir, environment)
-        return environment
+        config = self.config
+        threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}.get(slot.role, 1)
+        environment = child_environment(gpu=slot.devices.gpu, threads=threads)
+        return environment | cache_variables(Path(config.daemon.state_dir), environment)
 
     def _conditions(self) -> str:
-        return conditions_of(self._environment(self._forkserver_slot), self.settings.model)
+        return conditions_of(self._environment(self._forkserver_slot), self.config.model.actor)
 
     def _starter(self, slot: Slot, *, forked: bool) -> Starter:
-        settings, environment = self.settings, self._environment(slot)
+        name, environment = self.config.daemon.name, self._environment(slot)
         if slot.role == "forkserver":
-            return self._forkserver.starter(settings.name, settings.model, environment)
+            return self._forkserver.starter(name, self.config.model.actor, environment)
         if slot.role == "engines":
-            arguments = [str(engines_socket(Path(self.folder))), settings.name]
+            arguments = [str(engines_socket(Path(self.folder))), name]
             variables = vllm_environment(forkserver_environment(environment), on_cpu=not slot.devices.gpu)
             return executed(_ENGINE_FORKSERVER, arguments, variables)
-        spec = LaunchSpec(
-            slot.role, slot.index, self.folder, slot.generation, settings.prompts, list(slot.devices.cpus)
-        )
+        spec = LaunchSpec(slot.role, slot.index, self.folder, slot.generation, self.prompts, list(slot.devices.cpus))
         if forked:
             return self._forkserver.forked(spec, environment)
         return executed("pipeline.runtime.child_entry", [msgspec.json.encode(spec).decode()], environment)

@@ -39,13 +39,12 @@ from pipeline.supervisor import notes, placement
 from pipeline.supervisor.capacity.choices import Choices, decided
 from pipeline.supervisor.capacity.disk import disk_notes
 from pipeline.supervisor.exits import ExitHandler, death_of
-from pipeline.supervisor.fleet import FORKSERVERS, ChildSettings, Fleet, Slot
+from pipeline.supervisor.fleet import FORKSERVERS, Fleet, Slot
 from pipeline.supervisor.inputs_watch import InputsWatch
 from pipeline.supervisor.live import LiveView
 from pipeline.supervisor.page import PageData
 from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.reload import Hangup, Reload
-from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shutdown import Shutdown
 from pipeline.supervisor.status import InstanceStatus
 from pipeline.supervisor.systemd import ExtendedStart, Notifier, Service
@@ -286,13 +285,12 @@ class Supervisor:
         self._fleet = Fleet(
             str(self.workspace.folder),
             self._slab,
+            config,
             clock=monotonic_s,
             on_reaped=lambda slot: self._status.sample(monotonic_s()),
             on_end=self._child_ended,
             on_change=self._child_changed,
             on_line=self._child_printed,
-            limits=RestartLimits.of(config.daemon),
-            settings=ChildSettings.of(config),
         )
         none = Devices("", ())
         if not self._is_prepared():
@@ -444,7 +442,7 @@ class Supervisor:
         """Apply a reloaded configuration; nothing here fails."""
         self.config = self._shutdown.config = self._trackers.config = config
         self._watchdog.limit(config)
-        self._fleet.limit(RestartLimits.of(config.daemon))
+        self._fleet.limit(config)
 
     def _shared_memory_cut(self, path: Path, reason: str) -> None:
         """End the run after another program has truncated a file in shared memory.

@@ -125,7 +125,6 @@ class _Gateway:
             config=self._config.model_dump_json(),
             rank=self._context.index,
             generation=self._context.generation,
-            prompts=self._context.prompts,
             meeting=meeting,
             slots=self._context.metrics.slots,
             started_s=time.monotonic() - self._started_s,

@@ -57,7 +57,6 @@ class RankSpec(ActorSpec):
     Attributes:
         rank: Its rank.
         generation: The generation of the ranks.
-        prompts: Prompts in one epoch, 0 if unknown.
         meeting: The place where the ranks meet.
         slots: The slots of the instance's metrics.
         started_s: Time since the start of the gateway.
@@ -65,7 +64,6 @@ class RankSpec(ActorSpec):
 
     rank: int
     generation: int
-    prompts: int
     meeting: Meeting
     slots: Sequence[SlotName]
     started_s: float
@@ -290,7 +288,6 @@ class RemoteRank:
             writer,
             self._wire.report,
             spec.generation,
-            spec.prompts,
             sent_config=spec.config,
         )
 

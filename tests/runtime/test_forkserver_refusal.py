@@ -37,13 +37,9 @@ def test_a_refusal_is_recalled_under_its_conditions_alone(tmp_path: Path) -> Non
 
 def test_a_damaged_note_or_none_or_no_folder_is_no_refusal(tmp_path: Path) -> None:
     refusal = ForkserverRefusal(tmp_path)
-    assert refusal.path is not None
     refusal.path.write_bytes(b"{")
 
     assert refusal.recall("a") == ""
-    nowhere = ForkserverRefusal(None)
-    nowhere.remember("a", "has a thread")
-    assert nowhere.recall("a") == ""
     ForkserverRefusal(tmp_path / "missing").remember("a", "has a thread")
 
 

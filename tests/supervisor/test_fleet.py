@@ -22,9 +22,8 @@ from pipeline.runtime.child_process import Starter, cache_variables
 from pipeline.runtime.latest_checkpoint import Latest, checkpoints_dir, write_latest
 from pipeline.runtime.messages import Message
 from pipeline.runtime.role import Report
-from pipeline.supervisor.fleet import ChildSettings, Fleet, Slot
+from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.placement import Devices
-from pipeline.supervisor.restarts import RestartLimits
 from pipeline.supervisor.shutdown import Shutdown
 from pipeline.telemetry.log import JsonFormatter
 from pipeline.telemetry.metric import SlotName
@@ -56,12 +55,12 @@ class Idlers(Fleet):
         super().__init__(
             str(folder),
             slab,
+            sort_digits.with_paths(Config(daemon=DaemonConfig(state_dir=folder / "state"))),
             clock=time.monotonic,
             on_reaped=lambda slot: None,
             on_end=lambda slot, code: self.ended(slot, code),
             on_change=lambda slot: None,
             on_line=lambda slot, line: None,
-            limits=RestartLimits(),
         )
         self.ranks = [self.add("trainer", rank, Devices("", ())) for rank in (0, 1)]
         for forkserver in self.of("forkserver"):
@@ -177,9 +176,10 @@ async def test_children_that_the_kernel_kills_at_once_are_each_out_of_memory(
 
 
 def test_prompts_of_the_embedded_task_are_counted_before_they_are_made(tmp_path: Path) -> None:
-    config = sort_digits.with_paths(Config.model_validate({"daemon": {"state_dir": tmp_path}}))
+    fleet = Idlers(tmp_path)
 
-    assert ChildSettings.of(config).prompts == sort_digits.PROMPT_COUNT
+    assert fleet.prompts == sort_digits.PROMPT_COUNT
+    fleet.slab.close()
 
 
 @pytest.mark.parametrize(("minutes", "ended_by"), [(0, "oom"), (1, "oom"), (3, "")])
@@ -323,7 +323,7 @@ async def test_steps_of_ranks_that_cannot_be_started_again_during_a_stop_stay(
 ) -> None:
     async with stopping(tmp_path) as (fleet, shutdown):
         hold_steps(fleet, shutdown.config, saved=2)
-        fleet.limit(RestartLimits(starts=1))
+        fleet.limit(Config(daemon=DaemonConfig(restart_limit=1)))
         os.kill(fleet.started[1][0], signal.SIGKILL)
         await fleet.until(lambda: not fleet.alive())
 
@@ -519,7 +519,6 @@ def test_roles_get_the_caches_of_the_state_directory_and_the_users_own_stay(
     monkeypatch.setenv("TRITON_CACHE_DIR", "/fast/triton")
     monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
     fleet = Idlers(tmp_path)
-    fleet.settings = ChildSettings(state_dir=tmp_path / "state")
 
     environment = fleet._environment(fleet.ranks[0])
 

@@ -21,13 +21,13 @@ import pytest
 import torch
 
 import pipeline
+from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, GaveUpError
 from pipeline.models.weights.store import WeightsPublisher
 from pipeline.runtime.child_process import allow_descriptors
 from pipeline.storage.arena import Arena
 from pipeline.supervisor.fleet import Fleet
 from pipeline.supervisor.placement import Devices
-from pipeline.supervisor.restarts import RestartLimits
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from tests.buffer.test_quarantine import place
@@ -157,12 +157,12 @@ def test_a_child_for_which_there_is_no_descriptor_ends_the_run_and_leaves_none_o
     fleet = Fleet(
         str(tmp_path),
         slab,
+        Config(),
         clock=time.monotonic,
         on_reaped=lambda slot: None,
         on_end=lambda slot, code: None,
         on_change=lambda slot: None,
         on_line=lambda slot, line: None,
-        limits=RestartLimits(),
     )
     slot = fleet.add("buffer", 0, Devices("", ()))
 

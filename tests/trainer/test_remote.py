@@ -160,7 +160,7 @@ def test_a_rank_leaves_no_file_whoever_kills_it_and_takes_each_configuration_onc
     first, second = (Config.model_validate({"daemon": {"hang_timeout_s": time_s}}) for time_s in (7.0, 8.0))
     handlers = logging.getLogger().handlers[:]
     spec = RankSpec(
-        config=first.model_dump_json(), rank=1, generation=1, prompts=9, meeting=Meeting("127.0.0.1", 1, "cpu"),
+        config=first.model_dump_json(), rank=1, generation=1, meeting=Meeting("127.0.0.1", 1, "cpu"),
         slots=[SlotName("supervisor", 0), SlotName("trainer", 1)], started_s=0.0,
     )  # fmt: skip
     rank = RemoteRank(spec)
