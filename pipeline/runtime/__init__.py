@@ -7,7 +7,7 @@ child_process       a child process, started and watched
 control             the control socket
 engine_forkserver   the forkserver of vLLM's engines, and the worker's side of it
 evaluation_plan     the held-out prompts of a configuration, and their tickets
-forking             forks of this process that run one function
+forking             forks of this process that run one function, and of a forkserver on request
 forkserver          the supervisor's side of the forkserver
 forkserver_process  the forkserver; it and that of the engines are the only modules here that load torch
 forkserver_refusal  the reason why a forkserver cannot serve, remembered for the next start

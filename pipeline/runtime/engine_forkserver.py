@@ -16,10 +16,7 @@ engine that has begun; a worker whose engine has not begun then executes it.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
 import importlib
-import json
 import logging
 import os
 import select
@@ -33,12 +30,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
-import msgspec
 import setproctitle
 
 from pipeline.runtime.child_entry import leave
-from pipeline.runtime.forking import CUDA, unfit_to_fork
-from pipeline.runtime.forkserver_process import forks_badly
+from pipeline.runtime.forking import CUDA, ForkRequest, next_request, request_fork
+from pipeline.runtime.forkserver_process import begin_forkserver, can_serve, unfit_to_serve
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 from pipeline.runtime.signals import stop_signal
 
@@ -47,15 +43,6 @@ _PROCESS: Final = "pipeline.rollout.generation.vllm.process"
 _PACKET = 64
 _WAITING = 64
 """Workers that may wait for the end of the import."""
-
-
-class _Request(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that is to begin, in a file in memory; its link and the worker's output come as descriptors with it."""
-
-    settings: str
-    # Variables may hold bytes that are no text.
-    environment: dict[bytes, bytes]
-    cpus: list[int]
 
 
 class _Imported(NamedTuple):
@@ -87,15 +74,10 @@ class ForkedEngine:
         self.pid = 0
         self._code: int | None = None
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
-        request = _Request(settings, variables, sorted(os.sched_getaffinity(0)))
         try:
             self._connection.connect(os.fspath(path))
-            with open(os.memfd_create("engine"), "wb") as body:
-                body.write(msgspec.msgpack.encode(request))
-                body.flush()
-                # vLLM's output belongs into the worker's log.
-                socket.send_fds(self._connection, [b"fork"], [body.fileno(), link, 2])
+            # vLLM's output belongs into the worker's log.
+            request_fork(self._connection, settings, environment, link, 2)
         except OSError:
             self._connection.close()
             raise
@@ -167,10 +149,7 @@ def main(reports: int, path: str, name: str) -> int:
         path: Path of the socket.
         name: Name of the instance, for titles.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Hang detection asks every child for its stacks.
-    faulthandler.register(signal.SIGUSR1, chain=False)
-    setproctitle.setproctitle(f"{name}: forkserver of engines")
+    begin_forkserver(f"{name}: forkserver of engines")
     # The start of vLLM alone has a dozen warnings, none of which its user can act on.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -182,25 +161,17 @@ def main(reports: int, path: str, name: str) -> int:
         listener.bind(path)
         os.umask(former)
         listener.listen(_WAITING)
-        gc.disable()
         before = dict(os.environb)
         importlib.import_module(_LIBRARIES)
         process = importlib.import_module(_PROCESS)
         # In an engine that was executed vLLM sets them as well.
         set_by_import = {name: value for name, value in os.environb.items() if before.get(name) != value}
         # vLLM asks the driver for the cards as it is imported, by NVML, and forks such processes itself.
-        reason = unfit_to_fork(CUDA)
-        if not reason and forks_badly():
-            reason = "has asked CUDA for its devices, after which a forked process cannot use a GPU"
-        if reason:
-            os.write(reports, json.dumps({"state": "unusable", "error": f"vLLM's import {reason}"}).encode() + b"\n")
+        reason = unfit_to_serve(CUDA)
+        if not can_serve(reports, reason and f"vLLM's import {reason}"):
             return 1
-        # A collection in a forked process would write to, and so copy, every shared page.
-        gc.freeze()
-        gc.enable()
         # Nobody waits for a guard.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        os.write(reports, b'{"state":"ready"}\n')
         while True:
             connection, _ = listener.accept()
             if os.fork() == 0:
@@ -216,9 +187,9 @@ def _guard(connection: socket.socket, imported: _Imported, name: str) -> NoRetur
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         setproctitle.setproctitle(f"{name}: guard of an engine")
-        data, descriptors, _, _ = socket.recv_fds(connection, _PACKET, 3)
-        if data:
-            _watch(connection, imported, *descriptors)
+        if (found := next_request(connection, 2)) is not None:
+            request, descriptors = found
+            _watch(connection, imported, request, *descriptors)
     except BaseException:
         # Nothing else says why: at a limit of processes, say.
         traceback.print_exc()
@@ -228,11 +199,7 @@ def _guard(connection: socket.socket, imported: _Imported, name: str) -> NoRetur
         os._exit(0)
 
 
-def _watch(connection: socket.socket, imported: _Imported, body: int, link: int, output: int) -> None:
-    with open(body, "rb") as file:
-        # Its place is that of the worker's writes.
-        file.seek(0)
-        request = msgspec.msgpack.decode(file.read(), type=_Request)
+def _watch(connection: socket.socket, imported: _Imported, request: ForkRequest, link: int, output: int) -> None:
     guard = os.getpid()
     try:
         worker = os.pidfd_open(_peer(connection))
@@ -255,7 +222,7 @@ def _watch(connection: socket.socket, imported: _Imported, body: int, link: int,
         connection.send(str(code).encode())
 
 
-def _engine(request: _Request, imported: _Imported, link: int, output: int, guard: int) -> NoReturn:
+def _engine(request: ForkRequest, imported: _Imported, link: int, output: int, guard: int) -> NoReturn:
     """Set this process up as one that the worker has executed, and run the engine."""
     code = 1
     try:
@@ -267,7 +234,7 @@ def _engine(request: _Request, imported: _Imported, link: int, output: int, guar
         for number in (1, 2):
             os.dup2(output, number)
         os.close(output)
-        imported.process.forked(link, request.settings)
+        imported.process.forked(link, request.work)
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1

@@ -1,4 +1,8 @@
-"""Forks of this process that run one function: the conditions, and the state that such a child must not share."""
+"""Forks: of this process, that run one function, and of a forkserver, on request; the conditions of both.
+
+A request to a forkserver lies in a file in memory: a packet takes some 200 kB, and variables may be more. Its
+descriptor comes in a packet with the others of the request.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,27 @@ import gc
 import logging
 import os
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final, NoReturn
 
+import msgspec
+
 from pipeline.runtime.lifeline import PARENT_VARIABLE, die_with_parent
 
 # jemalloc's, which pyarrow brings: it only gives memory back early, and jemalloc takes its locks around each fork.
 _DISPENSABLE: Final = frozenset({"jemalloc_bg_thd"})
 _DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
-_GPU: Final = "/dev/nvidia"
+_PACKET: Final = b"fork"
+GPU: Final = "/dev/nvidia"
 CUDA: Final = "/dev/nvidia-uvm"
 """The device that CUDA opens as it is initialized, and no library that only asks for the names and sizes of cards."""
 
 
-def unfit_to_fork(device: str = _GPU) -> str:
+def unfit_to_fork(device: str = GPU) -> str:
     """Return the reason why this process must not be forked, as a predicate; "" if it may be.
 
     Args:
@@ -123,3 +129,42 @@ def _reset_logging() -> None:
         root.removeHandler(handler)
     root.setLevel(logging.WARNING)
     logging.captureWarnings(False)
+
+
+class ForkRequest(msgspec.Struct, frozen=True):
+    """A request to a forkserver.
+
+    Attributes:
+        work: What the fork is to do, as JSON.
+        environment: All its variables, which may hold bytes that are no text.
+        cpus: The CPUs of the process that asks.
+    """
+
+    work: str
+    environment: dict[bytes, bytes]
+    cpus: list[int]
+
+
+def request_fork(connection: socket.socket, work: str, environment: Mapping[str, str], *descriptors: int) -> None:
+    """Ask the forkserver at the other end for a fork that gets these descriptors.
+
+    Raises:
+        OSError: If nobody is there.
+    """
+    variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
+    request = ForkRequest(work, variables, sorted(os.sched_getaffinity(0)))
+    with open(os.memfd_create("fork"), "wb") as body:
+        body.write(msgspec.msgpack.encode(request))
+        body.flush()
+        socket.send_fds(connection, [_PACKET], [body.fileno(), *descriptors])
+
+
+def next_request(connection: socket.socket, most: int) -> tuple[ForkRequest, list[int]] | None:
+    """Wait for the next request; return it with its descriptors, or None once the connection is closed."""
+    data, descriptors, _, _ = socket.recv_fds(connection, len(_PACKET), 1 + most)
+    if not data:
+        return None
+    with open(descriptors[0], "rb") as file:
+        # Its place is that of the sender's writes.
+        file.seek(0)
+        return msgspec.msgpack.decode(file.read(), type=ForkRequest), descriptors[1:]

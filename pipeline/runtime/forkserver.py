@@ -9,29 +9,15 @@ depends on the forkserver.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 
-import msgspec
-
-from pipeline.runtime.child_process import LaunchSpec, Process, Starter, executed
-from pipeline.runtime.forking import ForkedProcess
+from pipeline.runtime.child_process import Process, Starter, executed
+from pipeline.runtime.forking import ForkedProcess, request_fork
 
 _FORK_TIMEOUT_S = 5.0
 _MODULE = "pipeline.runtime.forkserver_process"
 _JEMALLOC = "JE_ARROW_MALLOC_CONF"
-
-
-class ForkRequest(msgspec.Struct, frozen=True):
-    """A request to fork, in a file in memory: a packet takes some 200 kB, and variables may be more.
-
-    Its descriptor comes in a packet with those of the pipes for reports and lines, and of a socket for the handshake.
-    """
-
-    spec: LaunchSpec
-    # Variables may hold bytes that are no text.
-    environment: dict[bytes, bytes]
 
 
 def forkserver_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -69,16 +55,17 @@ class Forkserver:
 
         return start
 
-    def forked(self, spec: LaunchSpec, environment: Mapping[str, str]) -> Starter:
-        """Return a function that forks a role, with these variables as its environment."""
+    def forked(self, spec: str, environment: Mapping[str, str]) -> Starter:
+        """Return a function that forks a role by its `LaunchSpec` as JSON, with these variables as its environment."""
 
         def start(reports: int, lines: int) -> Process:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours:
                 ours.settimeout(_FORK_TIMEOUT_S)
-                variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
                 with theirs:
-                    self._request(ForkRequest(spec, variables), reports, lines, theirs.fileno())
+                    if self._link is None:
+                        raise ConnectionResetError("there is no forkserver")
+                    request_fork(self._link, spec, environment, reports, lines, theirs.fileno())
                 if not (answer := ours.recv(64)):
                     raise ConnectionResetError("the forkserver has exited")
                 # The forked process waits for this: after our timeout it finds the socket closed, and exits.
@@ -86,14 +73,6 @@ class Forkserver:
             return ForkedProcess(int(answer))
 
         return start
-
-    def _request(self, request: ForkRequest, *descriptors: int) -> None:
-        if self._link is None:
-            raise ConnectionResetError("there is no forkserver")
-        with open(os.memfd_create("fork"), "wb") as body:
-            body.write(msgspec.msgpack.encode(request))
-            body.flush()
-            socket.send_fds(self._link, [b"fork"], [body.fileno(), *descriptors])
 
     def close(self) -> None:
         """Close the connection; the forkserver then exits."""

@@ -10,71 +10,74 @@ import signal
 import socket
 import sys
 import time
-from typing import NamedTuple
+
+import setproctitle
 
 from pipeline.runtime import role_libraries
-from pipeline.runtime.forking import threads_lost, unfit_to_fork
+from pipeline.runtime.forking import GPU, ForkRequest, next_request, threads_lost, unfit_to_fork
 from pipeline.runtime.import_watch import ImportWatch
 from pipeline.runtime.lifeline import die_with_parent
 
 
-class Fork(NamedTuple):
-    """A decoded `ForkRequest` with its descriptors: the pipes for reports and lines, the socket of the handshake."""
-
-    spec: bytes
-    environment: dict[bytes, bytes]
-    reports: int
-    lines: int
-    handshake: socket.socket
-
-
 def main(reports: int, link: socket.socket, name: str, model: str) -> int:
     """Fork roles until the supervisor closes the connection; in a forked role, run it and return its exit code."""
-    import setproctitle
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Hang detection asks every child for its stacks.
-    faulthandler.register(signal.SIGUSR1, chain=False)
-    setproctitle.setproctitle(f"{name}: forkserver")
-    # Until what the imports have made is frozen.
-    gc.disable()
+    begin_forkserver(f"{name}: forkserver")
     with ImportWatch() as watch:
         role_libraries.load(role_libraries.ROLES.values(), model)
-    if reason := _refusal(watch):
-        os.write(reports, json.dumps({"state": "unusable", "error": reason}).encode() + b"\n")
+    if not can_serve(reports, _refusal(watch)):
         return 1
-    # Garbage collections in a forked process would write to, and so copy, every shared page. The imports leave about
-    # 1 MB of garbage; collecting it would take as long as a tenth of them.
-    gc.freeze()
-    gc.enable()
-    os.write(reports, b'{"state":"ready"}\n')
-    while (fork := _next_fork(link)) is not None:
+    while (found := next_request(link, 3)) is not None:
+        request, descriptors = found
         if _forked():
             os.close(reports)
             link.close()
-            return _run_role(fork)
-        for descriptor in (fork.reports, fork.lines):
+            return _run_role(request, *descriptors)
+        for descriptor in descriptors:
             os.close(descriptor)
-        fork.handshake.close()
     return 0
 
 
 def _refusal(watch: ImportWatch) -> str:
     """Return the reason why this process must not be forked, with the module at fault; "" if it may be."""
-    if reason := unfit_to_fork():
-        starters = dict.fromkeys(watch.starter_of(thread) or _before_us() for thread in threads_lost())
-        return f"{' and '.join(starters) or 'a module that roles import'} {reason}"
-    if forks_badly():
-        return (
-            "a module that roles import has asked CUDA for its devices, after which a forked process cannot use a GPU"
-        )
-    return ""
+    if not (reason := unfit_to_serve()):
+        return ""
+    starters = dict.fromkeys(watch.starter_of(thread) or _before_us() for thread in threads_lost())
+    return f"{' and '.join(starters) or 'a module that roles import'} {reason}"
 
 
 def _before_us() -> str:
     """Return the name of what runs at Python's start, where there is such a module."""
     customize = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
     return " or ".join([*customize, "a .pth file of this environment"])
+
+
+def begin_forkserver(title: str) -> None:
+    """Set this process up as a forkserver, before its imports."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Hang detection asks every child for its stacks.
+    faulthandler.register(signal.SIGUSR1, chain=False)
+    setproctitle.setproctitle(title)
+    # Until what the imports have made is frozen.
+    gc.disable()
+
+
+def unfit_to_serve(device: str = GPU) -> str:
+    """Return the reason why this process, which has imported torch, must not be forked, as `unfit_to_fork`."""
+    badly = "has asked CUDA for its devices, after which a forked process cannot use a GPU"
+    return unfit_to_fork(device) or (badly if forks_badly() else "")
+
+
+def can_serve(reports: int, reason: str) -> bool:
+    """Report that a forkserver is ready after its imports, or the reason why it must not be forked; return which."""
+    if reason:
+        os.write(reports, json.dumps({"state": "unusable", "error": reason}).encode() + b"\n")
+        return False
+    # Garbage collections in a forked process would write to, and so copy, every shared page. The imports leave about
+    # 1 MB of garbage; collecting it would take as long as a tenth of them.
+    gc.freeze()
+    gc.enable()
+    os.write(reports, b'{"state":"ready"}\n')
+    return True
 
 
 def forks_badly() -> bool:
@@ -84,23 +87,6 @@ def forks_badly() -> bool:
     if (probe := os.fork()) == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     return os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) != 0
-
-
-def _next_fork(link: socket.socket) -> Fork | None:
-    """Wait for the supervisor's next request; return None once it has closed the connection."""
-    import msgspec
-
-    from pipeline.runtime.forkserver import ForkRequest
-
-    data, descriptors, _, _ = socket.recv_fds(link, len(b"fork"), 4)
-    if not data:
-        return None
-    body, reports, lines, handshake = descriptors
-    with open(body, "rb") as file:
-        # Its place is that of the supervisor's writes.
-        file.seek(0)
-        request = msgspec.msgpack.decode(file.read(), type=ForkRequest)
-    return Fork(msgspec.json.encode(request.spec), request.environment, reports, lines, socket.socket(fileno=handshake))
 
 
 def _forked() -> bool:
@@ -116,24 +102,24 @@ def _forked() -> bool:
     return True
 
 
-def _run_role(fork: Fork) -> int:
+def _run_role(request: ForkRequest, reports: int, lines: int, handshake: int) -> int:
     """Set up the process like an executed one, do the handshake with the supervisor, and run the role."""
     from pipeline.runtime import child_entry
 
     os.environb.clear()
-    os.environb.update(fork.environment)
+    os.environb.update(request.environment)
     die_with_parent()
     os.setsid()
     for number in (1, 2):
-        os.dup2(fork.lines, number)
-    os.close(fork.lines)
-    with fork.handshake as handshake:
-        handshake.send(str(os.getpid()).encode())
-        if not handshake.recv(8):
+        os.dup2(lines, number)
+    os.close(lines)
+    with socket.socket(fileno=handshake) as supervisor:
+        supervisor.send(str(os.getpid()).encode())
+        if not supervisor.recv(8):
             # The supervisor's timeout has passed; it may have started another process.
             return 1
     _reset_inherited_state()
-    return child_entry.main(fork.reports, fork.spec.decode())
+    return child_entry.main(reports, request.work)
 
 
 def _reset_inherited_state() -> None:

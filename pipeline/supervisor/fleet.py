@@ -283,9 +283,10 @@ class Fleet:
             variables = vllm_environment(forkserver_environment(environment), on_cpu=not slot.devices.gpu)
             return executed(_ENGINE_FORKSERVER, arguments, variables)
         spec = LaunchSpec(slot.role, slot.index, self.folder, slot.generation, self.prompts, list(slot.devices.cpus))
+        text = msgspec.json.encode(spec).decode()
         if forked:
-            return self._forkserver.forked(spec, environment)
-        return executed("pipeline.runtime.child_entry", [msgspec.json.encode(spec).decode()], environment)
+            return self._forkserver.forked(text, environment)
+        return executed("pipeline.runtime.child_entry", [text], environment)
 
     def retry(self, slot: Slot) -> float | None:
         """Plan the next start of a slot whose child died; return the wait in s, or None if the slot has failed."""

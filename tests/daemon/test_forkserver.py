@@ -51,7 +51,7 @@ def test_roles_are_the_supervisors_own_and_outlive_a_forkserver_that_is_killed_o
         assert os.listdir(f"/proc/{first}/task") == [str(first)], "a fork loses every thread but one"
 
         os.kill(first, signal.SIGUSR1)
-        daemon.wait_logged("in _next_fork")
+        daemon.wait_logged("in next_request")
         assert forkserver(daemon) == first, "it tells its stack, as the watchdog asks it to"
         os.kill(first, signal.SIGKILL)
         daemon.wait_until(lambda: forkserver(daemon) not in (None, first), "there is another forkserver")

@@ -6,12 +6,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 
-from pipeline.runtime.child_process import LaunchSpec
+from pipeline.runtime.forking import next_request
 from pipeline.runtime.forkserver import Forkserver
-from pipeline.runtime.forkserver_process import _next_fork
 
 PROGRAM = """
 import os, sys, warnings
@@ -42,27 +40,27 @@ def test_a_process_whose_forks_cannot_use_cuda_is_found_by_a_fork(has_asked_cuda
     ids=["no_text", "many"],
 )  # fmt: skip
 def test_a_fork_gets_every_variable_whatever_its_bytes_and_their_number(variables):
-    forkserver, spec = Forkserver(), LaunchSpec("trainer", 1, "folder")
+    forkserver, spec = Forkserver(), '{"role": "trainer"}'
     forkserver._link, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.settimeout(10.0)
 
     def serve():
-        fork = _next_fork(server)
-        with fork.handshake as handshake:
+        request, (*pipes, descriptor) = next_request(server, 3)
+        with socket.socket(fileno=descriptor) as handshake:
             handshake.send(b"4711")
             handshake.recv(8)
-        for pipe in (fork.reports, fork.lines):
+        for pipe in pipes:
             os.close(pipe)
-        return fork
+        return request
 
     with open(os.devnull) as pipe, server, ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve)
         child = forkserver.forked(spec, variables)(pipe.fileno(), pipe.fileno())
-        fork = served.result(30)
+        request = served.result(30)
     forkserver.close()
 
-    assert child.pid == 4711 and msgspec.json.decode(fork.spec, type=LaunchSpec) == spec
-    assert fork.environment == {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
+    assert (child.pid, request.work) == (4711, spec)
+    assert request.environment == {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
 
 
 LEAVES = """
