@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeline.buffer.sizing import capacity_items
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.runtime.workspace import Workspace
@@ -124,7 +123,6 @@ class PageData:
         why = self._watchdog.why()
         activity = {process["name"]: process["activity"] for process in why["processes"]}
         status = self._status.status(why)
-        status["buffer"]["capacity_items"] = capacity_items(self._config)
         for process in status["processes"]:
             process["activity"] = activity.get(process["name"], "")
         return {

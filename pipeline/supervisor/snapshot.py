@@ -103,6 +103,13 @@ class Steps:
             self._taken = taken
             self.rewards.append((self.step, reward))
 
+    def tenths(self) -> tuple[float, float] | None:
+        """Return the mean rewards of the first and of the last tenth of the steps; None for fewer than ten steps."""
+        rewards = [reward for _, reward in self.rewards]
+        if not (tenth := len(rewards) // 10):
+            return None
+        return sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+
 
 class RateWindow(Window[float]):
     """The rate of a counter that never falls over a window of time: Prometheus' ``rate(counter[window])``.

@@ -99,9 +99,7 @@ class InstanceStatus:
         self.reading: Reading = self._reader.read()
         self._pace = Pace()
         self._steps = Steps(_HISTORY)
-        self._learning: dict[str, float] = {}
-        self._evaluated: Reading | None = None
-        self._reward_functions: dict[str, float] = {}
+        self._trained = self._evaluated = self.reading
         self._policy_version = 0
         self._cpu_s: dict[int, float] = {}
         self._started_s = time.monotonic()
@@ -138,17 +136,10 @@ class InstanceStatus:
         can_roll = any(slot.state == "ready" for slot in self.fleet.of("rollout"))
         self._pace.add(now_s, tokens, steps, can_roll=can_roll)
         # A rank or a buffer that has ended has no gauges any more; their last values are still the newest.
-        learning, before = learning_of(self.reading), dict(self._learning)
-        right, right_before = (found.pop(EVALUATION, None) for found in (learning, before))
-        self._learning = learning or before
-        if (right := right_before if right is None else right) is not None:
-            self._learning[EVALUATION] = right
+        if learning_of(self.reading).keys() - {EVALUATION}:
+            self._trained = self.reading
         if self._value("rlhfd_evaluation_version") is not None:
             self._evaluated = self.reading
-        parts = self.reading.families["rlhfd_reward_function_mean"].items()
-        self._reward_functions = {
-            labels[-1]: value for labels, value in parts if labels[0] == "trainer" and isinstance(value, float)
-        } or self._reward_functions
         # An external trainer has no number of its step; it undoes none.
         step = steps if self.config.trainer.kind == "external" else self._value("rlhfd_train_step")
         self._steps.add(step, steps, self._value("rlhfd_reward_mean"))
@@ -213,35 +204,14 @@ class InstanceStatus:
 
     def snapshot(self) -> Snapshot:
         """Return the reading for the terminal."""
-        counts = self.reading.conservation
-        rollout = list(self.fleet.of("rollout"))
-        return Snapshot(
-            state=self.shown_state,
-            algorithm=self.config.rollout.algorithm,
-            model=self.config.model.actor,
-            step=self._steps.step,
-            max_steps=int(self._value("rlhfd_last_step") or self.config.trainer.max_steps),
-            # A rank that has ended has no gauge any more; its last value is still the newest.
-            reward_mean=self._steps.rewards[-1][1] if self._steps.rewards else None,
-            reward_history=tuple(reward for _, reward in self._steps.rewards),
-            tokens_per_s=self._pace.tokens_per_s,
-            items_ready=counts.ready_items if counts else 0,
-            items_capacity=capacity_items(self.config),
-            staleness_mean=self.reading.histogram_mean("rlhfd_policy_staleness_versions", point="train"),
-            policy_version=self._policy_version,
-            workers_ready=sum(slot.state == "ready" for slot in rollout),
-            workers_total=len(rollout),
-            metrics_url=self.metrics_url,
-            learning=self._learning,
-            evaluation=self._evaluation(),
-        )
+        return Snapshot.of_status(self._numbers())
 
     def status(self, why: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer of `rlhfd status`, with that of `rlhfd why` of the same moment."""
         # All from one reading: rows that were read later than the steps would not add up with them.
-        shot, counts = self.snapshot(), self.reading.conservation
-        return {
-            "state": self.shown_state,
+        numbers, counts = self._numbers(), self.reading.conservation
+        rewards, ends = numbers["reward_history"], self._steps.tenths()
+        return numbers | {
             "run_id": self.workspace.run.run_id,
             "run": self._run_folder.name,
             "checkpoint": self._checkpoint(),
@@ -250,27 +220,19 @@ class InstanceStatus:
             "config": str(self.path or ""),
             "why": next(iter(why["sentences"]), ""),
             "needs_restart": [*self.pending],
-            "metrics_url": shot.metrics_url,
-            "algorithm": shot.algorithm,
-            "model": shot.model,
             "ranks": self.config.trainer.world_size,
             "sharding": self.config.trainer.sharding,
-            "step": shot.step,
-            "max_steps": shot.max_steps,
-            "policy_version": shot.policy_version,
-            "reward_mean": shot.reward_mean,
-            "reward_trend": trend(shot.reward_history),
-            "reward_since_step": self._steps.rewards[0][0] if self._steps.rewards else None,
-            "reward_history": [round(reward, 6) for reward in shot.reward_history[-_SHOWN_REWARDS:]],
-            "learning": dict(shot.learning),
-            "reward_functions": self._reward_functions,
-            "evaluation": shot.evaluation,
-            "tokens_per_s": shot.tokens_per_s,
+            "reward_trend": ends and ends[1] - ends[0],
+            "reward_since_step": self._steps.rewards[0][0] if rewards else None,
+            "reward_history": [round(reward, 6) for reward in rewards[-_SHOWN_REWARDS:]],
+            "reward_functions": {
+                labels[-1]: value
+                for labels, value in self._trained.families["rlhfd_reward_function_mean"].items()
+                if labels[0] == "trainer" and isinstance(value, float)
+            },
             "steps_per_s": self._pace.steps_per_s,
-            "staleness_mean_versions": shot.staleness_mean,
-            "buffer": {
-                "ready_items": shot.items_ready,
-                "capacity_items": shot.items_capacity,
+            "buffer": numbers["buffer"]
+            | {
                 "leased_items": counts.leased_items if counts else 0,
                 "reserved_items": counts.writing_items if counts else 0,
                 "capacity_bytes": self.config.buffer.arena_bytes,
@@ -294,24 +256,46 @@ class InstanceStatus:
         tail = [f"checkpoint, a folder for from_pretrained: {checkpoint}"] if checkpoint else []
         if counts is None or not counts.sealed:
             return tail
-        shot, dropped = (
-            self.snapshot(),
-            ", ".join(f"{reason} {n}" for reason, n in counts.dropped_by_reason().items() if n),
-        )
+        dropped = ", ".join(f"{reason} {n}" for reason, n in counts.dropped_by_reason().items() if n)
         lines = [
             f"experiences: sealed {counts.sealed} = trained {counts.trained} + dropped {sum(counts.dropped)}"
             f"{f' ({dropped})' if dropped else ''} + ready {counts.ready_items} + leased {counts.leased_items}"
         ]
-        if tenth := len(self._steps.rewards) // 10:
-            rewards = shot.reward_history
-            first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+        if ends := self._steps.tenths():
+            first, last = ends
             since = f"since step {self._steps.rewards[0][0]}: " if self._steps.rewards[0][0] > 1 else ""
             lines.insert(
-                0, f"steps: {shot.step}, {since}mean reward of the first tenth {first:.3f}, of the last {last:.3f}"
+                0,
+                f"steps: {self._steps.step}, {since}mean reward of the first tenth {first:.3f}, of the last {last:.3f}",
             )
         return lines + tail
 
     # Readings.
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return the values that the terminal shows as well; it does so each tick, so they are cheap."""
+        counts, rewards = self.reading.conservation, [reward for _, reward in self._steps.rewards]
+        return {
+            "state": self.shown_state,
+            "metrics_url": self.metrics_url,
+            "algorithm": self.config.rollout.algorithm,
+            "model": self.config.model.actor,
+            "step": self._steps.step,
+            "max_steps": int(self._value("rlhfd_last_step") or self.config.trainer.max_steps),
+            "policy_version": self._policy_version,
+            # A rank that has ended has no gauge any more; its last value is still the newest.
+            "reward_mean": rewards[-1] if rewards else None,
+            "reward_history": rewards,
+            "learning": self._learning(),
+            "evaluation": self._evaluation(),
+            "tokens_per_s": self._pace.tokens_per_s,
+            "staleness_mean_versions": self.reading.histogram_mean("rlhfd_policy_staleness_versions", point="train"),
+            "buffer": {
+                "ready_items": counts.ready_items if counts else 0,
+                "capacity_items": capacity_items(self.config),
+            },
+            "processes": [{"role": slot.role, "state": slot.state} for slot in self.fleet.of("rollout")],
+        }
 
     def _checkpoint(self) -> str:
         """Return the folder of the latest checkpoint, "" if there is none."""
@@ -321,13 +305,17 @@ class InstanceStatus:
             return ""
         return "" if latest is None else str(self._run_folder / "checkpoints" / latest.path)
 
+    def _learning(self) -> dict[str, float]:
+        last = learning_of(self._trained) | {EVALUATION: learning_of(self._evaluated).get(EVALUATION)}
+        return {name: value for name, value in last.items() if value is not None}
+
     def _evaluation(self) -> dict[str, Any] | None:
         """Return the last evaluation and the progress of the next; None without held-out prompts."""
         if not self._files:
             return None
         best = best_checkpoint(self._run_folder / "checkpoints")
         _, _, (done, prompts) = self.steps_and_version()
-        last = self._evaluated or self.reading
+        last = self._evaluated
         version = last.value("rlhfd_evaluation_version")
         files = {
             name: {field: last.value(metric, file=name) for field, metric in EVALUATED.items()}
@@ -441,14 +429,6 @@ class InstanceStatus:
         with contextlib.suppress(FileNotFoundError):
             system = os.statvfs(self.workspace.folder)
             self._writer.gauge("rlhfd_shm_available_bytes").set(system.f_bavail * system.f_frsize)
-
-
-def trend(rewards: tuple[float, ...]) -> float | None:
-    """Return the mean of the last tenth of the steps less that of the first tenth; None for fewer than ten steps."""
-    tenth = len(rewards) // 10
-    if not tenth:
-        return None
-    return sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth
 
 
 def resident_bytes(pid: int) -> int:

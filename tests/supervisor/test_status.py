@@ -58,17 +58,17 @@ def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(tmp_p
     status = InstanceStatus.__new__(InstanceStatus)
     status.config, status.fleet = Config(), SimpleNamespace(of=lambda role: iter([]))
     status._pace, status._steps = Pace(), Steps(8)
-    status._learning, status._reward_functions, status._evaluated = {}, {}, None
     status._files, status._k, status._run_folder, status._policy_version = ["held.jsonl"], 4, tmp_path, 7
     reader = MetricsReader(slab, names={"file-1": "held.jsonl"})
     trainer, buffer = slab.writer("trainer"), slab.writer("buffer")
+    status._trained = status._evaluated = reader.read()
 
     def shown(at_s):
         status.reading = reader.read()
         status._sample_rates(at_s)
         evaluation = status._evaluation()
         means = evaluation["files"]["held.jsonl"]["pass_at_1"], evaluation["pass_at_1"]
-        return dict(status._learning), (evaluation["version"], *means)
+        return status._learning(), (evaluation["version"], *means)
 
     assert shown(0.0) == ({}, (None, None, None))
     trainer.gauge("rlhfd_kl_mean_nats").set(0.25)
