@@ -74,9 +74,9 @@ class _Commands(click.Group):
 
 def _print_version(context: click.Context, _: click.Parameter, is_set: bool) -> None:
     if is_set:
-        from pipeline.runtime.lock import installed_version
+        from pipeline.telemetry.reader import version_of
 
-        click.echo(f"rlhfd {installed_version()}")
+        click.echo(f"rlhfd {version_of('rlhfd') or 'unknown'}")
         context.exit()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import logging
 import os
@@ -37,18 +36,6 @@ _LOCK_TIMEOUT_S = 0.5
 _POLL_S = 0.02
 
 log = logging.getLogger(__name__)
-
-
-@functools.cache
-def installed_version() -> str:
-    """Return the installed version of rlhfd, ``"unknown"`` without an installation."""
-    # This import costs more than the rest of this module.
-    from importlib import metadata
-
-    try:
-        return metadata.version("rlhfd")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class FolderLock:
@@ -270,14 +257,12 @@ class InstanceRecord(msgspec.Struct, frozen=True):
         shm_dir: Folder of the instance in shared memory.
         url: Address of the HTTP server, empty if there is none.
         log: Place of its log, as in `pipeline.telemetry.run_log`.
-        version: Version of rlhfd.
     """
 
     pid: int
     shm_dir: str
     url: str = ""
     log: str = ""
-    version: str = msgspec.field(default_factory=installed_version)
 
     def write(self, runtime_dir: Path) -> None:
         """Write the record into the runtime directory in one rename; the caller holds its lock.

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from pipeline.experience import codec
 from pipeline.experience.ragged import RaggedRows
-from pipeline.runtime.lock import installed_version
 from pipeline.runtime.messages import ExtentRows
 from pipeline.storage import extent_file, sealed_json
 from pipeline.storage.extent_file import SavedExtent
@@ -43,6 +42,7 @@ from pipeline.storage.recording import (
 )
 from pipeline.storage.step_lines import StepLines
 from pipeline.storage.weights_header import WeightsVersion
+from pipeline.telemetry.reader import version_of
 from pipeline.trainer.checkpoints import libraries
 from pipeline.trainer.connection import Batch
 from pipeline.trainer.hooks import TakenStep, TrainerHook
@@ -287,7 +287,7 @@ def remove_rows(folder: Path, after_step: int) -> list[Path]:
 
 def versions() -> dict[str, str]:
     """Return the versions of rlhfd and of the libraries whose functions a step calls."""
-    return {"rlhfd": installed_version(), **libraries()}
+    return {"rlhfd": version_of("rlhfd"), **libraries()}
 
 
 def cut(folder: Path, after_step: int) -> None:

@@ -10,7 +10,6 @@ import torch
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.experience.recorded_batches import recorded_batches
-from pipeline.runtime.lock import installed_version
 from pipeline.storage.recording import (
     LINES,
     Origin,
@@ -18,7 +17,7 @@ from pipeline.storage.recording import (
     recorded_rows,
     rows_path,
 )
-from pipeline.telemetry.reader import MetricsReader
+from pipeline.telemetry.reader import MetricsReader, version_of
 from pipeline.trainer.connection import Batch
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.process import forget_undone_steps, open_recorder
@@ -174,7 +173,7 @@ def test_the_bytes_on_disk_are_exported_from_the_start_on(bench: Bench, tmp_path
 
 
 def test_a_start_names_the_version_of_rlhfd() -> None:
-    assert versions()["rlhfd"] == installed_version() and {"torch", "transformers"} < versions().keys()
+    assert versions()["rlhfd"] == version_of("rlhfd") and {"torch", "transformers"} < versions().keys()
 
 
 class Spy(StepRecorder):
