@@ -44,7 +44,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.progress import Telemetry
 from pipeline.runtime.checkpoint_note import NOTE as CHECKPOINT_NOTE
-from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, heads_in, verify
+from pipeline.runtime.checkpoint_note import earlier_of_run, heads_in, verify
 from pipeline.runtime.checkpoint_note import read_note as read_checkpoint
 from pipeline.runtime.latest_checkpoint import Latest, put_back_replaced, read_latest, why_anew, write_latest
 from pipeline.storage import sealed_json
@@ -332,12 +332,12 @@ class RunFolder:
             # Without a checkpoint that could take its place, `settle` reports it again, unless the run starts anew.
             log.error("the record of the latest checkpoint is damaged: %s", error)
         if (newest := _newest_of_run(self.checkpoints, identity_of(self.config))) is not None:
-            folder, head = newest
             try:
-                write_latest(self.checkpoints, head.latest(folder))
+                write_latest(self.checkpoints, newest)
             except OSError as error:
                 raise ConfigError(f"daemon.state_dir: no checkpoints can be written: {error}") from error
-            log.warning("a checkpoint that no record named is the latest: step=%d path=%s", head.step, folder)
+            log.warning("a checkpoint that no record named is the latest: step=%d path=%s",
+                        newest.step, self.checkpoints / newest.path)  # fmt: skip
 
     def _remove(self) -> None:
         """Remove the folder but ``aside``, in one rename, and make it again."""
@@ -380,7 +380,9 @@ class RunFolder:
                         run_name(self.config), run.folder.name, run.latest.step, "; ".join(differences))  # fmt: skip
 
     def _write_note(self, made_unix_s: float) -> None:
-        write_note(self.path, note_of(self.config, made_unix_s, time.time()))
+        run, rollout, actor = run_name(self.config), self.config.rollout, self.config.model.actor
+        identity, settings = identity_of(self.config), identifying_settings(self.config)
+        write_note(self.path, RunNote(run, identity, made_unix_s, time.time(), rollout.algorithm, actor, settings))
 
     def _taken(self, found: RunNote) -> str:
         pairs = differing_settings(identifying_settings(self.config), found.settings).items()
@@ -404,14 +406,6 @@ def _discard(removed: Path) -> None:
 
 def _shown(value: object) -> str:
     return "(left out)" if value is None else toml(value)
-
-
-def note_of(config: Config, made_unix_s: float, started_unix_s: float) -> RunNote:
-    """Return the description of the run of a configuration."""
-    return RunNote(
-        run_name(config), identity_of(config), made_unix_s, started_unix_s, config.rollout.algorithm,
-        config.model.actor, identifying_settings(config),
-    )  # fmt: skip
 
 
 def write_note(folder: Path, note: RunNote) -> None:
@@ -456,24 +450,22 @@ def _latest_of(checkpoints: Path, identity: str) -> Latest | None:
         return read_latest(checkpoints)
     except ConfigError as error:
         log.warning("the record of the latest checkpoint is damaged: %s", error)
-    newest = _newest_of_run(checkpoints, identity)
-    return None if newest is None else newest[1].latest(newest[0])
+    return _newest_of_run(checkpoints, identity)
 
 
-def _newest_of_run(checkpoints: Path, identity: str) -> tuple[Path, CheckpointNote] | None:
+def _newest_of_run(checkpoints: Path, identity: str) -> Latest | None:
     """Return the checkpoint of an identity that was written last; None without one."""
-    mine = [found for found in heads_in(checkpoints) if found[1].identity == identity]
-    return newest_of(mine) if mine else None
+
+    def written(latest: Latest) -> tuple[int, int]:
+        return (checkpoints / latest.path / CHECKPOINT_NOTE).stat().st_mtime_ns, latest.step
+
+    mine = (head.latest(folder) for folder, head in heads_in(checkpoints) if head.identity == identity)
+    return max(mine, key=written, default=None)
 
 
 def _step_of(folder: Path) -> int:
     number = folder.name.removeprefix("step-")
     return int(number) if number.isdecimal() else -1
-
-
-def newest_of(heads: list[tuple[Path, CheckpointNote]]) -> tuple[Path, CheckpointNote]:
-    """Return the checkpoint that was written last."""
-    return max(heads, key=lambda found: ((found[0] / CHECKPOINT_NOTE).stat().st_mtime_ns, found[1].step))
 
 
 def _has_content(folder: Path) -> bool:
