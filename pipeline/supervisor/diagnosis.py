@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from pipeline.config.schema import Config
 from pipeline.runtime.messages import is_evaluation
 from pipeline.runtime.signals import stopped_text
 from pipeline.supervisor.external import ExternalRank
-from pipeline.supervisor.hangs import HangLimits, Observation
+from pipeline.supervisor.hangs import Observation
 from pipeline.telemetry.engine_view import EngineView
 from pipeline.telemetry.metrics import IDLE_STEPS
 from pipeline.telemetry.window import Window
@@ -75,8 +76,7 @@ class RunView:
     Attributes:
         now_s: Monotonic time.
         state: starting, ready, paused, stuck or draining.
-        batch_rows: Rows of one batch.
-        is_external: Whether an external trainer takes the batches.
+        config: The configuration in force.
         quiet_s: Time without progress although the run could have made some.
         external_ranks: The ranks of an external trainer.
         evaluation: Done and all prompts of an evaluation under way; 0 and 0 without one.
@@ -90,9 +90,7 @@ class RunView:
     processes: Sequence[ProcessView]
     ready_items: int
     leases_active: int
-    batch_rows: int
-    is_external: bool
-    limits: HangLimits
+    config: Config
     quiet_s: float = 0.0
     external_ranks: Sequence[ExternalRank] = ()
     evaluation: tuple[int, int] = (0, 0)
@@ -159,7 +157,7 @@ def suspects(run: RunView) -> list[ProcessView]:
         process
         for process in run.processes
         if process.observed.is_ready
-        and (process.observed.is_stopped or run.now_s - process.observed.progress.beat_s > _suspicious_s(run.limits))
+        and (process.observed.is_stopped or run.now_s - process.observed.progress.beat_s > _suspicious_s(run))
         and (process.observed.is_stopped or not process.observed.progress.in_collective)
     ]
     return sorted(found, key=lambda process: process.observed.progress.beat_s)
@@ -189,7 +187,8 @@ def waits_for_external_trainer(run: RunView) -> bool:
     """Return whether the run waits for an external trainer: it holds batches, or takes none although rows are ready."""
     workers = run.of("rollout")
     held_up = all(process.observed.progress.activity.startswith("wait_ticket") for process in workers)
-    return run.is_external and (run.leases_active > 0 or run.ready_items >= run.batch_rows or held_up)
+    is_there = run.leases_active > 0 or run.ready_items >= run.config.sample_batch_size
+    return run.config.trainer.kind == "external" and (is_there or held_up)
 
 
 def _absent(run: RunView, process: ProcessView) -> str:
@@ -213,7 +212,7 @@ def _failed(process: ProcessView) -> str:
 def _suspect(run: RunView, process: ProcessView) -> str:
     silent_s = run.now_s - process.observed.progress.beat_s
     how = f"is {_stopped(process)}: it" if process.observed.is_stopped else "hangs or is very slow: it"
-    limit_s = run.limits.hang_timeout_s
+    limit_s = run.config.daemon.hang_timeout_s
     then = f"; after {duration(limit_s)} it is killed and restarted" if limit_s else ""
     return f"{_named(process)} {how} has made no progress for {duration(silent_s)} in {_task(process)}{then}."
 
@@ -230,12 +229,12 @@ def _left_nodes(run: RunView) -> str:
     return f"Node {name}{more} left the cluster, the last one {duration(ago_s)} ago; {run.nodes} {noun} {verb}."
 
 
-def _suspicious_s(limits: HangLimits) -> float:
+def _suspicious_s(run: RunView) -> float:
     """Return the time without a heartbeat after which a process is named.
 
     An idle process beats four times a second, but a forward pass of a large model on a CPU takes many seconds.
     """
-    limit_s = limits.hang_timeout_s
+    limit_s = run.config.daemon.hang_timeout_s
     if not limit_s:
         return _MOST_SUSPICIOUS_S
     return min(max(limit_s / 10, min(_LEAST_SUSPICIOUS_S, limit_s / 2)), _MOST_SUSPICIOUS_S)
@@ -247,9 +246,9 @@ def _stopped(process: ProcessView) -> str:
 
 def _bottleneck(run: RunView) -> str:
     trainers, workers = ([p for p in run.of(role) if p.observed.is_ready] for role in ("trainer", "rollout"))
-    rows = f"{run.ready_items:,} of {run.batch_rows:,} rows are ready"
+    rows = f"{run.ready_items:,} of {run.config.sample_batch_size:,} rows are ready"
     working = [process for process in workers if not process.is_waiting]
-    if run.is_external:
+    if run.config.trainer.kind == "external":
         if not waits_for_external_trainer(run):
             return f"The external trainer waits for data: {rows}; {_all_at(run, working or workers)}."
         if run.leases_active:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from pipeline.config.schema import Config
 from pipeline.telemetry.metrics import Progress
 
 Reason = Literal["no progress", "stopped", "not ready in time", "ticket overdue", "the run stands still"]
@@ -26,23 +27,6 @@ _SMALLER: Final = {
     "reward": "lower rollout.inference_batch_size or rollout.reward_timeout_s",
     "train": "lower trainer.micro_batch_tokens (trainer.micro_batch_size, where it is set)",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class HangLimits:
-    """Time limits of the rules; 0 turns a rule off.
-
-    Attributes:
-        hang_timeout_s: Longest time without a heartbeat of a process that is ready, or without continuing if stopped.
-        startup_timeout_s: Longest time from start to ready.
-        ticket_grace_s: Longest work on a ticket after its deadline.
-        progress_timeout_s: Longest time without a row sealed, trained or dropped, a step, or a version published.
-    """
-
-    hang_timeout_s: float
-    startup_timeout_s: float
-    ticket_grace_s: float
-    progress_timeout_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +77,7 @@ class Verdict:
 
 
 def hung(
-    processes: Sequence[Observation], now_s: float, limits: HangLimits, *, watched_since_s: float = 0.0
+    processes: Sequence[Observation], now_s: float, config: Config, *, watched_since_s: float = 0.0
 ) -> list[Verdict]:
     """Return a verdict on each process that hangs.
 
@@ -104,24 +88,26 @@ def hung(
     Args:
         processes: All processes, also those that are starting or in backoff; none that has ended for good.
         now_s: Monotonic time.
-        limits: The time limits.
+        config: The configuration, which has the time limits; a `daemon.hang_timeout_s` of 0 turns its rule off.
         watched_since_s: Silence before this moment does not count: the supervisor itself was not running.
 
     Returns:
         The verdicts, at most one a process.
     """
     verdicts = []
+    # A blocking engine has two tickets in hand: the second may have waited as long as the first took.
+    grace_s = config.rollout.ticket_timeout_s
     for process in processes:
         deadline_s = process.progress.deadline_s
-        if process.is_ready and deadline_s and now_s > max(deadline_s, watched_since_s) + limits.ticket_grace_s:
+        if process.is_ready and deadline_s and now_s > max(deadline_s, watched_since_s) + grace_s:
             verdicts.append(Verdict.on(process, "ticket overdue", process.progress.since_s))
-    verdicts += _late(processes, now_s, limits, watched_since_s)
+    verdicts += _late(processes, now_s, config, watched_since_s)
     judged = {verdict.name for verdict in verdicts}
     silent = [
         process
         for process in processes
         if (silent_since_s := _silent_since(process)) is not None
-        and now_s - max(silent_since_s, watched_since_s) > _silence_s(process, limits)
+        and now_s - max(silent_since_s, watched_since_s) > _silence_s(process, config)
     ]
     waiting = [process for process in silent if process.progress.in_collective and not process.is_stopped]
     culprits = [process for process in silent if process not in waiting]
@@ -135,8 +121,8 @@ def hung(
     return verdicts
 
 
-def _silence_s(process: Observation, limits: HangLimits) -> float:
-    longest_s = limits.hang_timeout_s or math.inf
+def _silence_s(process: Observation, config: Config) -> float:
+    longest_s = config.daemon.hang_timeout_s or math.inf
     return min(longest_s, _BUFFER_ENDS_S) if process.role == "buffer" and process.is_ending else longest_s
 
 
@@ -147,7 +133,7 @@ def _silent_since(process: Observation) -> float | None:
     return None if process.starting_since_s is None else process.stopped_since_s
 
 
-def _late(processes: Sequence[Observation], now_s: float, limits: HangLimits, watched_since_s: float) -> list[Verdict]:
+def _late(processes: Sequence[Observation], now_s: float, config: Config, watched_since_s: float) -> list[Verdict]:
     ranks = [process for process in processes if process.role == "trainer"]
     last_s = max([rank.starting_since_s or 0.0 for rank in ranks], default=0.0)
     # Ranks that are up wait for a rank that has not been started yet.
@@ -162,7 +148,7 @@ def _late(processes: Sequence[Observation], now_s: float, limits: HangLimits, wa
             if not all_started or (some_stopped and not process.is_stopped):
                 continue
             since_s = last_s
-        if now_s > max(since_s, watched_since_s) + limits.startup_timeout_s:
+        if now_s > max(since_s, watched_since_s) + config.daemon.startup_timeout_s:
             verdicts.append(Verdict.on(process, "stopped" if process.is_stopped else "not ready in time", since_s))
     return verdicts
 
@@ -170,18 +156,13 @@ def _late(processes: Sequence[Observation], now_s: float, limits: HangLimits, wa
 class PauseWatch:
     """Pauses of the supervisor itself: time in which it did not run is no hang of another process."""
 
-    def __init__(self, longest_gap_s: float) -> None:
-        self._longest_gap_s = longest_gap_s
+    def __init__(self) -> None:
         self._seen_s: float | None = None
         self.since_s = 0.0
 
-    def limit(self, longest_gap_s: float) -> None:
-        """Set the shortest gap that counts as a pause."""
-        self._longest_gap_s = longest_gap_s
-
-    def look(self, now_s: float) -> bool:
-        """Record that the supervisor runs; return whether it had paused."""
-        paused = self._seen_s is None or now_s - self._seen_s > self._longest_gap_s
+    def look(self, now_s: float, longest_gap_s: float) -> bool:
+        """Record that the supervisor runs; return whether it had paused, for longer than this gap."""
+        paused = self._seen_s is None or now_s - self._seen_s > longest_gap_s
         self._seen_s = now_s
         if paused:
             self.since_s = now_s
@@ -196,29 +177,25 @@ class RunWatch:
         strikes: Timeouts since the last progress.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._marks: tuple[float, ...] = ()
         self.quiet_since_s = 0.0
         self.strikes = 0
 
-    def limit(self, timeout_s: float) -> None:
-        """Set the timeout from now on, 0 for none."""
-        self._timeout_s = timeout_s
-
-    def look(self, now_s: float, marks: tuple[float, ...], *, is_judged: bool) -> bool:
+    def look(self, now_s: float, marks: tuple[float, ...], timeout_s: float, *, is_judged: bool) -> bool:
         """Compare the counts with the last ones; return whether the timeout has passed, once each time.
 
         Args:
             now_s: Monotonic time.
             marks: Counts; a change of any of them is progress.
+            timeout_s: The timeout, 0 for none.
             is_judged: False while a standstill is not a fault: a process is starting, or the external trainer is due.
         """
         if marks != self._marks:
             self._marks, self.strikes, self.quiet_since_s = marks, 0, now_s
         if not is_judged:
             self.quiet_since_s = now_s
-        if not self._timeout_s or now_s - self.quiet_since_s <= self._timeout_s:
+        if not timeout_s or now_s - self.quiet_since_s <= timeout_s:
             return False
         self.strikes += 1
         self.quiet_since_s = now_s

@@ -440,8 +440,7 @@ class Supervisor:
 
     def _apply(self, config: Config) -> None:
         """Apply a reloaded configuration; nothing here fails."""
-        self.config = self._shutdown.config = self._trackers.config = config
-        self._watchdog.limit(config)
+        self.config = self._shutdown.config = self._trackers.config = self._watchdog.config = config
         self._fleet.limit(config)
 
     def _shared_memory_cut(self, path: Path, reason: str) -> None:

@@ -22,7 +22,7 @@ from pipeline.supervisor.diagnosis import (
 )
 from pipeline.supervisor.external import ExternalRank, ExternalTrainer
 from pipeline.supervisor.fleet import Fleet, Slot
-from pipeline.supervisor.hangs import HangLimits, Observation, PauseWatch, Reason, RunWatch, Verdict, after_hang, hung
+from pipeline.supervisor.hangs import Observation, PauseWatch, Reason, RunWatch, Verdict, after_hang, hung
 from pipeline.telemetry.engine_view import EngineWindow
 from pipeline.telemetry.metrics import Progress
 from pipeline.telemetry.slab import MetricsSlab
@@ -55,7 +55,7 @@ class Watchdog:
     """Watches the fleet from the supervisor's loop.
 
     Attributes:
-        config: The instance's configuration.
+        config: The configuration in force, which has the time limits; a reload replaces it.
         slab: The instance's metrics, which hold the progress of each process.
         fleet: The instance's processes.
         state: Returns the instance's state: starting, ready, paused or draining.
@@ -78,28 +78,13 @@ class Watchdog:
     idle_steps: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._pauses, self._run = PauseWatch(0.0), RunWatch(0.0)
+        self._pauses, self._run = PauseWatch(), RunWatch()
         self._evaluation = (0, 0)
-        self.limit(self.config)
         self._pending_kills: list[_PendingKill] = []
         self._stopped: dict[str, tuple[int, float]] = {}
         self._dumped_s = -_DUMP_S
         ranks = self.config.trainer.world_size if self.config.trainer.kind == "external" else 0
         self._external = ExternalTrainer(Path(self.fleet.folder), self.slab, ranks, on_left=self.on_trainer_left)
-
-    def limit(self, config: Config) -> None:
-        """Apply the limits of a configuration from now on."""
-        daemon = config.daemon
-        # A blocking engine has two tickets in hand: the second may have waited as long as the first took.
-        self._limits = HangLimits(
-            hang_timeout_s=daemon.hang_timeout_s,
-            startup_timeout_s=daemon.startup_timeout_s,
-            ticket_grace_s=config.rollout.ticket_timeout_s,
-            progress_timeout_s=daemon.progress_timeout_s,
-        )
-        shortest_s = min(daemon.hang_timeout_s or daemon.startup_timeout_s, daemon.startup_timeout_s)
-        self._pauses.limit(max(1.0, shortest_s / 2))
-        self._run.limit(daemon.progress_timeout_s)
 
     @property
     def is_stuck(self) -> bool:
@@ -117,10 +102,12 @@ class Watchdog:
         """
         self._evaluation = evaluation
         self._external.look(now_s)
-        paused = self._pauses.look(now_s)
+        daemon = self.config.daemon
+        shortest_s = min(daemon.hang_timeout_s or daemon.startup_timeout_s, daemon.startup_timeout_s)
+        paused = self._pauses.look(now_s, max(1.0, shortest_s / 2))
         pending = {kill.slot.name for kill in self._pending_kills}
         observations = [self._observe(slot) for slot in self.fleet.slots if slot.state not in ("ended", "failed")]
-        verdicts = hung(observations, now_s, self._limits, watched_since_s=self._pauses.since_s)
+        verdicts = hung(observations, now_s, self.config, watched_since_s=self._pauses.since_s)
         self._schedule_kills([verdict for verdict in verdicts if verdict.name not in pending], now_s)
         self._look_at_run(now_s, steps, version, paused=paused)
         self._execute(now_s)
@@ -222,9 +209,7 @@ class Watchdog:
             + [self._preparing(slot) for slot in self.fleet.slots if not slot.works and slot.state == "starting"],
             ready_items=counts.ready_items if counts else 0,
             leases_active=counts.leases_active if counts else 0,
-            batch_rows=self.config.sample_batch_size,
-            is_external=self.config.trainer.kind == "external",
-            limits=self._limits,
+            config=self.config,
             quiet_s=now_s - self._run.quiet_since_s,
             external_ranks=self.external_ranks(),
             evaluation=self._evaluation,
@@ -248,10 +233,11 @@ class Watchdog:
         is_judged = self.fleet.all_ready() and self.state() == "ready" and not paused
         if is_judged and self.config.trainer.kind == "external":
             is_judged = not waits_for_external_trainer(self._view())
-        if not self._run.look(now_s, marks, is_judged=is_judged):
+        timeout_s = self.config.daemon.progress_timeout_s
+        if not self._run.look(now_s, marks, timeout_s, is_judged=is_judged):
             return
         run = self._view()
-        limit, found = duration(self._limits.progress_timeout_s), culprit(run)
+        limit, found = duration(timeout_s), culprit(run)
         reasons = " ".join(explain(run, {}))
         if found is None or self._run.strikes > 1:
             self._dump(now_s)
@@ -282,7 +268,7 @@ class Watchdog:
         if verdict.reason == "not ready in time":
             slot.is_late = True
             slot.error = (
-                f"not ready within {self._limits.startup_timeout_s:g} s (daemon.startup_timeout_s); "
+                f"not ready within {self.config.daemon.startup_timeout_s:g} s (daemon.startup_timeout_s); "
                 f"its last line: {slot.last_line or 'it printed nothing'}"
             )
         else:

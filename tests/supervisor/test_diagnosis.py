@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from pipeline.config.schema import Config, DaemonConfig, TrainerConfig
 from pipeline.runtime.messages import EVALUATION_TICKETS
 from pipeline.supervisor.diagnosis import (
     ProcessView,
@@ -17,12 +18,11 @@ from pipeline.supervisor.diagnosis import (
     waits_for_external_trainer,
 )
 from pipeline.supervisor.external import ExternalRank
-from pipeline.supervisor.hangs import HangLimits, Observation
+from pipeline.supervisor.hangs import Observation
 from pipeline.telemetry.engine_view import EngineView
 from pipeline.telemetry.metrics import Progress
 
 NOW_S = 10_000.0
-LIMITS = HangLimits(300, 120, 600, 1800)
 
 
 def view(
@@ -51,7 +51,8 @@ def view(
 def run(
     *processes: ProcessView, state: str = "ready", ready: int = 128, leases: int = 0, external: bool = False
 ) -> RunView:
-    return RunView(NOW_S, state, processes, ready, leases, 256, external, LIMITS)
+    config = Config(trainer=TrainerConfig(kind="external" if external else "builtin"))
+    return RunView(NOW_S, state, processes, ready, leases, config)
 
 
 BUFFER = view("buffer", "wait_data")
@@ -126,9 +127,8 @@ def test_what_holds_it_back_is_said_first(seen: RunView, expected: str) -> None:
 )  # fmt: skip
 def test_a_long_forward_pass_is_no_hang(hang_timeout_s: float, silent_s: float, is_named: bool) -> None:
     training = view("trainer-0", "train", since_s=silent_s, silent_s=silent_s, working_on=4)
-    seen = dataclasses.replace(
-        run(BUFFER, training, GENERATING), limits=dataclasses.replace(LIMITS, hang_timeout_s=hang_timeout_s)
-    )
+    config = Config(daemon=DaemonConfig(hang_timeout_s=hang_timeout_s))
+    seen = dataclasses.replace(run(BUFFER, training, GENERATING), config=config)
 
     sentence = explain(seen, {})[0]
 

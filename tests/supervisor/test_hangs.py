@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.supervisor.hangs import HangLimits, Observation, PauseWatch, RunWatch, hung
+from pipeline.config.schema import Config, DaemonConfig, RolloutConfig
+from pipeline.supervisor.hangs import Observation, PauseWatch, RunWatch, hung
 from pipeline.telemetry.metrics import Progress
 
-LIMITS = HangLimits(hang_timeout_s=300, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=1800)
+
+def limits_of(*, hang_timeout_s: float = 300, startup_timeout_s: float = 120) -> Config:
+    daemon = DaemonConfig(hang_timeout_s=hang_timeout_s, startup_timeout_s=startup_timeout_s)
+    return Config(daemon=daemon, rollout=RolloutConfig(ticket_timeout_s=600))
+
+
+LIMITS = limits_of()
 NOW_S = 10_000.0
 
 
@@ -94,7 +101,7 @@ def test_a_verdict_says_at_what_and_since_when() -> None:
 
 
 def test_one_that_is_stopped_in_a_long_start_is_found_before_the_start_is_late() -> None:
-    limits = HangLimits(hang_timeout_s=15, startup_timeout_s=600, ticket_grace_s=600, progress_timeout_s=1800)
+    limits = limits_of(hang_timeout_s=15, startup_timeout_s=600)
     stopped = process(starting_s=400, silent_s=NOW_S, stopped_s=15.1)
 
     (verdict,) = hung([stopped, process(starting_s=400, silent_s=NOW_S)], NOW_S, limits)
@@ -105,7 +112,7 @@ def test_one_that_is_stopped_in_a_long_start_is_found_before_the_start_is_late()
 
 
 def test_zero_turns_silence_off_and_nothing_else() -> None:
-    limits = HangLimits(hang_timeout_s=0, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=0)
+    limits = limits_of(hang_timeout_s=0)
 
     assert hung([process(silent_s=1e6)], NOW_S, limits) == []
     assert len(hung([process(overdue_s=601)], NOW_S, limits)) == 1
@@ -115,7 +122,7 @@ def test_zero_turns_silence_off_and_nothing_else() -> None:
 def test_a_buffer_that_ends_is_waited_for_a_minute_after_its_last_word_at_most(
     hang_timeout_s: float, limit_s: float
 ) -> None:
-    limits = HangLimits(hang_timeout_s, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=0)
+    limits = limits_of(hang_timeout_s=hang_timeout_s)
 
     assert hung([process("buffer", silent_s=limit_s, ending=True)], NOW_S, limits) == []
     (verdict,) = hung([process("buffer", silent_s=limit_s + 0.1, ending=True)], NOW_S, limits)
@@ -125,7 +132,7 @@ def test_a_buffer_that_ends_is_waited_for_a_minute_after_its_last_word_at_most(
 @pytest.mark.parametrize("name", ["trainer-0", "rollout-0", "buffer"])
 def test_others_may_be_silent_in_an_end_for_as_long_as_before(name: str) -> None:
     ending = name != "buffer"
-    never = HangLimits(hang_timeout_s=0, startup_timeout_s=120, ticket_grace_s=600, progress_timeout_s=0)
+    never = limits_of(hang_timeout_s=0)
 
     assert hung([process(name, silent_s=299.0, ending=ending)], NOW_S, LIMITS) == []
     assert len(hung([process(name, silent_s=301.0, ending=ending)], NOW_S, LIMITS)) == 1
@@ -133,71 +140,69 @@ def test_others_may_be_silent_in_an_end_for_as_long_as_before(name: str) -> None
 
 
 def test_silence_while_the_watcher_was_away_is_nobodys_hang() -> None:
-    watch = PauseWatch(longest_gap_s=150)
-    assert watch.look(0.0)
-    assert not watch.look(149.0)
+    watch = PauseWatch()
+    assert watch.look(0.0, 150)
+    assert not watch.look(149.0, 150)
     assert watch.since_s == 0.0
 
-    assert watch.look(NOW_S), "stopped for hours"
+    assert watch.look(NOW_S, 150), "stopped for hours"
 
     assert hung([process(silent_s=5000, overdue_s=5000)], NOW_S, LIMITS, watched_since_s=watch.since_s) == []
-    assert not watch.look(NOW_S + 1)
+    assert not watch.look(NOW_S + 1, 150)
     assert hung([process(starting_s=5000)], NOW_S, LIMITS, watched_since_s=watch.since_s) == []
     later = [process(silent_s=5000)]
     assert len(hung(later, NOW_S + 301, LIMITS, watched_since_s=watch.since_s)) == 1
 
 
 def test_a_run_that_moves_is_left_alone() -> None:
-    watch = RunWatch(1800)
+    watch = RunWatch()
 
-    assert not any(watch.look(float(now_s), (now_s // 1700,), is_judged=True) for now_s in range(0, 20_000, 100))
+    assert not any(watch.look(float(now_s), (now_s // 1700,), 1800, is_judged=True) for now_s in range(0, 20_000, 100))
     assert watch.strikes == 0
 
 
 def test_a_run_that_stands_still_strikes_once_each_time_until_something_moves() -> None:
-    watch = RunWatch(1800)
-    watch.look(0.0, (1,), is_judged=True)
+    watch = RunWatch()
+    watch.look(0.0, (1,), 1800, is_judged=True)
 
-    struck = [now_s for now_s in range(0, 6000, 100) if watch.look(float(now_s), (1,), is_judged=True)]
+    struck = [now_s for now_s in range(0, 6000, 100) if watch.look(float(now_s), (1,), 1800, is_judged=True)]
 
     assert struck == [1900, 3800, 5700]
     assert watch.strikes == 3
-    assert not watch.look(6000.0, (2,), is_judged=True)
+    assert not watch.look(6000.0, (2,), 1800, is_judged=True)
     assert watch.strikes == 0
 
 
 def test_time_in_which_somebody_outside_is_waited_for_does_not_count() -> None:
-    watch = RunWatch(1800)
-    watch.look(0.0, (1,), is_judged=True)
+    watch = RunWatch()
+    watch.look(0.0, (1,), 1800, is_judged=True)
 
-    assert not watch.look(1700.0, (1,), is_judged=True)
-    assert not watch.look(9000.0, (1,), is_judged=False)
-    assert not watch.look(10_700.0, (1,), is_judged=True)
-    assert watch.look(10_801.0, (1,), is_judged=True)
+    assert not watch.look(1700.0, (1,), 1800, is_judged=True)
+    assert not watch.look(9000.0, (1,), 1800, is_judged=False)
+    assert not watch.look(10_700.0, (1,), 1800, is_judged=True)
+    assert watch.look(10_801.0, (1,), 1800, is_judged=True)
 
 
 def test_a_restart_in_between_keeps_the_first_strike() -> None:
-    watch = RunWatch(1800)
-    watch.look(0.0, (1,), is_judged=True)
-    assert watch.look(1801.0, (1,), is_judged=True)
+    watch = RunWatch()
+    watch.look(0.0, (1,), 1800, is_judged=True)
+    assert watch.look(1801.0, (1,), 1800, is_judged=True)
 
-    assert not watch.look(1810.0, (1,), is_judged=False)
+    assert not watch.look(1810.0, (1,), 1800, is_judged=False)
 
-    assert watch.look(3700.0, (1,), is_judged=True)
+    assert watch.look(3700.0, (1,), 1800, is_judged=True)
     assert watch.strikes == 2
 
 
 def test_zero_lets_a_run_stand_still() -> None:
-    watch = RunWatch(0)
+    watch = RunWatch()
 
-    assert not any(watch.look(float(now_s), (), is_judged=True) for now_s in range(0, 100_000, 1000))
+    assert not any(watch.look(float(now_s), (), 0, is_judged=True) for now_s in range(0, 100_000, 1000))
 
 
 def test_another_timeout_holds_at_once() -> None:
-    watch = RunWatch(100.0)
-    watch.look(0.0, (1,), is_judged=True)
-    assert not watch.look(50.0, (1,), is_judged=True)
+    watch = RunWatch()
+    watch.look(0.0, (1,), 100.0, is_judged=True)
+    assert not watch.look(50.0, (1,), 100.0, is_judged=True)
 
-    watch.limit(40.0)
-
-    assert watch.look(51.0, (1,), is_judged=True)
+    assert watch.look(51.0, (1,), 40.0, is_judged=True)
