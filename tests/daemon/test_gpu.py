@@ -562,7 +562,7 @@ def test_a_step_that_runs_out_of_the_cards_memory_is_taken_in_halves():
 def kernels(call):
     """Return the number of kernels that a call launches on the card, and its result."""
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         result = call()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]

@@ -429,7 +429,7 @@ def test_the_kernel_of_a_card_is_part_of_the_one_graph(takes_gradients: bool) ->
 
 def operators(call: Callable[[], object]) -> Counter[str]:
     """Return the operators of torch that a call runs, by name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         call()
     return Counter(event.name for event in profiler.events() if event.name.startswith("aten::"))
 
