@@ -7,8 +7,9 @@ import importlib.metadata
 import json
 import math
 import platform
+import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,6 +19,7 @@ from pipeline.telemetry.metrics import BY_NAME, METRICS, Conservation
 from pipeline.telemetry.slab import MetricsSlab
 
 _HEARTBEAT: Final = "rlhfd_process_last_heartbeat_timestamp_seconds"
+_GIT_S: Final = 5.0
 _CUDA_PACKAGES: Final = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
 
 
@@ -215,21 +217,17 @@ def version_of(package: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit from which this code was installed or is checked out; empty if neither is known."""
+    """Return the commit that is checked out, or from which this code was installed; empty if neither is known."""
+    checkout = Path(__file__).resolve().parents[2] / ".git"
+    if checkout.exists():
+        # With its folder named, git reads the checkout of another user, too.
+        words = ("git", f"--git-dir={checkout}", "rev-parse", "--verify", "HEAD")
+        try:
+            return subprocess.run(words, capture_output=True, text=True, timeout=_GIT_S, check=False).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
     try:
         origin = json.loads(importlib.metadata.distribution("rlhfd").read_text("direct_url.json") or "{}")
-        if "vcs_info" in origin:
-            return str(origin["vcs_info"]["commit_id"])
-        repository = Path(__file__).resolve().parents[2] / ".git"
-        head = (repository / "HEAD").read_text().strip()
-        reference = head.removeprefix("ref: ")
-        return head if reference == head else _resolve(repository, reference)
-    except (importlib.metadata.PackageNotFoundError, OSError):
+    except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _resolve(repository: Path, reference: str) -> str:
-    if (repository / reference).exists():
-        return (repository / reference).read_text().strip()
-    packed: Iterable[str] = (repository / "packed-refs").read_text().splitlines()
-    return next((line.split()[0] for line in packed if line.endswith(f" {reference}")), "")
+    return str(origin.get("vcs_info", {}).get("commit_id", ""))

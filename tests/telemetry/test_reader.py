@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -245,3 +246,26 @@ print(json.dumps([build_info(), "torch" in sys.modules]))
     assert not imported
     assert [*info] == ["version", "commit", "python", "torch", "cuda"]
     assert info["python"] == sys.version.split()[0]
+
+
+@pytest.mark.needs("git")
+def test_build_info_has_the_commit_of_a_checkout_and_of_a_further_worktree_of_it(tmp_path: Path) -> None:
+    first, further = tmp_path / "first", tmp_path / "further"
+    shutil.copytree(ROOT / "pipeline", first / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def git(*words: str) -> str:
+        author = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        return subprocess.run(
+            ["git", *author, *words], cwd=first, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+
+    def told(folder: Path) -> str:
+        code = "from pipeline.telemetry.reader import build_info; print(build_info()['commit'])"
+        return subprocess.check_output([sys.executable, "-c", code], cwd=folder, text=True, timeout=60).strip()
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "all")
+    git("worktree", "add", "--quiet", str(further))
+
+    assert told(first) == told(further) == git("rev-parse", "HEAD")
