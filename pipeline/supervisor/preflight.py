@@ -61,7 +61,7 @@ def problems_of_files(loaded: LoadedConfig, *, unused: Container[str] = ()) -> l
         *_placed(loaded, _problems_of_models(loaded)),
         *_problems_of_prompts(loaded),
         *_placed(loaded, _problems_of_packages(loaded)),
-        *_placed(loaded, ((key, _problem_of_secret(get(loaded.config, key), key)) for key in SECRET_KEYS)),
+        *_placed(loaded, _problems_of_secrets(loaded.config)),
         *_problems_of_devices(loaded),
         *_placed(loaded, ((key, text) for key, text in _problems_of_folders(loaded.config) if key not in unused)),
     ]
@@ -341,14 +341,26 @@ def _module_folders(loaded: LoadedConfig) -> list[str]:
     return user_modules.folders(given)
 
 
-def _problem_of_secret(path: Path | None, key: str) -> str:
-    """Return the problem of a file of the HTTP server, else an empty text; the server itself checks its content."""
-    if path is None:
-        return ""
+def _problems_of_secrets(config: Config) -> Problems:
+    for key in SECRET_KEYS:
+        if (path := get(config, key)) is not None:
+            try:
+                read_secret(key, path)
+            except ConfigError as error:
+                yield key, str(error).removeprefix(f"{key}: ")
+
+
+def read_secret(key: str, path: Path) -> bytes:
+    """Return the content of the file that a key of `SECRET_KEYS` names, at most 1 MiB.
+
+    Raises:
+        ConfigError: If it cannot be read, or other users may read it and it is no certificate.
+    """
     try:
         with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            is_open = os.fstat(file.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+            if is_open and key != "metrics.tls_cert":
+                raise ConfigError(f"{key}: {path} is open to other users, it must have mode 0600: chmod 600 {path}")
+            return file.read(1 << 20)
     except OSError as error:
-        return f"cannot read {path}: {error.strerror}"
-    is_open = key != "metrics.tls_cert" and mode & (stat.S_IRWXG | stat.S_IRWXO)
-    return f"{path} is open to other users, it must have mode 0600: chmod 600 {path}" if is_open else ""
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error

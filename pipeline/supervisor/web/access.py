@@ -8,10 +8,7 @@ import contextlib
 import dataclasses
 import hmac
 import ipaddress
-import os
 import ssl
-import stat
-from pathlib import Path
 from typing import Final
 
 from starlette.responses import PlainTextResponse
@@ -19,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.config.sections import MetricsConfig
 from pipeline.errors import ConfigError
+from pipeline.supervisor.preflight import read_secret
 
 _MOST_TOKEN_BYTES: Final = 4096
 _OPEN_PATHS: Final = ("/healthz", "/readyz")
@@ -40,12 +38,12 @@ class Access:
         """
         token = b""
         if config.token_file is not None:
-            token = _secret("metrics.token_file", config.token_file).strip()
+            token = read_secret("metrics.token_file", config.token_file).strip()
             if not token or len(token) > _MOST_TOKEN_BYTES:
                 raise ConfigError(f"metrics.token_file: {config.token_file} holds no token of 1 to 4,096 bytes")
         if config.tls_cert is None or config.tls_key is None:
             return cls(None, token)
-        _secret("metrics.tls_key", config.tls_key)
+        read_secret("metrics.tls_key", config.tls_key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         load_certificate(context, config)
         return cls(context, token)
@@ -83,16 +81,6 @@ def load_certificate(context: ssl.SSLContext, config: MetricsConfig) -> None:
         context.load_cert_chain(config.tls_cert, config.tls_key, password="")
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"metrics.tls_cert: cannot use {config.tls_cert} and its key: {error}") from error
-
-
-def _secret(key: str, path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise ConfigError(f"{key}: {path} is open to other users, it must have mode 0600")
-            return file.read(1 << 20)
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
 
 
 class AccessCheck:
