@@ -18,7 +18,7 @@ from pipeline.config.losses import log_probs_by, worker_holds_actor
 from pipeline.config.prompts import PromptsConfig
 from pipeline.config.rewards import function_labels, reward_functions
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, RewardError, RlhfdError
+from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.running_moments import SCORES
 from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.critic import Critic
@@ -103,12 +103,8 @@ def load_roller(
         vision = load_vision(config, tokenizer)
         # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
         # functions' processes are forks of this one as long as it has no GPU.
-        functions = load_functions(config, tokenizer, telemetry)
-        if isinstance(functions, RewardPool):
-            undone.callback(functions.close)
-        environment = load_environment(config, tokenizer, telemetry)
-        if environment is not None:
-            undone.callback(environment.pool.close)
+        functions = load_functions(config, tokenizer, telemetry, undone)
+        environment = load_environment(config, tokenizer, telemetry, undone)
         device = device or process_device()
         # After the forks, which would hold its link open.
         if (begun := begin_vllm(config, device)) is not None:
@@ -333,8 +329,12 @@ def load_vision(config: Config, tokenizer: Any) -> VisionPrompts | None:
     return VisionPrompts(config.model.actor, tokenizer)
 
 
-def load_environment(config: Config, tokenizer: Any, telemetry: Telemetry) -> TurnSettings | None:
+def load_environment(
+    config: Config, tokenizer: Any, telemetry: Telemetry, undone: contextlib.ExitStack
+) -> TurnSettings | None:
     """Return the environments of a configuration, which have been imported; None if it names none.
+
+    `undone` closes them.
 
     Raises:
         ConfigError: If they cannot be imported.
@@ -349,11 +349,8 @@ def load_environment(config: Config, tokenizer: Any, telemetry: Telemetry) -> Tu
         processes=rollout.environment_processes,
         telemetry=telemetry,
     )
-    try:
-        pool.wait_ready()
-    except RlhfdError:
-        pool.close()
-        raise
+    undone.callback(pool.close)
+    pool.wait_ready()
     text = ResponseText(tokenizer, hidden_ids(config, tokenizer))
     return TurnSettings(pool, rollout.max_turns, rollout.max_turn_tokens, text)
 
@@ -433,10 +430,12 @@ def weights_check(actor: Any, tokens: Sequence[int], device: torch.device) -> Ca
     return check_fetched
 
 
-def load_functions(config: Config, tokenizer: Any, telemetry: Telemetry) -> FunctionReward | RewardPool | None:
+def load_functions(
+    config: Config, tokenizer: Any, telemetry: Telemetry, undone: contextlib.ExitStack
+) -> FunctionReward | RewardPool | None:
     """Return the reward functions, in processes that can be killed unless all are this package's own; None if none.
 
-    A heartbeat is written once a row.
+    A heartbeat is written once a row. `undone` closes the processes.
 
     Raises:
         ConfigError: If one cannot be loaded.
@@ -468,9 +467,6 @@ def load_functions(config: Config, tokenizer: Any, telemetry: Telemetry) -> Func
         labels=labels,
         hidden=hidden_ids(config, tokenizer),
     )
-    try:
-        pool.wait_ready()
-    except RlhfdError:
-        pool.close()
-        raise
+    undone.callback(pool.close)
+    pool.wait_ready()
     return pool

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +223,28 @@ def test_an_environment_that_fails_is_named_where_no_prompt_has_a_result(
 
     with pytest.raises(ConfigError, match=r"no prompt has a result: rollout\.environment: ValueError: no such tool"):
         alone.evaluate(config.model_copy(update={"rollout": rollout, "rewards": []}))
+
+
+def test_engine_and_environments_are_closed_after_an_error_of_the_load(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config = load()
+    closed = []
+    pool = SimpleNamespace(wait_ready=lambda: None, close=lambda: closed.append("environments"))
+    engine = SimpleNamespace(close=lambda: closed.append("engine"))
+    monkeypatch.setattr("pipeline.rollout.loader.EnvironmentPool", lambda *_, **__: pool)
+    monkeypatch.setattr(alone, "load_engine", lambda *_: engine)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ConfigError("evaluation.files: no such file")
+
+    monkeypatch.setattr(alone, "new_roller", fails)
+    rollout = config.rollout.model_copy(update={"environment": "quiet:Quiet"})
+
+    with pytest.raises(ConfigError, match="no such file"):
+        alone.evaluate(config.model_copy(update={"rollout": rollout, "rewards": []}))
+
+    assert sorted(closed) == ["engine", "environments"]
 
 
 def test_an_environment_for_a_model_that_takes_images_is_refused(load: Load, tmp_path: Path) -> None:

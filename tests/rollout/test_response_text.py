@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -109,16 +110,12 @@ def test_rewards_and_environments_of_a_worker_get_the_same_text_in_a_process_too
     config, telemetry = config_of(tmp_path, f"{module}:seen", **settings), NodeTelemetry()
 
     # With all special tokens hidden the tags would be, too, and the score 0.
-    reward = load_functions(config, tokenizer, telemetry)
-    try:
+    with contextlib.ExitStack() as undone:
+        reward = load_functions(config, tokenizer, telemetry, undone)
         score = reward(ids, torch.ones_like(ids), torch.tensor([1]), torch.tensor([ids.shape[1]]), [None])
-    finally:
-        if isinstance(reward, RewardPool):
-            reward.close()
-    turns = load_environment(config, tokenizer, telemetry)
-    assert turns is not None and turns.text is not None
-    turns.pool.close()
+        turns = load_environment(config, tokenizer, telemetry, undone)
 
+    assert turns is not None and turns.text is not None
     assert isinstance(reward, RewardPool if timeout_s else FunctionReward)
     assert score.tolist() == [1.0]
     assert turns.text(ids[0, 1:].tolist()) == "<think>a</think>"

@@ -25,7 +25,6 @@ from pipeline.rollout.loader import (
     with_float32_logits,
 )
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.summed import Reward, load_reward
 from pipeline.rollout.roller import LocalRoller
 from pipeline.runtime.evaluation_plan import EvaluationPlan
@@ -88,9 +87,8 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, R
     tokenizer = load_tokenizer(config.model.actor)
     vision = load_vision(config, tokenizer)
     note_first_prompts(config, tokenizer)
-    functions = load_functions(config, tokenizer, telemetry)
-    if isinstance(functions, RewardPool):
-        stack.callback(functions.close)
+    functions = load_functions(config, tokenizer, telemetry, stack)
+    environment = load_environment(config, tokenizer, telemetry, stack)
     device = process_device()
     reward = load_reward(config, tokenizer, device, functions, telemetry)
     actor = load_actor(config.model.actor, dtype=config.model.dtype, device=device)
@@ -98,6 +96,7 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, R
     vocabulary = actor.config.get_text_config().vocab_size
     refuse_large_tokenizer(tokenizer, vocabulary, config.model.actor)
     engine = load_engine(config, actor, device, telemetry)
+    stack.callback(engine.close)
     # GRPO needs no critic; `EvaluationRoller` sets the number of responses.
     maker = NaiveExperienceMaker(
         actor,
@@ -118,7 +117,7 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, R
         prompts=held_out(config, config.evaluation.files[0]),
         weights=ModelWeights({}, engine),
         functions=functions,
-        environment=load_environment(config, tokenizer, telemetry),
+        environment=environment,
         vision=vision,
         vocabulary=vocabulary,
     )
