@@ -60,13 +60,6 @@ class Telemetry:
             tokens: All tokens of these requests.
         """
 
-    def scored(self, parts: Sequence[float] | None) -> None:
-        """Record a row's reward, in the order of rows.
-
-        Args:
-            parts: Weighted results of the functions; None for a row without a reward.
-        """
-
     def reward_errored(self, reason: str) -> None:
         """Count a row without a reward.
 

@@ -25,9 +25,6 @@ class WorkerHook:
         """Use the time without work; return the time until this must be called again, at most `longest_s`."""
         return longest_s
 
-    def scoring(self) -> None:
-        """Begin a ticket: its responses have ended, and are scored next."""
-
     def sealed(self, ticket: Ticket, rolled: Rolled, version: int) -> None:
         """Use a rollout that is in the arena and not reported yet; `version` is that of its weights."""
 

@@ -16,7 +16,6 @@ from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
 from pipeline.rollout.reward.parts import PREFIX
 from pipeline.rollout.roller import Rolled
-from pipeline.rollout.sample_recorder import RolloutSamples
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.metric import NUMBER_LABELS, REWARD_LABELS
@@ -39,7 +38,7 @@ _WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness", "pau
 
 
 class RolloutMetrics(Telemetry):
-    """Writes a worker's slot; the parts of rewards go to its samples."""
+    """Writes a worker's slot."""
 
     def __init__(
         self,
@@ -48,11 +47,9 @@ class RolloutMetrics(Telemetry):
         reward_source: str,
         transport: str = "shm",
         reward_labels: Sequence[str] = (),
-        samples: RolloutSamples | None = None,
         log_texts: bool = False,
     ) -> None:
         super().__init__(log_texts=log_texts)
-        self.samples = samples
         self._writer = writer
         self._functions = {
             f"{PREFIX}{label}": writer.gauge("rlhfd_reward_function_mean", function=function)
@@ -223,11 +220,6 @@ class RolloutMetrics(Telemetry):
     def out_of_memory(self, during: str) -> None:
         """Count a call that ran out of the device's memory: "pass" or "generate"."""
         self._out_of_memory[during].inc()
-
-    def scored(self, parts: Sequence[float] | None) -> None:
-        """Record the parts of a row's reward in the samples."""
-        if self.samples is not None:
-            self.samples.scored(parts)
 
     def reward_errored(self, reason: str) -> None:
         """Count a row without a reward."""

@@ -69,7 +69,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
     traffic = Traffic(context.metrics)
     mailbox = Mailbox(context.folder, worker_name(context.index), traffic)
     outbox = Outbox(context.folder, BUFFER, traffic)
-    worker = worker_with(stream, config, context, arena, outbox, metrics)
+    worker = worker_with(stream, config, context, tokenizer, arena, outbox, metrics)
     # The models of another loader are in another process.
     context.ready(device_name(device) if load is None else "")
     waiting_since_s = monotonic_s()
@@ -111,11 +111,11 @@ def new_worker(config: Config, context: RoleContext, arena: Arena, sender: Sende
     """Load a worker that computes in this process, and introduce it to the buffer; see `load_local`."""
     tokenizer, metrics = prepare(config, context)
     stream = load_local(config, context, tokenizer, metrics)
-    return worker_with(stream, config, context, arena, sender, metrics)
+    return worker_with(stream, config, context, tokenizer, arena, sender, metrics)
 
 
 def prepare(config: Config, context: RoleContext) -> tuple[Any, RolloutMetrics]:
-    """Return the tokenizer of a worker, and its metrics with its samples."""
+    """Return the tokenizer of a worker, and its metrics."""
     tokenizer = load_tokenizer(config.model.actor)
     if context.index == 0:
         note_first_prompts(config, tokenizer)
@@ -124,7 +124,6 @@ def prepare(config: Config, context: RoleContext) -> tuple[Any, RolloutMetrics]:
         reward_source=reward_source(config),
         transport="ray" if config.cluster.engine == "ray" else "shm",
         reward_labels=part_labels(config),
-        samples=RolloutSamples.of(config, tokenizer, context.index, monotonic_s),
         log_texts=config.daemon.log_texts,
     )
     return tokenizer, metrics
@@ -178,12 +177,14 @@ def worker_with(
     stream: TicketStream,
     config: Config,
     context: RoleContext,
+    tokenizer: Any,
     arena: Arena,
     sender: Sender,
     metrics: RolloutMetrics,
 ) -> RolloutWorker:
     """Return the worker of a configuration with this stream."""
-    hooks: list[WorkerHook] = [] if metrics.samples is None else [metrics.samples]
+    samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
+    hooks: list[WorkerHook] = [] if samples is None else [samples]
     if context.turn is not None:
         hooks.append(EngineSleep(context.turn, cast("EngineStream", stream), metrics))
     return RolloutWorker(

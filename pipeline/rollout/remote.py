@@ -203,10 +203,6 @@ class NodeTelemetry(Telemetry):
         """Record a probe of the engine."""
         self._record("engine_judged", verdict, gaps)
 
-    def scored(self, parts: Sequence[float] | None) -> None:
-        """Record the parts of a row's reward."""
-        self._record("scored", parts)
-
     def status(self, records: Sequence[logging.LogRecord]) -> NodeStatus:
         """Return the progress so far, with these log records; also to be called from another thread."""
         return dataclasses.replace(

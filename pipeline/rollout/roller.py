@@ -45,12 +45,10 @@ class RolledPrompt(NamedTuple):
 
     Attributes:
         position: Position of the prompt.
-        number: Number of the prompt among those of its ticket that were sampled and scored.
         answer: The right answer.
     """
 
     position: int
-    number: int
     answer: Any
 
 
@@ -257,13 +255,13 @@ class LocalRoller:
             indices[:] = (rows[:: batch.group_size] // batch.group_size).tolist()
 
         rows = self.maker.finish(batch, batch.joined(completed), on_kept=keep)
-        kept = ((index, begun.kept[index][0]) for index in indices)
+        kept = (begun.kept[index][0] for index in indices)
         return Rolled(
             rows,
             begun.prompts - len(begun.kept),
             begun.refused,
             find_fault(rows, vocabulary=self.vocabulary, has_observations=self.turns is not None),
-            [RolledPrompt(prompt.position, index, prompt.answer) for index, prompt in kept],
+            [RolledPrompt(prompt.position, prompt.answer) for prompt in kept],
             versions_of(completed),
             prompts_cut=sum(found.cut > 0 for _, found in begun.kept),
         )

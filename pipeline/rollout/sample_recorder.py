@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -39,22 +39,6 @@ _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
 
 log = logging.getLogger(__name__)
 
-Parts = Sequence[float]
-
-
-class RewardNames(NamedTuple):
-    """The names of the parts of a reward.
-
-    Attributes:
-        functions: Names of the functions, in their order.
-        models: Weights of the reward models, by label.
-        rest: Name of the part that is left, an environment's; empty if there is none.
-    """
-
-    functions: Sequence[str]
-    models: Mapping[str, float] = {}
-    rest: str = ""
-
 
 @dataclasses.dataclass(eq=False)
 class RolloutSamples(WorkerHook):
@@ -66,8 +50,10 @@ class RolloutSamples(WorkerHook):
         worker: The worker's number.
         group_size: Responses of a prompt (G).
         per_minute: Samples a minute, at most.
-        reward_names: Names of the parts of a reward.
+        parts: Label and weight of each part of a reward by its name, where it has several.
         clock: Monotonic seconds.
+        only: Name of the function that alone is the reward; empty if there is none.
+        has_turns: Whether the turns of an environment have rewards.
         stop_strings: Texts that end a response.
         numbers: Names of the further numbers of reward functions.
     """
@@ -78,16 +64,17 @@ class RolloutSamples(WorkerHook):
     worker: int
     group_size: int
     per_minute: float
-    reward_names: RewardNames
     clock: Callable[[], float]
+    parts: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    only: str = ""
+    has_turns: bool = False
     stop_strings: Sequence[str] = ()
     numbers: NumberNames | None = None
 
     def __post_init__(self) -> None:
         self._due_s = self.clock()
         self._rng = random.Random()
-        self._is_wanted = self._is_failing = False
-        self._scored: list[Parts | None] = []
+        self._is_failing = False
 
     @classmethod
     def of(
@@ -97,6 +84,8 @@ class RolloutSamples(WorkerHook):
         if not config.samples.per_minute:
             return None
         workers = max(1, config.rollout.workers or 1)
+        functions, names, labels = reward_functions(config), part_names(config), part_labels(config)
+        weights = [*(one.weight for one in functions), *(one.weight for one in reward_models(config))]
         try:
             writer = SampleWriter(folder_of(run_dir(config)), worker, MOST_BYTES // workers)
         except OSError as error:
@@ -108,21 +97,13 @@ class RolloutSamples(WorkerHook):
             worker=worker,
             group_size=config.group_size,
             per_minute=config.samples.per_minute / workers,
-            reward_names=reward_names(config),
+            parts={name: (label, weight) for name, label, weight in zip(names, labels, weights, strict=False)},
+            only=names[0] if functions and not labels else "",
+            has_turns=config.rollout.environment is not None,
             numbers=NumberNames(run_dir(config)),
             clock=clock,
             stop_strings=config.rollout.stop,
         )
-
-    def scoring(self) -> None:
-        """Decide whether to record a group of the ticket that begins now."""
-        self._scored.clear()
-        self._is_wanted = self.clock() >= self._due_s
-
-    def scored(self, parts: Parts | None) -> None:
-        """Record the parts of a row's reward, None for a row without one; to be called in the order of rows."""
-        if self._is_wanted:
-            self._scored.append(parts)
 
     def sealed(self, ticket: Ticket, rolled: Rolled, version: int) -> None:
         """Write one group of a ticket's experience, if a sample is due.
@@ -132,16 +113,14 @@ class RolloutSamples(WorkerHook):
             rolled: The rollout, with its rows, the G responses of a prompt contiguous.
             version: Policy version of the weights.
         """
-        if not self._is_wanted:
+        began_s = self.clock()
+        if began_s < self._due_s:
             return
         made, stopped = rolled.rows, rolled.stopped
         assert made is not None
-        self._is_wanted = False
-        began_s = self.clock()
         group = self._rng.randrange(len(made) // self.group_size)
         first, prompt = group * self.group_size, rolled.prompts[group]
         shown = range(min(self.group_size, _MOST_RESPONSES))
-        parts = self._parts(prompt.number, prompts=ticket.prompts - rolled.prompts_failed)
         sample = Sample(
             unix_s=round(time.time(), 3),
             worker=self.worker,
@@ -152,9 +131,7 @@ class RolloutSamples(WorkerHook):
             answer=""
             if prompt.answer is None
             else json.dumps(prompt.answer, ensure_ascii=False)[:_MOST_ANSWER_CHARACTERS],
-            responses=[
-                self._response(made, first + member, bool(stopped[first + member]), parts[member]) for member in shown
-            ],
+            responses=[self._response(made, first + member, bool(stopped[first + member])) for member in shown],
             **self._prompt(made, first),
         )
         try:
@@ -177,17 +154,6 @@ class RolloutSamples(WorkerHook):
         """Close the file."""
         self.writer.close()
 
-    def _parts(self, index: int, *, prompts: int) -> Sequence[Parts]:
-        """Return the parts of each row of a prompt; empty ones if not each row of all prompts was told of.
-
-        Args:
-            index: Number of the prompt among those that were scored.
-            prompts: Their number.
-        """
-        size = self.group_size
-        is_whole = len(self._scored) == prompts * size
-        return [parts or () for parts in self._scored[index * size :][:size]] if is_whole else [()] * size
-
     def _prompt(self, rows: RaggedRows, row: int) -> dict[str, Any]:
         ids = rows.columns_of("sequences", row)[: -rows.counts[row]].tolist()
         text = "".join(
@@ -209,7 +175,7 @@ class RolloutSamples(WorkerHook):
             between = []
         return [*runs, (self._text(between), 1)]
 
-    def _response(self, rows: RaggedRows, row: int, stopped: bool, parts: Parts) -> SampledResponse:
+    def _response(self, rows: RaggedRows, row: int, stopped: bool) -> SampledResponse:
         whole = rows.columns_of("sequences", row)[-rows.counts[row] :].tolist()
         ids = whole[:_MOST_TOKENS]
 
@@ -233,7 +199,7 @@ class RolloutSamples(WorkerHook):
             tokens=len(whole),
             stopped=stopped,
             reward=round(reward, 6),
-            parts=self._named(rows, row, parts, reward),
+            parts=self._parts(rows, row, reward),
             numbers=self._further(rows, row),
             observed=observed if any(observed) else [],
             stop=self._stop_string(whole) if stopped else "",
@@ -252,29 +218,19 @@ class RolloutSamples(WorkerHook):
         text = self._text(ids[-2 * most :]) if most else ""
         return next((string for string in self.stop_strings if string in text), "")
 
-    def _named(self, rows: RaggedRows, row: int, parts: Parts, reward: float) -> dict[str, float]:
-        names = self.reward_names
-        if len(parts) != len(names.functions):
-            return {}
-        found = dict(zip(names.functions, parts, strict=True))
-        for label, weight in names.models.items():
-            if (column := rows.columns.get(f"info.{PREFIX}{label}")) is None:
-                return {}
-            found[label] = weight * float(column[row])
-        if names.rest:
-            found[names.rest] = reward - sum(found.values())
+    def _parts(self, rows: RaggedRows, row: int, reward: float) -> dict[str, float]:
+        if self.only:
+            return {self.only: round(reward, 6)}
+        found = {
+            name: weight * float(rows.columns[f"info.{PREFIX}{label}"][row])
+            for name, (label, weight) in self.parts.items()
+        }
+        if found and self.has_turns:
+            found["environment"] = reward - sum(found.values())
         return {name: round(value, 6) for name, value in found.items()}
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
-
-
-def reward_names(config: Config) -> RewardNames:
-    """Return the names of the parts of a reward; that of a single reward model is the reward itself."""
-    functions = part_names(config)[: len(reward_functions(config))]
-    models = {model.label: model.weight for model in reward_models(config)} if part_labels(config) else {}
-    has_rest = config.rollout.environment is not None and bool(functions or models)
-    return RewardNames(functions, models, "environment" if has_rest else "")
 
 
 def pieces(text_of: Callable[[list[int]], str], ids: list[int]) -> list[str]:

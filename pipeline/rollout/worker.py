@@ -273,8 +273,6 @@ class RolloutWorker:
     def _work(self, in_hand: _InHand) -> Outcome:
         """Return the outcome of a ticket whose responses have ended."""
         ticket = in_hand.ticket
-        for hook in self._hooks:
-            hook.scoring()
         try:
             rolled = self._stream.finish(ticket.ticket)
             if ticket.evaluation >= 0:

@@ -178,7 +178,6 @@ def test_a_stop_string_ends_rollouts_and_evaluations_and_samples_name_it(
     for position in range(6):
         found = roller.roll(position, 1)
         assert found.rows is not None
-        recorder.scoring()
         recorder.sealed(Ticket(1, 0, position, 1, 0, 0, 0, 0, 0.0), found, 0)
         recorder._due_s = 0.0
     recorder.closing()

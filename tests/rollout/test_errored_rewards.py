@@ -126,14 +126,11 @@ def moody(rollers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F8
 def test_each_group_of_a_rollout_has_its_own_prompt_whichever_are_set_aside_or_left_out(moody) -> None:
     roller, *_ = moody("good", "long", "bad", "good", "text", "long", "good")
     prompts = [roller.source.at(position) for position in range(7)]
-    sampled = [prompt for prompt in prompts if prompt.answer != "long"]
 
     rolled = roller.roll(0, 7)
 
     assert rolled.prompts_failed == 2 and len(rolled.rows) == 3 * 4
-    assert rolled.prompts == [
-        (prompt.position, index, "good") for index, prompt in enumerate(sampled) if prompt.answer == "good"
-    ]
+    assert rolled.prompts == [(prompt.position, "good") for prompt in prompts if prompt.answer == "good"]
     for group, found in enumerate(rolled.prompts):
         row = 4 * group
         tokens = rolled.rows.columns_of("sequences", row)[: -rolled.rows.counts[row]]

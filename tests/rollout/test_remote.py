@@ -126,14 +126,13 @@ def test_a_node_rolls_out_what_a_worker_would_and_tells_what_is_to_be_counted(ta
     assert mine.stopped.tolist() == theirs.rolled.stopped.tolist()
     assert list(mine.prompts) == list(theirs.rolled.prompts)
     counted = here.take()
-    scores, stages = theirs.all_of("scored"), theirs.all_of("staged")
-    assert scores == events_of(counted, "scored") and len(scores) == 12
+    stages = theirs.all_of("staged")
     assert sorted(name for name, _ in stages) == sorted(name for name, _ in events_of(counted, "staged"))
     assert {"generate", "reward", "ref_logprob"} <= {name for name, _ in stages}
     assert all(seconds > 0 for _, seconds in stages)
     logging.getLogger("pipeline.rollout.roller").warning("on the way")
     assert [record.msg for record in Rollout(node, 8, 1).records] == ["on the way"]
-    assert Rollout(node, 8, 3).all_of("scored") == scores, "told once"
+    assert [name for name, _ in Rollout(node, 8, 3).all_of("staged")] == [name for name, _ in stages], "told once"
     local.close()
 
 

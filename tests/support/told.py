@@ -15,7 +15,6 @@ class Told(Telemetry):
         super().__init__()
         self.beats: list[tuple[int, int, int | None]] = []
         self.phases: list[str] = []
-        self.rows: list[Sequence[float] | None] = []
         self.problems: list[str] = []
         self.halved: list[str] = []
         self.verdicts = [] if verdicts is None else verdicts
@@ -25,9 +24,6 @@ class Told(Telemetry):
 
     def phase(self, name: str) -> None:
         self.phases.append(name)
-
-    def scored(self, parts: Sequence[float] | None) -> None:
-        self.rows.append(parts)
 
     def reward_errored(self, reason: str) -> None:
         self.problems.append(reason)

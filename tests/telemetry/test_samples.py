@@ -22,7 +22,7 @@ from pipeline.cli.samples import Filter, render, visible
 from pipeline.config.schema import Config
 from pipeline.experience.ragged import RaggedRows
 from pipeline.rollout.roller import Rolled, RolledPrompt
-from pipeline.rollout.sample_recorder import RewardNames, RolloutSamples, pieces, reward_names
+from pipeline.rollout.sample_recorder import RolloutSamples, pieces
 from pipeline.runtime.messages import Ticket
 from pipeline.runtime.run_folder import RunNote, write_note
 from pipeline.telemetry.samples import Sample, SampledResponse, SampleReader, SampleWriter
@@ -202,7 +202,7 @@ class Letters:
 
 
 def worker_samples(tmp_path: Path, clock: Any, **changes: Any) -> RolloutSamples:
-    settings = {"group_size": 2, "per_minute": 6.0, "reward_names": RewardNames(["m:exact", "m:short"]), **changes}
+    settings = {"group_size": 2, "per_minute": 6.0, **changes}
     return RolloutSamples(SampleWriter(tmp_path, 4, 1 << 20), Letters(), worker=4, clock=clock, **settings)
 
 
@@ -212,17 +212,17 @@ def keep(
     """Pass the rows of a ticket whose prompts have these answers, without those of prompts that are left out."""
     stopped = torch.tensor([True, False] * (len(experience.sequences) // 2))
     rows = RaggedRows.of(experience).with_info("cut", ~stopped.numpy())
-    prompts = [RolledPrompt(10 + at, at, answer) for at, answer in enumerate(answers) if at not in left_out]
+    prompts = [RolledPrompt(10 + at, answer) for at, answer in enumerate(answers) if at not in left_out]
     samples.sealed(Ticket(0, ticket, 10, len(answers), 1, 0, 0, 0, 0.0), Rolled(rows, 0, prompts=prompts), 3)
 
 
 @pytest.mark.parametrize("ppo", [True, False])
 def test_a_sample_holds_the_very_values_of_its_rows(tmp_path: Path, ppo: bool) -> None:
-    samples, experience = worker_samples(tmp_path, lambda: 0.0), made_up(rows=6, ppo=ppo)
+    parts = {"m:exact": ("exact", 2.0), "m:short": ("short", 1.0)}
+    samples, experience = worker_samples(tmp_path, lambda: 0.0, parts=parts), made_up(rows=6, ppo=ppo)
+    experience.info["reward.exact"] = torch.arange(6.0)
+    experience.info["reward.short"] = torch.full((6,), 0.1)
 
-    samples.scoring()
-    for row in range(6):
-        samples.scored([float(row), 0.5])
     keep(samples, experience, ["a", "b", None])
     samples.closing()
 
@@ -244,47 +244,29 @@ def test_a_sample_holds_the_very_values_of_its_rows(tmp_path: Path, ppo: bool) -
         assert response.log_ratios == pytest.approx(ratios.tolist(), abs=6e-5)
         assert response.advantages == pytest.approx(advantages.tolist(), abs=6e-5)
         assert response.reward == pytest.approx(float(experience.info["score"][row]), abs=1e-6)
-        assert response.parts == {"m:exact": float(row), "m:short": 0.5}
+        assert response.parts == {"m:exact": 2.0 * row, "m:short": 0.1}
 
 
-def test_groups_that_errored_are_left_out_of_answers_and_parts_as_of_the_experience(tmp_path: Path) -> None:
-    samples = worker_samples(tmp_path, lambda: 0.0)
+def test_groups_that_errored_are_left_out_of_answers_as_of_the_experience(tmp_path: Path) -> None:
+    samples, experience = worker_samples(tmp_path, lambda: 0.0, only="m:exact"), made_up(rows=4, ppo=False)
+    experience.info["score"] = torch.arange(4.0)
 
-    samples.scoring()
-    for parts in ([1.0, 0.0], [2.0, 0.0], [3.0, 0.0], None, [5.0, 0.0], [6.0, 0.0]):
-        samples.scored(parts)
-    keep(samples, made_up(rows=4, ppo=False), ["a", "errored", "c"], left_out=(1,))
+    keep(samples, experience, ["a", "errored", "c"], left_out=(1,))
     samples.closing()
 
     (one,) = SampleReader(tmp_path).read()
     exact = [response.parts["m:exact"] for response in one.responses]
-    assert (one.answer, one.position, exact) in [('"a"', 10, [1.0, 2.0]), ('"c"', 12, [5.0, 6.0])]
-
-
-def test_a_group_that_a_reward_model_or_an_environment_left_out_moves_no_other_one(tmp_path: Path) -> None:
-    samples = worker_samples(tmp_path, lambda: 0.0)
-
-    samples.scoring()
-    for row in range(4):
-        samples.scored([float(row), 0.0])
-    keep(samples, made_up(rows=2, ppo=False), ["no score", "b"], left_out=(0,))
-    samples.closing()
-
-    (one,) = SampleReader(tmp_path).read()
-    exact = [response.parts["m:exact"] for response in one.responses]
-    assert (one.answer, one.position, exact) == ('"b"', 11, [2.0, 3.0])
+    assert (one.answer, one.position, exact) in [('"a"', 10, [0.0, 1.0]), ('"c"', 12, [2.0, 3.0])]
 
 
 def test_each_reward_model_has_its_weighted_part_and_the_environment_the_rest(tmp_path: Path) -> None:
-    names = RewardNames(["m:exact"], {"helpful": 0.5, "harmless": -2.0}, "environment")
-    samples, experience = worker_samples(tmp_path, lambda: 0.0, reward_names=names), made_up(rows=2)
+    parts = {"m:exact": ("exact", 1.0), "helpful": ("helpful", 0.5), "harmless": ("harmless", -2.0)}
+    samples, experience = worker_samples(tmp_path, lambda: 0.0, parts=parts, has_turns=True), made_up(rows=2)
     experience.info["score"] = torch.tensor([1.25, 3.0])
+    experience.info["reward.exact"] = torch.tensor([1.0, 0.0])
     experience.info["reward.helpful"] = torch.tensor([0.5, 4.0])
     experience.info["reward.harmless"] = torch.tensor([0.125, -0.5])
 
-    samples.scoring()
-    for parts in ([1.0], [0.0]):
-        samples.scored(parts)
     keep(samples, experience, [None])
     samples.closing()
 
@@ -310,7 +292,6 @@ def test_so_many_a_minute_are_kept_and_fewer_where_it_takes_long(tmp_path: Path)
         before = len(SampleReader(tmp_path).read())
         for _ in range(seconds):
             clock.now_s += 1.0
-            samples.scoring()
             keep(samples, made_up(rows=2, ppo=False), [None])
         return len(SampleReader(tmp_path).read()) - before
 
@@ -339,7 +320,6 @@ def test_of_a_group_too_large_for_a_workers_file_some_responses_are_kept(tmp_pat
         samples.writer.close()
         # Each of the two files of a worker has half of its bytes.
         samples.writer = SampleWriter(tmp_path / name, 4, 2 * most_bytes)
-        samples.scoring()
         keep(samples, experience, [None])
         samples.closing()
         return SampleReader(tmp_path / name).read()
@@ -361,7 +341,6 @@ def test_a_sample_that_is_written_in_part_is_taken_back_and_costs_nothing_else(t
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         for _ in range(3):
-            samples.scoring()
             keep(samples, made_up(rows=2), [None])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -390,7 +369,6 @@ def test_a_long_run_of_one_token_of_a_prompt_is_counted(tmp_path: Path) -> None:
     experience.attention_mask[:, :40] = 1
     experience.sequences[:, :40] = torch.tensor([*b"ab", *(b"#" * 37), *b"c"])
 
-    samples.scoring()
     keep(samples, experience, [None])
     samples.closing()
 
@@ -398,19 +376,30 @@ def test_a_long_run_of_one_token_of_a_prompt_is_counted(tmp_path: Path) -> None:
     assert (one.prompt, one.prompt_tokens) == ("ab# \u00d737 c", 40)
 
 
-def test_parts_are_named_by_function_and_model() -> None:
+def test_parts_are_named_by_function_and_model(tmp_path: Path) -> None:
     of_models = [{"name": "model", "path": "r"}, {"name": "model", "path": "s", "label": "kind", "weight": 0.25}]
 
-    def names(model: str | None = None, **sections: Any) -> RewardNames:
-        return reward_names(Config.model_validate({"model": {"reward": model}, **sections}))
+    def names(model: str | None = None, **sections: Any) -> tuple[dict[str, tuple[str, float]], str, bool]:
+        sections["daemon"] = {"state_dir": tmp_path}
+        samples = RolloutSamples.of(Config.model_validate({"model": {"reward": model}, **sections}), Letters(), 0)
+        assert samples is not None
+        samples.closing()
+        return dict(samples.parts), samples.only, samples.has_turns
 
-    assert names() == (["pipeline.sort_digits:exact_answer"], {}, "")
-    assert names("models/r") == (["pipeline.sort_digits:exact_answer"], {"model": 1.0}, "")
-    assert names("models/r", rewards=[]) == names(rewards=of_models[1:]) == ([], {}, "")
-    assert names("models/r", rewards=[], rollout={"environment": "a:B"}) == ([], {"model": 1.0}, "environment")
-    assert names(rewards=[*of_models, "length"]) == (["length"], {"model": 1.0, "kind": 0.25}, "")
-    twice = [{"name": "regex", "pattern": pattern} for pattern in "ab"]
-    assert names(rewards=twice) == (["regex", "regex-2"], {}, "")
+    exact = "pipeline.sort_digits:exact_answer"
+    model = {"model": ("model", 1.0)}
+    assert names() == ({}, exact, False)
+    assert names("models/r") == ({exact: ("exact_answer", 1.0), **model}, "", False)
+    assert names("models/r", rewards=[]) == names(rewards=of_models[1:]) == ({}, "", False)
+    assert names("models/r", rewards=[], rollout={"environment": "a:B"}) == (model, "", True)
+    assert names(rewards=[], rollout={"environment": "a:B"}) == ({}, "", True)
+    assert names(rewards=[*of_models, "length"]) == (
+        {"length": ("length", 1.0), **model, "kind": ("kind", 0.25)},
+        "",
+        False,
+    )
+    twice = [{"name": "regex", "pattern": "a", "weight": 2.0}, {"name": "regex", "pattern": "b"}]
+    assert names(rewards=twice) == ({"regex": ("regex", 2.0), "regex-2": ("regex-2", 1.0)}, "", False)
 
 
 # How they look.

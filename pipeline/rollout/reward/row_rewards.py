@@ -38,7 +38,7 @@ class RowRewards(ABC):
 
     Args:
         names: A name of each function, at least one, for messages.
-        telemetry: Told of each row's weighted results, and of each row without a reward.
+        telemetry: Told of each row without a reward.
         weights: One a function; None: 1 each.
         labels: A name of each function, of its column in an experience's `info`; without them there is no column.
         problems: Logs the rows without a reward; None: the first of them ends the call.
@@ -123,8 +123,6 @@ class RowRewards(ABC):
         checked = [self._checked(row, score) for row, score in enumerate(scores)]
         weighted = [None if score.problem else self._weighted(score) for score in checked]
         found = [(row, score) for row, score in enumerate(checked) if score.problem]
-        for parts in weighted:
-            self._telemetry.scored(parts)
         for _, score in found:
             self._telemetry.reward_errored(score.problem)
         self.problem = found[0][1] if found else None

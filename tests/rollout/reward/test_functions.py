@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, load_reward_function
-from tests.support.told import Told
 
 IDS = torch.tensor([[5, 6, 7, 1, 0], [5, 8, 1, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
@@ -153,12 +152,11 @@ def test_scores_of_a_reward_model_are_one_finite_number_a_row() -> None:
         checked_scores(torch.tensor([0.0, torch.nan]), 2, "model")
 
 
-def test_what_each_function_gave_is_told_row_by_row() -> None:
-    told = Told()
+def test_what_each_function_gave_is_kept_row_by_row() -> None:
     functions = [lambda ids, mask, **_: float(ids[0]), lambda ids, mask, **_: 0.5]
-    reward = FunctionReward(functions, "the tokenizer", told)
+    reward = FunctionReward(functions, "the tokenizer")
 
     scores = reward(IDS, MASK, START, END, [None, None])
 
-    assert told.rows == [[float(ids[0]), 0.5] for ids in IDS]
-    assert scores.tolist() == [sum(parts or ()) for parts in told.rows]
+    assert reward.parts.tolist() == [[float(ids[0]), 0.5] for ids in IDS]
+    assert scores.tolist() == reward.parts.sum(dim=1).tolist()

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,11 +115,11 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
 ) -> None:
     """Whatever happens to it: the function, a scorer that is stopped or killed, many rows that hang."""
     told = Told()
-    parts, problems = told.rows, told.problems
+    problems = told.problems
     functions = ("judges:by_answer", "judges:length")
     with RewardPool(functions, tokenizer, timeout_s=1.5, telemetry=told) as rewards:
         rewards.wait_ready()
-        rows_that_fail_cost_no_other(rewards, problems, parts)
+        rows_that_fail_cost_no_other(rewards, problems)
         assert "in by_answer" in capfd.readouterr().err, "the log shows where the one that hung was"
         both = "judges:by_answer or judges:length"
         for said in (
@@ -144,7 +144,7 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
     ]
 
 
-def rows_that_fail_cost_no_other(judged: RewardPool, problems: list[str], parts: list[Sequence[float] | None]) -> None:
+def rows_that_fail_cost_no_other(judged: RewardPool, problems: list[str]) -> None:
     answers = ["a", "hang", {"b": [1, None]}, "raise", "die", None, "nan", "text", 2**70, "freeze", "c", "exit", "d"]
 
     scores = score(judged, answers)
@@ -153,8 +153,9 @@ def rows_that_fail_cost_no_other(judged: RewardPool, problems: list[str], parts:
     assert [row for row, value in enumerate(scores) if math.isnan(value)] == bad, "errored is no reward, and not 0"
     assert all(value == right(row) for row, value in enumerate(scores) if row not in bad)
     assert problems == [BAD[answers[row]] for row in bad]
-    assert [row for row, each in enumerate(parts) if each is None] == bad
-    assert all(each is None or (sum(each) == right(row) and len(each) == 2) for row, each in enumerate(parts))
+    assert judged.parts.shape == (len(answers), 2)
+    assert [row for row, each in enumerate(judged.parts) if each.isnan().all()] == bad
+    assert all(float(each.sum()) == right(row) for row, each in enumerate(judged.parts) if row not in bad)
 
     pid = int(score(judged, ["pid"])[0]) - 2
     os.kill(pid, signal.SIGKILL)
