@@ -61,8 +61,9 @@ from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.reward.summed import Reward, SummedReward, load_reward
-from pipeline.rollout.roller import LocalRoller, PromptReader
+from pipeline.rollout.reward.row_rewards import RowRewards
+from pipeline.rollout.reward.summed import load_reward
+from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.sampling import sampling_of
 from pipeline.rollout.shaping import shaping_of
 from pipeline.rollout.vision_prompts import VisionPrompts
@@ -125,7 +126,6 @@ def load_roller(
             maker,
             prompts=config.prompts,
             weights=_weights_of(config, models, engine, maker, tokens, device),
-            functions=functions,
             environment=environment,
             vision=vision,
             vocabulary=models.vocabulary,
@@ -197,7 +197,7 @@ def _load_models(config: Config, tokenizer: Any, tokens: Sequence[int], device: 
 
 
 def _new_maker(
-    config: Config, models: _Models, reward: Reward | None, tokenizer: Any, telemetry: Telemetry
+    config: Config, models: _Models, reward: RowRewards | None, tokenizer: Any, telemetry: Telemetry
 ) -> NaiveExperienceMaker:
     rollout = config.rollout
     return NaiveExperienceMaker(
@@ -245,7 +245,6 @@ def new_roller(
     *,
     prompts: PromptsConfig,
     weights: WorkerWeights,
-    functions: FunctionReward | RewardPool | None,
     environment: TurnSettings | None,
     vision: VisionPrompts | None,
     vocabulary: int,
@@ -257,7 +256,6 @@ def new_roller(
         maker: Makes the experience; it has the actor's tokenizer, the reward, and the receiver of events.
         prompts: The prompts of its tickets.
         weights: The weights that it samples with.
-        functions: The reward functions, which may be a part of the reward; None if there are none.
         environment: The environments; None if there are none.
         vision: The reader of prompts with images; None if the actor takes none.
         vocabulary: Tokens of the actor's vocabulary.
@@ -275,7 +273,6 @@ def new_roller(
         sampling=sampling,
         vision=vision,
         turns=environment,
-        readers=prompt_readers(functions, maker.reward_model),
         group_size=config.group_size,
         cuts_prompts=config.rollout.long_prompts == "cut_left",
         telemetry=maker.telemetry,
@@ -285,7 +282,7 @@ def new_roller(
 
 
 def _try_reward(
-    config: Config, roller: LocalRoller, reward: Reward | None, environment: TurnSettings | None, *, texts: bool
+    config: Config, roller: LocalRoller, reward: RowRewards | None, environment: TurnSettings | None, *, texts: bool
 ) -> None:
     """Score the first rollouts.
 
@@ -303,17 +300,6 @@ def _try_reward(
             error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text
         )
         raise ConfigError(f"rewards: {message}, prompt {roller.last_location}") from error
-
-
-def prompt_readers(functions: FunctionReward | RewardPool | None, reward: Any) -> list[PromptReader]:
-    """Return the parts of a reward that are told the prompts of the rows that they score next."""
-    readers: list[PromptReader] = []
-    if functions is not None and functions.problems is not None:
-        problems = functions.problems
-        readers.append(lambda prompts, group_size: problems.begin([prompt.location for prompt in prompts], group_size))
-    if isinstance(reward, SummedReward):
-        readers.append(reward.begin)
-    return readers
 
 
 def load_vision(config: Config, tokenizer: Any) -> VisionPrompts | None:
@@ -432,7 +418,7 @@ def weights_check(actor: Any, tokens: Sequence[int], device: torch.device) -> Ca
 
 def load_functions(
     config: Config, tokenizer: Any, telemetry: Telemetry, undone: contextlib.ExitStack
-) -> FunctionReward | RewardPool | None:
+) -> RowRewards | None:
     """Return the reward functions, in processes that can be killed unless all are this package's own; None if none.
 
     A heartbeat is written once a row. `undone` closes the processes.

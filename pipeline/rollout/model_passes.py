@@ -27,9 +27,9 @@ from pipeline.models.pass_size import PassSize, default_tokens, width_multiple
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
 from pipeline.progress import Telemetry
-from pipeline.rollout.reward.functions import FunctionReward, checked_scores, vision_keywords
+from pipeline.rollout.reward.functions import checked_scores, vision_keywords
 from pipeline.rollout.reward.parts import OnParts
-from pipeline.rollout.reward.pool import RewardPool
+from pipeline.rollout.reward.row_rewards import RowRewards
 from pipeline.rollout.reward.signatures import parameters_of
 from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.rows import Rows
@@ -168,7 +168,7 @@ class ModelPasses:
             return of_turns
         device = _device_of(reward_model)
         name = type(reward_model).__qualname__
-        trim = isinstance(reward_model, SequenceReward | SummedReward | FunctionReward | RewardPool)
+        trim = isinstance(reward_model, SequenceReward | RowRewards)
         # Functions read the rows themselves.
         reads_rows = isinstance(reward_model, SequenceReward | SummedReward)
         multiple = width_multiple(device, self.width_multiple) if reads_rows else 1

@@ -26,6 +26,7 @@ from pipeline.rollout.generation.interface import Completed, Engine, Sampling
 from pipeline.rollout.generation.weights import WeightsSource, WorkerWeights
 from pipeline.rollout.insert_gate import Fault, find_fault
 from pipeline.rollout.prompt_batch import PromptBatch, sample_all, tokens_of
+from pipeline.rollout.reward.row_rewards import RowRewards
 from pipeline.rollout.vision_prompts import RenderedPrompt, VisionPrompts, vision_rows_of
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import PromptResult
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from pipeline.rollout.maker import NaiveExperienceMaker
 
 log = logging.getLogger(__name__)
-
-
-PromptReader = Callable[[Sequence[Prompt], int], None]
-"""Called with prompts, and the number of rows of each of them."""
 
 
 class RolledPrompt(NamedTuple):
@@ -122,8 +119,7 @@ class LocalRoller:
         sampling: Sampling parameters of the longest row; a batch has its own `max_length` and `seed`.
         vision: Renders prompts with images; None for a model of text alone.
         turns: Turns of rows in an environment, closed with the engine; None: a row is one response.
-        readers: Called with the prompts of each rollout before these are scored, for messages that name them.
-        group_size: Responses of a prompt (G), for the readers.
+        group_size: Responses of a prompt (G).
         cuts_prompts: Whether a prompt of text that is too long loses its first tokens; else it is set aside.
         evaluations: The rollers of the held-out files, which share parts of this one, and are closed with it.
         telemetry: Told of the engine's activity and of the tokens of each `roll`; says whether the log may quote
@@ -143,7 +139,6 @@ class LocalRoller:
     sampling: Sampling
     vision: VisionPrompts | None = None
     turns: TurnSettings | None = None
-    readers: Sequence[PromptReader] = ()
     group_size: int = 1
     cuts_prompts: bool = False
     evaluations: Sequence[LocalRoller] = ()
@@ -267,7 +262,7 @@ class LocalRoller:
         )
 
     def _announce(self, begun: Begun) -> None:
-        """Tell the readers of the prompts, and once the log of the first prompt that lost its first tokens."""
+        """Tell the reward of the prompts, and once the log of the first prompt that lost its first tokens."""
         self.last_location = begun.kept[-1][0].location
         cut = next(((prompt, found.cut) for prompt, found in begun.kept if found.cut), None)
         if cut is not None and not self._has_told_cut:
@@ -275,8 +270,8 @@ class LocalRoller:
             log.warning("a prompt is cut from the left, rlhfd_prompts_cut_total counts them: position=%d line=%d "
                         "tokens=%d of %d", cut[0].position, cut[0].line, self.lengths.prompt,
                         self.lengths.prompt + cut[1])  # fmt: skip
-        for read in self.readers:
-            read([prompt for prompt, _ in begun.kept], self.group_size)
+        if isinstance(self.maker.reward_model, RowRewards):
+            self.maker.reward_model.begin([prompt for prompt, _ in begun.kept], self.group_size)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version; see `ModelWeights.fetch`."""

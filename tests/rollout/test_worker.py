@@ -63,6 +63,8 @@ class Letters:
 class Maker:
     """Makes synthetic experience from the seed; records its arguments."""
 
+    reward_model = None
+
     def __init__(self):
         self.calls = []
         self.error = None

@@ -25,7 +25,8 @@ from pipeline.rollout.loader import (
     with_float32_logits,
 )
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.reward.summed import Reward, load_reward
+from pipeline.rollout.reward.row_rewards import RowRewards
+from pipeline.rollout.reward.summed import load_reward
 from pipeline.rollout.roller import LocalRoller
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.telemetry.evaluations import Evaluation, PromptResult
@@ -74,14 +75,14 @@ def evaluate(
     return plan.evaluation(-1, "", results, unix_s=time.time())
 
 
-def _problem_of(roller: LocalRoller, reward: Reward | None) -> str:
+def _problem_of(roller: LocalRoller, reward: RowRewards | None) -> str:
     """Return why a row of the last ticket has no reward; empty if each has one."""
     if roller.turns is not None and (failed := roller.turns.pool.problem) is not None:
         return f"rollout.environment: {failed.text}"
     return reward.problem.text if reward is not None and reward.problem is not None else ""
 
 
-def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, Reward | None]:
+def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, RowRewards | None]:
     """Return a roller with those of the held-out files, and the reward; `stack` closes them."""
     telemetry = Telemetry(log_texts=config.daemon.log_texts)
     tokenizer = load_tokenizer(config.model.actor)
@@ -116,7 +117,6 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> tuple[LocalRoller, R
         maker,
         prompts=held_out(config, config.evaluation.files[0]),
         weights=ModelWeights({}, engine),
-        functions=functions,
         environment=environment,
         vision=vision,
         vocabulary=vocabulary,

@@ -81,7 +81,6 @@ class EvaluationRoller(LocalRoller):
             sampling=held_out_sampling(config, base.sampling, base.tokenizer),
             vision=base.vision,
             turns=base.turns,
-            readers=base.readers,
             group_size=evaluation.num_generations,
             cuts_prompts=base.cuts_prompts,
             telemetry=base.telemetry,

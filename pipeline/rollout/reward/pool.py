@@ -61,9 +61,6 @@ class RewardPool(RowRewards):
         weights: As for `RowRewards`.
         labels: As for `RowRewards`.
         hidden: Ids of special tokens that are left out of the text of a response; None: all of them.
-
-    Attributes:
-        problems: Logs the rows without a score.
     """
 
     def __init__(
@@ -80,7 +77,6 @@ class RewardPool(RowRewards):
         hidden: Sequence[int] | None = None,
     ) -> None:
         rewards = [reward_of(one) for one in functions]
-        self.problems: RewardProblems
         super().__init__(
             [reward.name for reward in rewards],
             telemetry,

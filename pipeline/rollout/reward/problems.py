@@ -22,13 +22,9 @@ class RewardProblems:
 
     Args:
         telemetry: Says whether the log may quote the exception or the result of a function.
-
-    Attributes:
-        last_location: File and line of the prompt of the last row reported; empty if not known.
     """
 
     def __init__(self, telemetry: Telemetry = Telemetry.none()) -> None:
-        self.last_location = ""
         self._telemetry = telemetry
         self._counts = collections.Counter[str]()
         self._locations: list[str] = []
@@ -50,7 +46,6 @@ class RewardProblems:
             problems: Number among these rows and result of each row without a reward.
         """
         for row, score in problems:
-            self.last_location = self._locations[row] if row < len(self._locations) else ""
             cause = score.cause or score.problem
             if cause not in self._counts and len(self._counts) >= _MOST_CAUSES:
                 cause = _FURTHER
@@ -58,7 +53,7 @@ class RewardProblems:
             count = self._counts[cause]
             if count == 1:
                 text = score.text if self._telemetry.log_texts or not score.bare else score.bare
-                location = f" prompt={self.last_location}" if self.last_location else ""
+                location = f" prompt={self._locations[row]}" if row < len(self._locations) else ""
                 log.warning("reward errored: row=%d reason=%s: %s%s", row, score.problem, text, location)
             elif math.log10(count).is_integer():
                 log.warning("reward errored again: cause=%s times=%d", cause, count)

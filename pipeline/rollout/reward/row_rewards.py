@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.progress import Telemetry
+from pipeline.prompts.types import Prompt
 from pipeline.rollout.reward.numbers import FurtherNumbers
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.wire import RowScore, row_score
@@ -51,7 +52,6 @@ class RowRewards(ABC):
         numbers: Further numbers of each row of the last call by name (`pipeline.rollout.reward.numbers`).
         problem: The first row without a reward of the last call; None if all had one.
         problems: As given.
-        may_be_absent: Whether a row to which no function applies scores 0, as beside a reward model.
 
     Raises:
         ConfigError: If there are no functions, or not one weight a function.
@@ -76,11 +76,15 @@ class RowRewards(ABC):
         self.labels = list(labels)
         self.problems = problems
         self.problem: RowScore | None = None
-        self.may_be_absent = False
         self.parts = torch.empty(0, len(names))
         self.exact = torch.empty(0, dtype=torch.float64)
         self.numbers: list[dict[str, float]] = []
         self._further = FurtherNumbers(labels, telemetry)
+
+    def begin(self, prompts: Sequence[Prompt], group_size: int) -> None:
+        """Set the prompts of the rows that are scored next, each of `group_size` rows."""
+        if self.problems is not None:
+            self.problems.begin([prompt.location for prompt in prompts], group_size)
 
     def __call__(
         self,
@@ -141,7 +145,7 @@ class RowRewards(ABC):
         """Return the score with 0 for a function that does not apply, or why the row has no reward."""
         if score.problem:
             return score
-        if all(map(math.isnan, score.parts)) and not self.may_be_absent:
+        if all(map(math.isnan, score.parts)):
             return self._without(none_applies(self._names, row))
         parts = [0.0 if math.isnan(part) else part for part in score.parts]
         applied = RowScore(parts=parts, numbers=score.numbers)

@@ -3,132 +3,97 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.config.rewards import RewardModel, reward_models
 from pipeline.config.schema import Config
-from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.reward_model import SequenceReward
 from pipeline.progress import Telemetry
 from pipeline.prompts.types import Prompt
-from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
-from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.reward.row_rewards import is_reward, too_large
-from pipeline.rollout.reward.wire import RowScore, row_score
+from pipeline.rollout.reward.row_rewards import GivenRows, RowRewards
+from pipeline.rollout.reward.wire import RowScore
 
 
-class SummedReward:
-    """The weighted sum of the scores of reward models and functions. A row without one of the scores has no reward.
+class SummedReward(RowRewards):
+    """The weighted sum of the scores of functions and reward models; see `RowRewards` for attributes.
 
     Args:
         models: The reward models with their settings, at least one.
-        functions: The functions; None: there are none.
-        telemetry: Told of progress after each model, and of each row to which the functions give a score, and the sum
-            is none.
+        functions: The functions; None: there are none. Where none of them applies to a row, the models' scores stand
+            alone.
+        telemetry: As for `RowRewards`; told also of progress after each model.
 
     Attributes:
         models: The reward models.
         model: The largest of their networks, which bounds the rows of a call.
-        labels: Names of the parts: those of the functions, then those of the models.
-        numbers: Further numbers of each row of the last call, those of the functions.
-        parts: ``(B, parts)`` float32, of the last call, before weights.
-        exact: ``(B,)`` float64, the sums of the last call.
-        problem: The first row without a score of the last call; None if all had one.
     """
 
     def __init__(
         self,
         models: Sequence[tuple[RewardModel, SequenceReward]],
-        functions: FunctionReward | RewardPool | None = None,
+        functions: RowRewards | None = None,
         telemetry: Telemetry = Telemetry.none(),
     ) -> None:
-        self._telemetry = telemetry
+        labels = [settings.label for settings, _ in models]
+        super().__init__(
+            [*(functions._names if functions else []), *labels],
+            telemetry,
+            weights=[*(functions._weights if functions else []), *(settings.weight for settings, _ in models)],
+            labels=[*(functions.labels if functions else []), *labels],
+            problems=RewardProblems(telemetry),
+        )
         self.models = [model for _, model in models]
-        self._weights = [settings.weight for settings, _ in models]
         self.model = max((model.model for model in self.models), key=_parameters)
         self._functions = functions
-        if functions is not None:
-            # The models' scores stand alone where no function applies.
-            functions.may_be_absent = True
-        self.labels = [*([] if functions is None else functions.labels), *(settings.label for settings, _ in models)]
-        self.numbers: list[dict[str, float]] = []
-        self.parts = torch.empty(0, len(self.labels))
-        self.exact = torch.empty(0, dtype=torch.float64)
-        self.problem: RowScore | None = None
-        self._problems = RewardProblems(telemetry)
-        self._names = [settings.label for settings, _ in models]
 
     def begin(self, prompts: Sequence[Prompt], group_size: int) -> None:
         """Set the prompts of the rows that are scored next, each of `group_size` rows."""
-        self._problems.begin([prompt.location for prompt in prompts], group_size)
+        super().begin(prompts, group_size)
         for model in self.models:
             if isinstance(model, OwnTokenizerReward):
                 model.begin(prompts, group_size)
 
-    def __call__(
-        self, *, vision: VisionRows | None = None, columns: Sequence[Mapping[str, Any]] | None = None, **row: Any
-    ) -> Tensor:
-        """Return the sums, ``(B,)`` float32; arguments as for a `FunctionReward`."""
+    def _scores(self, rows: GivenRows) -> list[RowScore]:
+        row = rows._asdict()
         found = []
         for model in self.models:
             found.append(model(**row).float().cpu())
             self._telemetry.progress()
-        scores = torch.stack(found, dim=1)
         # Only now: a call of which any model runs out of memory is made again, by all models.
         for model in self.models:
             if isinstance(model, OwnTokenizerReward):
-                model.advance(len(scores))
-        weighted = torch.tensor(self._weights, dtype=torch.float64) * scores.double()
-        self.parts, self.exact = scores, weighted.sum(dim=1)
-        self.numbers = [{} for _ in scores]
-        self.problem, of_functions = None, torch.zeros(len(scores), dtype=torch.float64)
-        if self._functions is not None:
-            self._functions(**row, vision=vision, columns=columns)
-            self.numbers, self.problem = self._functions.numbers, self._functions.problem
-            self.parts = torch.cat([self._functions.parts, scores], dim=1)
-            of_functions = self._functions.exact
-            self.exact = self.exact + of_functions
-        self._report(of_functions.tolist(), scores.tolist(), weighted.tolist())
-        return self.exact.float()
+                model.advance(len(rows.input_ids))
+        scores = torch.stack(found, dim=1).tolist()
+        own = [RowScore()] * len(scores) if self._functions is None else self._functions._scores(rows)
+        return [
+            one if one.problem else self._with_models(at, one, of_models)
+            for at, (one, of_models) in enumerate(zip(own, scores, strict=True))
+        ]
 
-    def _report(self, of_functions: list[float], scores: list[list[float]], weighted: list[list[float]]) -> None:
-        """Count and log the rows without a sum; the functions have told of those without theirs."""
-        found = []
-        for row, (own, total) in enumerate(zip(of_functions, self.exact.tolist(), strict=True)):
-            if math.isfinite(own) and not is_reward(total):
-                beyond = row_score([too_large([own, *weighted[row]])], is_joint=False)
-                found.append((row, self._problem_of(row, scores[row]) or beyond))
-                self._telemetry.reward_errored(found[-1][1].problem)
-        self.problem = self.problem or (found[0][1] if found else None)
-        self._problems.report(len(scores), found)
-
-    def _problem_of(self, row: int, scores: list[float]) -> RowScore | None:
-        """Return why a row lacks the score of a model; None if it has those of all."""
-        for name, model, score in zip(self._names, self.models, scores, strict=True):
+    def _with_models(self, row: int, functions: RowScore, scores: list[float]) -> RowScore:
+        """Return the score of a row with those of the models, or why it lacks one of these."""
+        names = self._names[-len(scores) :]
+        for name, model, score in zip(names, self.models, scores, strict=True):
             if isinstance(model, OwnTokenizerReward) and row in model.problems:
                 return model.problems[row]
             if not math.isfinite(score):
                 said = f"reward model {name} gave no finite score"
                 return RowScore(problem="invalid", text=f"{said}: {score}", cause=said)
-        return None
-
-
-Reward: TypeAlias = SummedReward | FunctionReward | RewardPool
+        return RowScore(parts=[*functions.parts, *scores], numbers=functions.numbers)
 
 
 def load_reward(
     config: Config,
     tokenizer: Any,
     device: torch.device,
-    functions: FunctionReward | RewardPool | None,
+    functions: RowRewards | None,
     telemetry: Telemetry,
-) -> Reward | None:
+) -> RowRewards | None:
     """Return the reward of a run: the functions, or the sum of the reward models and the functions.
 
     Args:

@@ -31,6 +31,7 @@ from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.parts import RewardParts
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.row_rewards import RowRewards
 from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.reward.wire import RowScore
 from pipeline.rollout.roller import LocalRoller, Rolled
@@ -55,11 +56,12 @@ def two(**options: Any) -> FunctionReward:
     return FunctionReward([level, length], None, weights=[2.0, -0.5], labels=["level", "length"], **options)
 
 
-def of_model(
-    scores: list[float], functions: FunctionReward | RewardPool | None, telemetry: Telemetry = Telemetry.none()
-) -> SummedReward:
+def of_model(scores: list[float], functions: RowRewards, telemetry: Telemetry = Telemetry.none()) -> SummedReward:
     class Model(FakeReward):
         model = torch.nn.Linear(1, 1)
+
+        def __call__(self, *, vision: Any, columns: Any, **row: Any) -> Tensor:
+            return super().__call__(**row)
 
     settings = RewardModel("model", "", 1.0, "policy", "model.reward", "model.reward_tokenizer")
     return SummedReward([(settings, Model(scores))], functions, telemetry)  # type: ignore[list-item]
@@ -136,19 +138,18 @@ def test_a_reward_model_is_a_part_beside_the_functions_and_gets_no_columns() -> 
     [
         (math.nan, 2, "reward model model gave no finite score: nan"),
         (3e38, 1e38, "the sum of the weighted scores is beyond float32: 2e+38 + 3e+38"),
-        # The functions count and log it.
-        (math.nan, None, "returned None"),
+        # Told once, with the cause of the functions.
+        (math.nan, "much", "returned 'much'"),
     ],
 )
 def test_a_row_that_a_reward_model_gives_no_score_is_counted_once_and_its_cause_logged(
-    caplog: pytest.LogCaptureFixture, score: float, level_of_row: float | None, cause: str
+    caplog: pytest.LogCaptureFixture, score: float, level_of_row: float | str, cause: str
 ) -> None:
     telemetry = NodeTelemetry(log_texts=True)
     functions = FunctionReward(
         [lambda ids, mask, *, level, **_: level], None, telemetry, weights=[2.0], problems=RewardProblems(telemetry)
     )
     summed = of_model([10.0, score], functions, telemetry)
-    functions.may_be_absent = level_of_row is not None
 
     experience = maker(reward_model=summed, drop_errored=True).make_experience(
         PROMPTS, MASK, max_length=7, columns=[{"level": 1}, {"level": level_of_row}]
@@ -178,7 +179,7 @@ def test_the_score_of_a_reward_model_stands_alone_where_no_function_applies(
         )
 
     assert experience.info is not None
-    assert experience.info["score"].tolist() == [10.0, 22.0] and reward.problem is None
+    assert experience.info["score"].tolist() == [10.0, 22.0] and summed.problem is None
 
 
 def test_the_means_are_shown_by_name(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_a_heartbeat_is_written_after_each_model(config: Config, token_folder: P
     assert isinstance(reward, SummedReward)
     ids = torch.tensor([[2, 3, 4]])
 
-    score = reward(input_ids=ids, attention_mask=torch.ones_like(ids))
+    score = reward(ids, torch.ones_like(ids), torch.tensor([1]), torch.tensor([3]), [None])
 
     assert beats.count == 2 and reward.labels == ["model", "model-2"]
     assert score.item() == pytest.approx(0.75 * score_of_ids(token_folder, [2, 3, 4]), abs=1e-5)
