@@ -273,7 +273,6 @@ def new_roller(
         sampling=sampling,
         vision=vision,
         turns=environment,
-        group_size=config.group_size,
         cuts_prompts=config.rollout.long_prompts == "cut_left",
         telemetry=maker.telemetry,
     )

@@ -318,6 +318,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         *,
         columns: Sequence[Mapping[str, Any]] | None = None,
         vision: VisionRows | None = None,
+        group_size: int | None = None,
     ) -> PromptBatch:
         """Return prompts with their sampling parameters.
 
@@ -330,6 +331,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             gt_answer: As for `make_experience`.
             columns: As for `make_experience`.
             vision: Images and videos of each prompt; None if no prompt has any.
+            group_size: Responses of each prompt; None: those of the algorithm. Scores alone are of any number.
 
         Returns:
             The batch.
@@ -338,7 +340,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             ShapeError: If answers or columns are not one a prompt.
             FieldError: If pixels, grids and image tokens do not match.
         """
-        group_size = self.num_generation if self.use_grpo else 1
+        group_size = group_size or (self.num_generation if self.use_grpo else 1)
         answers = repeated("gt_answer", gt_answer, len(prompts), group_size)
         row_columns = None if columns is None else repeated("columns", columns, len(prompts), group_size)
         if (backbone := vision_backbone(self.actor)) is not None:
@@ -385,8 +387,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         temperature, parts = batch.sampling.temperature, RewardParts()
         with eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
             scores = self.scores(batch, rows, on_parts=parts.append)
-            group_size = self.num_generation if self.use_grpo else 1
-            if self.drop_errored and (kept := rows_with_reward(scores, group_size)) is not None:
+            if self.drop_errored and (kept := rows_with_reward(scores, batch.group_size)) is not None:
                 rows, scores = rows.rows(kept), scores[kept]
                 parts.keep(torch.from_numpy(kept))
                 on_kept(kept)

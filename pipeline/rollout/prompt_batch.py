@@ -47,16 +47,6 @@ class PromptBatch:
         """The room of a response, A."""
         return self.sampling.max_length - self.prompt_columns
 
-    def with_group_size(self, group_size: int) -> PromptBatch:
-        """Return these prompts with another number of responses each."""
-        first, count = range(0, len(self.answers), self.group_size), range(group_size)
-        return dataclasses.replace(
-            self,
-            group_size=group_size,
-            answers=[self.answers[row] for row in first for _ in count],
-            columns=None if self.columns is None else [self.columns[row] for row in first for _ in count],
-        )
-
     def requests(self, new_key: Callable[[], int]) -> list[Request]:
         """Return one request a prompt, in order; `new_key` returns a key that was not used before."""
         has_images = self.vision is not None and self.vision.tensors_exist

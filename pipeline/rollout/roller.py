@@ -119,7 +119,7 @@ class LocalRoller:
         sampling: Sampling parameters of the longest row; a batch has its own `max_length` and `seed`.
         vision: Renders prompts with images; None for a model of text alone.
         turns: Turns of rows in an environment, closed with the engine; None: a row is one response.
-        group_size: Responses of a prompt (G).
+        group_size: Responses of a prompt (G); None: the maker's.
         cuts_prompts: Whether a prompt of text that is too long loses its first tokens; else it is set aside.
         evaluations: The rollers of the held-out files, which share parts of this one, and are closed with it.
         telemetry: Told of the engine's activity and of the tokens of each `roll`; says whether the log may quote
@@ -139,7 +139,7 @@ class LocalRoller:
     sampling: Sampling
     vision: VisionPrompts | None = None
     turns: TurnSettings | None = None
-    group_size: int = 1
+    group_size: int | None = None
     cuts_prompts: bool = False
     evaluations: Sequence[LocalRoller] = ()
     telemetry: Telemetry = Telemetry.none()
@@ -226,6 +226,7 @@ class LocalRoller:
             [prompt.answer for prompt, _ in begun.kept],
             columns=columns,
             vision=vision_rows_of(begun.kept) if self.vision else None,
+            group_size=self.group_size,
         )
 
     def turns_of(self, begun: Begun, batch: PromptBatch, new_key: Callable[[], int]) -> Turns | None:
@@ -242,7 +243,7 @@ class LocalRoller:
             batch: Batch of these prompts.
             completed: One element a prompt, in order.
         """
-        self._announce(begun)
+        self._announce(begun, batch.group_size)
         indices = list(range(len(begun.kept)))
 
         def keep(rows: Index) -> None:
@@ -261,7 +262,7 @@ class LocalRoller:
             prompts_cut=sum(found.cut > 0 for _, found in begun.kept),
         )
 
-    def _announce(self, begun: Begun) -> None:
+    def _announce(self, begun: Begun, group_size: int) -> None:
         """Tell the reward of the prompts, and once the log of the first prompt that lost its first tokens."""
         self.last_location = begun.kept[-1][0].location
         cut = next(((prompt, found.cut) for prompt, found in begun.kept if found.cut), None)
@@ -271,7 +272,7 @@ class LocalRoller:
                         "tokens=%d of %d", cut[0].position, cut[0].line, self.lengths.prompt,
                         self.lengths.prompt + cut[1])  # fmt: skip
         if isinstance(self.maker.reward_model, RowRewards):
-            self.maker.reward_model.begin([prompt for prompt, _ in begun.kept], self.group_size)
+            self.maker.reward_model.begin([prompt for prompt, _ in begun.kept], group_size)
 
     def fetch(self, source: WeightsSource) -> WeightsVersion:
         """Replace the weights by the newest version; see `ModelWeights.fetch`."""

@@ -70,7 +70,7 @@ class Maker:
         self.error = None
         self.change = lambda experience: None
 
-    def begin(self, prompts, prompt_columns, sampling, gt_answer, *, columns, vision):
+    def begin(self, prompts, prompt_columns, sampling, gt_answer, *, columns, vision, group_size):
         self.calls.append(PromptBatch(prompts, prompt_columns, 1, gt_answer, vision, sampling, columns))
         return self.calls[-1]
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from pipeline.config.evaluation import held_out
 from pipeline.config.rewards import part_names
 from pipeline.config.schema import Config
-from pipeline.prompts.rendering import rendering_of
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.environment.turn_rows import actions_of
 from pipeline.rollout.generation.interface import Completed
@@ -70,20 +69,13 @@ class EvaluationRoller(LocalRoller):
         """
         evaluation, seed = config.evaluation, config.daemon.seed
         super().__init__(
-            base.maker,
-            PromptSource(held_out(config, evaluation.files[file]), seed),
-            base.tokenizer,
-            base.weights,
-            seed=xxhash.xxh3_64_intdigest(f"{seed}:evaluation:{file}".encode()) >> 1,
-            lengths=base.lengths,
-            vocabulary=base.vocabulary,
-            template=rendering_of(config.prompts),
-            sampling=held_out_sampling(config, base.sampling, base.tokenizer),
-            vision=base.vision,
-            turns=base.turns,
-            group_size=evaluation.num_generations,
-            cuts_prompts=base.cuts_prompts,
-            telemetry=base.telemetry,
+            **{field.name: getattr(base, field.name) for field in dataclasses.fields(base) if field.init}
+            | {
+                "source": PromptSource(held_out(config, evaluation.files[file]), seed),
+                "seed": xxhash.xxh3_64_intdigest(f"{seed}:evaluation:{file}".encode()) >> 1,
+                "sampling": held_out_sampling(config, base.sampling, base.tokenizer),
+                "group_size": evaluation.num_generations,
+            }
         )
         # As float32 on both sides: 0.7 of a reward model is 0.7.
         self._pass_reward = torch.tensor(evaluation.pass_reward, dtype=torch.float32)
@@ -97,22 +89,18 @@ class EvaluationRoller(LocalRoller):
         """Render prompts; as `LocalRoller.begin`."""
         return super().begin(position, prompts, response_tokens=response_tokens or self._response_tokens)
 
-    def batch_of(self, begun: Begun) -> PromptBatch:
-        """Return prompts with their sampling parameters, for the engine; as `LocalRoller.batch_of`."""
-        return super().batch_of(begun).with_group_size(self.group_size)
-
     def finish(self, begun: Begun, batch: PromptBatch, completed: Sequence[Completed]) -> Rolled:
         """Score the responses; a prompt with a row without a reward has no result.
 
         Raises:
             RewardError: If a reward function of this package raised, or no row has a reward.
         """
-        self._announce(begun)
+        self._announce(begun, batch.group_size)
         parts: list[Tensor] = []
         found = self.maker.scores(
             batch, batch.joined(completed), on_parts=lambda found, _: parts.append(found)
         ).double()
-        scores = found.reshape(-1, self.group_size)
+        scores = found.reshape(-1, batch.group_size)
         counted = scores if self._pass_part is None else torch.cat(parts)[:, self._pass_part].reshape(scores.shape)
         self._below.count(counted[scores.isfinite()])
         results = []
@@ -123,7 +111,7 @@ class EvaluationRoller(LocalRoller):
             results.append(
                 PromptResult(
                     prompt.position,
-                    self.group_size,
+                    batch.group_size,
                     int((passing.float() >= self._pass_reward).sum()),
                     float(rewards.mean()),
                     sum(lengths) / len(lengths),
