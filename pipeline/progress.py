@@ -74,6 +74,13 @@ class Telemetry:
             reason: "invalid" for one that is no finite number, "name" where there are too many names.
         """
 
+    def environment_answered(self, result: str) -> None:
+        """Count an answer of a row's environment.
+
+        Args:
+            result: "ok", or "tool_failed"; of a row without an answer "timeout", "exception" or "invalid".
+        """
+
     def out_of_memory(self, during: str) -> None:
         """Count a call that ran out of the device's memory, and is run again in halves.
 

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from pipeline.models.device import allocator_bytes
 from pipeline.progress import Telemetry
-from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
 from pipeline.rollout.reward.parts import PREFIX
 from pipeline.rollout.roller import Rolled
@@ -68,10 +67,9 @@ class RolloutMetrics(Telemetry):
         self._experiences = _each(writer.counter, "rlhfd_experiences_total", outcome=("accepted", "failed", "errored"))
         stage_errors, reasons = "rlhfd_stage_errors_total", ("timeout", "exception", "invalid")
         self._reward_errors = _each(functools.partial(writer.counter, stage="reward"), stage_errors, reason=reasons)
-        self._environment = EnvironmentCounts()
         of_environment = functools.partial(writer.counter, stage="environment")
-        self._environment_errors = _each(of_environment, stage_errors, reason=reasons)
-        self._environment_steps = _each(writer.counter, "rlhfd_environment_steps_total", result=("ok", "tool_failed"))
+        self._environment = _each(of_environment, stage_errors, reason=reasons)
+        self._environment |= _each(writer.counter, "rlhfd_environment_steps_total", result=("ok", "tool_failed"))
         self._turns = writer.histogram("rlhfd_turns")
         self._responses = _each(writer.counter, "rlhfd_responses_total", finish_reason=("stop", "length"))
         self._tokens = _each(writer.counter, "rlhfd_tokens_total", kind=("prompt", "response"))
@@ -229,17 +227,9 @@ class RolloutMetrics(Telemetry):
         """Count a further number of a reward function that is left out."""
         self._numbers_left_out[reason].inc()
 
-    def environment(self, counts: EnvironmentCounts) -> None:
-        """Count the work of the environments since the last call."""
-        before = self._environment
-        if counts == before:
-            return
-        failed = counts.tools_failed - before.tools_failed
-        self._environment_steps["tool_failed"].inc(failed)
-        self._environment_steps["ok"].inc(counts.answers - before.answers - failed)
-        for reason, counter in self._environment_errors.items():
-            counter.inc(counts.problems[reason] - before.problems[reason])
-        self._environment = EnvironmentCounts(counts.answers, counts.tools_failed, counts.problems.copy())
+    def environment_answered(self, result: str) -> None:
+        """Count an answer of a row's environment."""
+        self._environment[result].inc()
 
     def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
         """Count a probe of the engine, and observe the differences of its log-probs, in nats a token."""

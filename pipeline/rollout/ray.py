@@ -368,7 +368,6 @@ class RemoteStream:
             metrics.progress()
         metrics.show_rows(*status.progress)
         metrics.sampled_remotely(status.sampled, status.in_hand)
-        metrics.environment(status.environment)
         if status.load is not None:
             metrics.engine(status.load)
         # Not once a status: a change of the activity is a heartbeat.

@@ -10,7 +10,6 @@ calls.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import os
@@ -30,7 +29,6 @@ from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.copies import WeightsCopy
 from pipeline.progress import Telemetry
-from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.generation.interface import EngineLoad
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.sampled_tokens import SampledTokens
@@ -88,7 +86,6 @@ class NodeStatus:
         sampled: Response tokens that the node has sampled since its start.
         in_hand: The part of these tokens whose requests have not ended.
         load: The engine's work in hand; None before the first ticket.
-        environment: The work of the environments since the node's start.
     """
 
     beats: int = 0
@@ -98,7 +95,6 @@ class NodeStatus:
     sampled: int = 0
     in_hand: int = 0
     load: EngineLoad | None = None
-    environment: EnvironmentCounts = dataclasses.field(default_factory=EnvironmentCounts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +161,6 @@ class NodeTelemetry(Telemetry):
         """Keep the engine's work in hand."""
         self._status.load = load
 
-    def environment(self, counts: EnvironmentCounts) -> None:
-        """Keep a copy of the work of the environments."""
-        if counts != self._status.environment:
-            self._status.environment = copy.deepcopy(counts)
-
     def weights_mismatch(self) -> None:
         """Record that the engine does not compute with its weights."""
         self._record("weights_mismatch")
@@ -194,6 +185,10 @@ class NodeTelemetry(Telemetry):
     def number_left_out(self, reason: str) -> None:
         """Record a further number of a reward function that is left out."""
         self._record("number_left_out", reason)
+
+    def environment_answered(self, result: str) -> None:
+        """Record an answer of a row's environment."""
+        self._record("environment_answered", result)
 
     def out_of_memory(self, during: str) -> None:
         """Record a call that ran out of the device's memory."""

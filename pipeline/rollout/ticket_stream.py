@@ -326,7 +326,6 @@ class EngineStream:
         elif pool.is_busy:
             self._enter("environment")
             pool.step(_ENVIRONMENT_WAIT_S)
-        self._metrics.environment(pool.counts)
         for ticket, rollout in self._rollouts.items():
             if rollout.turns is None or rollout.error is not None:
                 continue

@@ -16,6 +16,7 @@ class Told(Telemetry):
         self.beats: list[tuple[int, int, int | None]] = []
         self.phases: list[str] = []
         self.problems: list[str] = []
+        self.answers: list[str] = []
         self.halved: list[str] = []
         self.verdicts = [] if verdicts is None else verdicts
 
@@ -27,6 +28,9 @@ class Told(Telemetry):
 
     def reward_errored(self, reason: str) -> None:
         self.problems.append(reason)
+
+    def environment_answered(self, result: str) -> None:
+        self.answers.append(result)
 
     def out_of_memory(self, during: str) -> None:
         self.halved.append(during)

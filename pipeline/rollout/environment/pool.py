@@ -15,7 +15,6 @@ longer, then kills it.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import json
 import logging
@@ -34,21 +33,6 @@ _TIMEOUTS_IN_A_ROW = 3
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
-class EnvironmentCounts:
-    """The work of a pool since its start.
-
-    Attributes:
-        answers: Steps that were answered.
-        tools_failed: The part of these steps whose response called a tool in vain.
-        problems: Rows without an answer, by reason.
-    """
-
-    answers: int = 0
-    tools_failed: int = 0
-    problems: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-
 class EnvironmentPool:
     """The environments of a worker's rows, each in one of some processes.
 
@@ -58,11 +42,10 @@ class EnvironmentPool:
         name: ``module:Factory``.
         timeout_s: Longest time of a step.
         processes: Number of processes.
-        telemetry: Told of progress at least once a second while steps are waited for.
+        telemetry: Told of progress at least once a second while steps are waited for, and of each answer.
 
     Attributes:
         new_row: Returns the number of a new row.
-        counts: The work so far.
         problem: The last row without an answer; None if there was none since it was set to None.
     """
 
@@ -74,8 +57,8 @@ class EnvironmentPool:
         processes: int = 1,
         telemetry: Telemetry = Telemetry.none(),
     ) -> None:
-        self.counts = EnvironmentCounts()
         self.problem: Answer | None = None
+        self._problems = collections.Counter[str]()
         self._telemetry = telemetry
         self.new_row = itertools.count().__next__
         self._callbacks: dict[int, Callable[[Answer], None]] = {}
@@ -155,14 +138,12 @@ class EnvironmentPool:
             return
         if answer.problem:
             self.problem = answer
-            self.counts.problems[answer.problem] += 1
+            self._problems[answer.problem] += 1
             # The first one, then the tenth, the hundredth...
-            if str(count := self.counts.problems[answer.problem]).strip("0") == "1":
+            if str(count := self._problems[answer.problem]).strip("0") == "1":
                 text = answer.text if self._telemetry.log_texts else answer.bare
                 log.warning("environment errored: reason=%s times=%d: %s", answer.problem, count, text)
-        else:
-            self.counts.answers += 1
-            self.counts.tools_failed += answer.tool_failed
+        self._telemetry.environment_answered(answer.problem or ("tool_failed" if answer.tool_failed else "ok"))
         callback(answer)
 
 

@@ -172,13 +172,14 @@ def test_turns_are_counted(new_bench) -> None:
         # A row of the second ticket goes on to the limit of turns, whatever it says.
         return msgspec.structs.replace(answer, done=answer.done and row != 2 * GROUP)
 
+    results: list[str] = []
+
     class Counting(InProcess):
         def step(self, timeout_s: float) -> None:
             row, responses, callback = self._waiting.pop()
             answer = self._answer(row, len(responses), responses[-1])
-            self.counts.answers += not answer.problem
-            self.counts.tools_failed += answer.tool_failed
-            self.counts.problems[answer.problem] += bool(answer.problem)
+            results.append(answer.problem or ("tool_failed" if answer.tool_failed else "ok"))
+            bench.metrics.environment_answered(results[-1])
             callback(answer)
 
     pool = Counting(failing)
@@ -194,8 +195,8 @@ def test_turns_are_counted(new_bench) -> None:
     assert histogram(bench, "rlhfd_turns") == (3 * GROUP, turns)
     assert bench.value("rlhfd_stage_errors_total", stage="environment", reason="timeout") == 1
     failed = bench.value("rlhfd_environment_steps_total", result="tool_failed")
-    assert failed == pool.counts.tools_failed > 0
-    assert bench.value("rlhfd_environment_steps_total", result="ok") == pool.counts.answers - failed
+    assert failed == results.count("tool_failed") > 0
+    assert bench.value("rlhfd_environment_steps_total", result="ok") == results.count("ok")
     assert bench.value("rlhfd_experiences_total", outcome="errored") == GROUP
     cut = sum(int(experience.info["cut"].sum()) for experience in experiences)
     assert bench.value("rlhfd_responses_total", finish_reason="length") == cut > 0

@@ -16,7 +16,6 @@ from pipeline.errors import FieldError
 from pipeline.experience.types import Experience
 from pipeline.models.critic import Critic
 from pipeline.prompts.types import Prompt
-from pipeline.rollout.environment.pool import EnvironmentCounts
 from pipeline.rollout.environment.turns import Turns, TurnSettings, sample_turns, turn_seed
 from pipeline.rollout.environment.wire import Answer
 from pipeline.rollout.generation.blocking import BlockingEngine
@@ -54,7 +53,6 @@ class InProcess:
     """A pool whose environments are one function; answers come in reverse order, one with each step."""
 
     def __init__(self, answer: Step) -> None:
-        self.counts = EnvironmentCounts()
         self.problem: Answer | None = None
         self.asked: list[tuple[int, list[str], bool]] = []
         self.forgotten: list[int] = []
