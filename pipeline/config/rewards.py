@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from pipeline.config import user_modules
 from pipeline.config.sections import RewardTokenizer, Section
 from pipeline.config.types import FUNCTION, AnyPath, Conflicts, Url
-from pipeline.config.user_modules import RewardStyle, install_command
+from pipeline.config.user_modules import RewardStyle
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -279,14 +279,8 @@ _PACKAGES: Final = {
 """Module and package of each reward that needs one."""
 
 
-def needs_package(name: str) -> str:
-    """Return the line that says what to install for a reward that needs a package."""
-    package = _PACKAGES[name][1]
-    return f"{name} needs the package {package}: {install_command(package)}"
-
-
 def missing_package(name: str) -> str:
-    """Return `needs_package` for the name of a reward whose package is not installed; else an empty text."""
+    """Return what to install for a reward whose package is missing; empty for any other one."""
     return user_modules.missing_package(name, *_PACKAGES[name]) if name in _PACKAGES else ""
 
 

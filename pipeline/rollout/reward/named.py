@@ -14,7 +14,6 @@ A row that lacks an answer or a column that the function needs has no reward: an
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
@@ -34,7 +33,6 @@ from pipeline.config.rewards import (
     RemoteReward,
     RewardConfig,
     missing_package,
-    needs_package,
 )
 from pipeline.errors import ConfigError, RewardError
 from pipeline.prompts.lines import json_of_file
@@ -56,6 +54,8 @@ def named_reward(reward: RewardConfig) -> Callable[..., Any]:
     Raises:
         ConfigError: If an option is wrong, or a package is not installed.
     """
+    if problem := missing_package(reward.name):
+        raise ConfigError(f"rewards: {problem}")
     function = _MAKERS[type(reward)](reward)
     # Errors show it.
     function.__module__, function.__qualname__ = NAMED, reward.name
@@ -153,8 +153,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_schema(settings: JsonSchemaReward) -> Callable[..., float]:
-    jsonschema: Any = _package("jsonschema", "json_schema")
-    registry: Any = _package("referencing", "json_schema").Registry()
+    import jsonschema
+    from referencing import Registry
+
+    registry: Any = Registry()
 
     def validator(schema: Any) -> Any:
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -205,9 +207,6 @@ def _length(settings: LengthReward) -> Callable[..., float]:
 
 
 def _math(settings: MathReward) -> Callable[..., float]:
-    # It is loaded by a process of its own.
-    if problem := missing_package("math"):
-        raise ConfigError(f"rewards: {problem}")
     process = MathProcess(timeout_s=MATH_CPU_S)
 
     def math_of(input_ids: Any, attention_mask: Any, *, response: str, gt_answer: Any, **named: Any) -> float:
@@ -218,7 +217,6 @@ def _math(settings: MathReward) -> Callable[..., float]:
 
 
 def _of_service(settings: JudgeReward | RemoteReward) -> Callable[..., Any]:
-    _package("httpx", settings.name)
     from pipeline.rollout.reward import remote
 
     return remote.judge_reward(settings) if isinstance(settings, JudgeReward) else remote.remote_reward(settings)
@@ -241,10 +239,3 @@ def _answer(name: str, answer: Any) -> str:
     if answer is None:
         raise RewardError(f"{name} needs an answer, the prompt's row has none")
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-
-
-def _package(module: str, name: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"rewards: {needs_package(name)}") from error
