@@ -103,17 +103,13 @@ class RewardError(RlhfdError):
     Attributes:
         raised: Whether the reward function raised; False if it returned an invalid value.
         cause: Function, kind of error and place in the code, which rows with the same cause share; empty if not known.
-        is_absent: Whether every function returned None: none applies to the row.
     """
 
-    def __init__(
-        self, message: str, *, bare: str = "", raised: bool = False, cause: str = "", is_absent: bool = False
-    ) -> None:
+    def __init__(self, message: str, *, bare: str = "", raised: bool = False, cause: str = "") -> None:
         """Make an error; see `RlhfdError` for `message` and `bare`."""
         super().__init__(message, bare=bare)
         self.raised = raised
         self.cause = cause
-        self.is_absent = is_absent
 
 
 class ArenaFullError(RlhfdError):

@@ -151,6 +151,17 @@ def test_a_function_that_takes_too_long_or_ends_the_process_is_told(folder: Path
     assert ended == f"rows.jsonl:2: {module}:late ended its process: sys.exit(3)"
 
 
+def test_a_sum_that_no_run_takes_is_no_reward(folder: Path) -> None:
+    module = f"large_{folder.name.replace('-', '_')}"
+    (folder / f"{module}.py").write_text("def one(*_, **__): return 3e38\ndef other(*_, **__): return 2e38\n")
+    write_rows(folder, {"prompt": "1>", "response": "1"})
+
+    scored = run("rows.jsonl", "--set", f"rewards={module}:one,{module}:other", "--json")
+
+    assert scored.exit_code == ExitCode.FAILED and json.loads(scored.stdout)["reward"] is None
+    assert scored.stderr == "rows.jsonl:1: the sum of the weighted scores is beyond float32: 3e+38 + 2e+38\n"
+
+
 def test_without_a_limit_no_row_is_told_to_be_late(folder: Path) -> None:
     write_rows(folder, {"prompt": "1>", "response": "1", "answer": "1"})
 

@@ -165,7 +165,7 @@ def none_applies(names: Sequence[str], row: int) -> RewardError:
     """Return the error of a row to which no reward function applies; `names` are those of the functions."""
     every = names[0] if len(names) == 1 else "every reward function"
     said = f"{every} returned None"
-    return RewardError(f"{said} for row {row}: no reward applies to it", cause=said, is_absent=True)
+    return RewardError(f"{said} for row {row}: no reward applies to it", cause=said)
 
 
 def is_reward(value: float) -> bool:

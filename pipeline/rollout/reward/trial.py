@@ -6,6 +6,7 @@ stop token unless it was cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,13 +18,15 @@ from pipeline.config.user_modules import PROMPT
 from pipeline.errors import PromptError, RewardError
 from pipeline.models.device import process_device
 from pipeline.models.loading import load_tokenizer
+from pipeline.progress import Telemetry
 from pipeline.prompts.rendering import render, rendering_of
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, load_reward_function
+from pipeline.rollout.reward.numbers import FurtherNumbers
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
-from pipeline.rollout.reward.row_rewards import none_applies
+from pipeline.rollout.reward.row_rewards import GivenRows, is_reward, none_applies, too_large
 
 
 class Trial(NamedTuple):
@@ -55,14 +58,17 @@ class RewardTrial:
         """
         self._config = config
         self._tokenizer: Any = load_tokenizer(config.model.actor)
-        self._text = ResponseText(self._tokenizer, hidden_ids(config, self._tokenizer))
         self._rendering = rendering_of(config.prompts)
         stop = config.rollout.stop
         self._strings = StopStrings(stop, self._tokenizer) if stop else None
         self._device = process_device()
-        rewards = reward_functions(config)
-        self._functions = [(reward.name, load_reward_function(reward), reward.weight) for reward in rewards]
-        self._labels, self._names = function_labels(config), part_names(config)
+        text = ResponseText(self._tokenizer, hidden_ids(config, self._tokenizer))
+        timeout_s = config.rollout.reward_timeout_s
+        self._functions = [
+            (name, one, FunctionReward([load_reward_function(one)], self._tokenizer, text=text, timeout_s=timeout_s))
+            for name, one in zip(part_names(config), reward_functions(config), strict=False)
+        ]
+        self._further = FurtherNumbers(function_labels(config), Telemetry.none())
         self._models = [
             (one, reward_model_of(one, config, self._tokenizer, self._device)) for one in reward_models(config)
         ]
@@ -94,43 +100,34 @@ class RewardTrial:
             "response_end": torch.tensor([ids.shape[1]]),
             "gt_answer": [prompt.answer],
         }
-        functions_row = {**row, "columns": [{**prompt.columns, PROMPT: prompt.prompt}]}
+        given = GivenRows(**row, columns=[{**prompt.columns, PROMPT: prompt.prompt}])
         parts: dict[str, float] = {}
-        numbers: dict[str, float] = {}
-        functions = zip(self._functions, self._labels, self._names, strict=False)
-        for (_, function, weight), label, name in functions:
+        numbers: list[Mapping[str, float]] = []
+        for name, settings, function in self._functions:
             try:
-                reward = FunctionReward(
-                    [function],
-                    self._tokenizer,
-                    weights=[weight],
-                    labels=[label],
-                    text=self._text,
-                    timeout_s=self._config.rollout.reward_timeout_s,
-                )
-                # A row without a reward raises.
-                reward(**functions_row)
-                parts[name] = float(reward.exact[0])
-                numbers |= reward.numbers[0]
-            except RewardError as error:
-                if error.is_absent and (len(self._functions) > 1 or self._models):
-                    continue
-                return Trial(parts, len(response_ids), is_cut, str(error).replace(" for row 0", "", 1))
+                (found,) = next(function.results([0], given))
             except SystemExit as end:
                 return Trial(parts, len(response_ids), is_cut, f"{name} ended its process: sys.exit({end.code!r})")
-        if not parts and self._functions and not self._models:
-            problem = str(none_applies([name for name, _, _ in self._functions], 0)).replace(" for row 0", "", 1)
+            if isinstance(found, RewardError):
+                return Trial(parts, len(response_ids), is_cut, str(found).replace(" for row 0", "", 1))
+            numbers.append(getattr(found, "numbers", {}))
+            if not math.isnan(found):
+                parts[name] = settings.weight * found
+        if self._functions and not parts and not self._models:
+            names = [settings.name for _, settings, _ in self._functions]
+            problem = str(none_applies(names, 0)).replace(" for row 0", "", 1)
             return Trial(parts, len(response_ids), is_cut, problem)
-        for settings, model in self._models:
+        for of_model, model in self._models:
             if isinstance(model, OwnTokenizerReward):
                 model.begin([prompt], 1)
             try:
-                score = float(checked_scores(model(**row), 1, settings.label))
+                score = float(checked_scores(model(**row), 1, of_model.label))
             except RewardError as error:
                 problems = model.problems if isinstance(model, OwnTokenizerReward) else {}
                 return Trial(parts, len(response_ids), is_cut, problems[0].text if problems else str(error))
-            parts[settings.label] = settings.weight * score
-        return Trial(parts, len(response_ids), is_cut, numbers=numbers)
+            parts[of_model.label] = of_model.weight * score
+        problem = "" if is_reward(sum(parts.values())) else str(too_large([*parts.values()]))
+        return Trial(parts, len(response_ids), is_cut, problem, self._further.of_row(numbers))
 
     def _response_ids(self, response: str, prompt_tokens: int, *, is_cut: bool) -> tuple[Sequence[int], bool]:
         """Return the tokens of a response, and whether it is cut: it gets the stop token only if it is not."""
