@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from pipeline.experience.vision_rows import VisionRows, take_vision
 from pipeline.models.flat_rows import Index
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.lora import without_adapters
-from pipeline.models.pass_size import PassSize, RowBound
+from pipeline.models.pass_size import RowBound
 from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.progress import Telemetry
 from pipeline.rollout.generation.hf_generate import ActorGenerator
@@ -196,18 +195,22 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.use_grpo = use_grpo
         self.num_generation = num_generation
         self.inference_batch_size = inference_batch_size
-        self.logits_forward_batch_size = logits_forward_batch_size
-        self.logits_forward_tokens = logits_forward_tokens
         self.compat = compat
         self.temperature = temperature
         self.generator = generator
         self.reuse_sampling_log_probs = reuse_sampling_log_probs
         self.drop_errored = drop_errored
-        self.refuse_not_finite = refuse_not_finite
         self.width_multiple = width_multiple
         self.shaping = shaping
         self.telemetry = telemetry
-        self._sizes: WeakKeyDictionary[nn.Module, PassSize] = WeakKeyDictionary()
+        self._passes = ModelPasses(
+            inference_batch_size,
+            logits_forward_batch_size,
+            refuse_not_finite,
+            telemetry,
+            width_multiple,
+            logits_forward_tokens,
+        )
         self._row_bound = RowBound(telemetry)
         self._seeds = torch.Generator()
         if seed is None:
@@ -439,18 +442,6 @@ class NaiveExperienceMaker(ExperienceMaker):
         listed = getattr(getattr(self.actor, "generation_config", None), "eos_token_id", None)
         ids = [self.tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])]
         return list(dict.fromkeys(token for token in ids if isinstance(token, int)))
-
-    @property
-    def _passes(self) -> ModelPasses:
-        return ModelPasses(
-            self.inference_batch_size,
-            self.logits_forward_batch_size,
-            self.refuse_not_finite,
-            self.telemetry,
-            self._sizes,
-            self.width_multiple,
-            self.logits_forward_tokens,
-        )
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         is_actor = self.initial_model is self.actor and isinstance(self.actor, nn.Module)

@@ -46,7 +46,6 @@ class ModelPasses:
             `inference_batch_size`.
         refuse_not_finite: Whether a log-prob or value that is NaN or infinite is an error.
         telemetry: Told of each mini-batch, and of each one that runs out of the device's memory.
-        sizes: The bound of each model's passes, kept by the owner of this object.
         width_multiple: Multiple to which the widths of mini-batches without common padding are rounded up; None: 64 on
             a GPU, else 1.
         logits_forward_tokens: Most tokens of a mini-batch of log-probs or values; None for the model's
@@ -57,9 +56,9 @@ class ModelPasses:
     logits_forward_batch_size: int | None
     refuse_not_finite: bool
     telemetry: Telemetry = Telemetry.none()
-    sizes: WeakKeyDictionary[nn.Module, PassSize] = field(default_factory=WeakKeyDictionary)
     width_multiple: int | None = None
     logits_forward_tokens: int | None = None
+    _sizes: WeakKeyDictionary[nn.Module, PassSize] = field(default_factory=WeakKeyDictionary, init=False)
 
     def log_probs(self, name: str, model: Callable[..., Any], rows: Rows, temperature: float) -> Tensor:
         """Return the log-probs of the actions under a model.
@@ -261,12 +260,12 @@ class ModelPasses:
         module = next((one for one in (model, getattr(model, "model", None)) if isinstance(one, nn.Module)), None)
         if module is None:
             return PassSize(key, most_rows=most_rows, telemetry=self.telemetry)
-        if module not in self.sizes:
+        if module not in self._sizes:
             if most_tokens is None and most_rows is None:
                 most_tokens = default_tokens(module, _device_of(module), backward=False)
-            self.sizes[module] = PassSize(key, most_tokens=most_tokens, telemetry=self.telemetry)
-        self.sizes[module].most_rows = most_rows
-        return self.sizes[module]
+            self._sizes[module] = PassSize(key, most_tokens=most_tokens, telemetry=self.telemetry)
+        self._sizes[module].most_rows = most_rows
+        return self._sizes[module]
 
 
 def _exact(reward_model: Any, scores: Any) -> Any:
