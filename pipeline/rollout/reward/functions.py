@@ -23,7 +23,7 @@ from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.response_text import ResponseText
 from pipeline.rollout.reward.foreign import adapted
-from pipeline.rollout.reward.numbers import of_rows, scored, split
+from pipeline.rollout.reward.numbers import Scored, of_rows, scored, split
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.row_rewards import LARGEST, GivenRows, RowRewards, is_reward
 from pipeline.rollout.reward.signatures import Signature, awaited, parameters_of
@@ -105,10 +105,10 @@ class FunctionReward(RowRewards):
             self._telemetry.progress()
         return scores
 
-    def results(self, which: Sequence[int], rows: GivenRows) -> Iterator[list[float | RewardError]]:
-        """Yield the results of some functions for each row: numbers, or numbers up to an error, which is the last.
+    def results(self, which: Sequence[int], rows: GivenRows) -> Iterator[list[Scored | RewardError]]:
+        """Yield the results of some functions for each row: scores, or scores up to an error, which is the last.
 
-        NaN is the result of a function that does not apply to the row.
+        NaN is the score of a function that does not apply to the row.
 
         Args:
             which: Numbers of the functions.
@@ -132,7 +132,7 @@ class FunctionReward(RowRewards):
 
         joint = {at: self._joint(at, input_ids, attention_mask, keywords) for at in self.together if at in which}
         for row in range(len(given)):
-            found: list[float | RewardError] = []
+            found: list[Scored | RewardError] = []
             for at in which:
                 call = functools.partial(_taken, joint[at][row]) if at in joint else functools.partial(alone, at, row)
                 found.append(_result(self._functions[at][0], row, call))
@@ -295,8 +295,8 @@ def _name_of(function: RewardFunction) -> str:
     return f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
 
 
-def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> float | RewardError:
-    """Return the number that a call gives, NaN for None, or its error, with the exception behind it as the cause."""
+def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> Scored | RewardError:
+    """Return the score that a call gives, NaN for None, or its error, with the exception behind it as the cause."""
     name = _name_of(function)
     try:
         result = call()

@@ -44,12 +44,6 @@ class Scored(NamedTuple):
     numbers: Mapping[str, Any]
 
 
-class Score(float):
-    """A score with its further numbers, NaN for one that is no finite number."""
-
-    numbers: Mapping[str, float] = {}
-
-
 def split(result: Any) -> Scored:
     """Return the reward and the further numbers of what a function returned for a row.
 
@@ -65,14 +59,10 @@ def split(result: Any) -> Scored:
     return Scored(result[REWARD], {key: value for key, value in result.items() if key != REWARD})
 
 
-def scored(reward: float, numbers: Mapping[Any, Any]) -> float:
-    """Return a score with the numbers of a row; None is no number, and is left out."""
-    if not numbers:
-        return reward
-    score = Score(reward)
+def scored(reward: float, numbers: Mapping[Any, Any]) -> Scored:
+    """Return a score with the numbers of a row, NaN for one that is not finite; None is no number, and is left out."""
     given = [(_text(key)[:200], value) for key, value in numbers.items() if value is not None]
-    score.numbers = {key: _finite(value) for key, value in given[:_MOST_KEYS]}
-    return score
+    return Scored(reward, {key: _finite(value) for key, value in given[:_MOST_KEYS]})
 
 
 def of_rows(results: Any, rows: int) -> Any:

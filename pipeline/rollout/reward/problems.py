@@ -21,7 +21,7 @@ class RewardProblems:
     """Counts and logs the rows without a reward.
 
     Args:
-        telemetry: Says whether the log may quote the exception or the result of a function.
+        telemetry: Told of each of them; says whether the log may quote the exception or the result of a function.
     """
 
     def __init__(self, telemetry: Telemetry = Telemetry.none()) -> None:
@@ -39,13 +39,14 @@ class RewardProblems:
         self._locations = [location for location in locations for _ in range(group_size)]
 
     def report(self, rows: int, problems: Sequence[tuple[int, RowScore]]) -> None:
-        """Log problems of the next rows.
+        """Count and log problems of the next rows.
 
         Args:
             rows: The rows scored, with and without a reward.
             problems: Number among these rows and result of each row without a reward.
         """
         for row, score in problems:
+            self._telemetry.reward_errored(score.problem)
             cause = score.cause or score.problem
             if cause not in self._counts and len(self._counts) >= _MOST_CAUSES:
                 cause = _FURTHER

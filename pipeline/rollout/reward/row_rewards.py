@@ -39,10 +39,10 @@ class RowRewards(ABC):
 
     Args:
         names: A name of each function, at least one, for messages.
-        telemetry: Told of each row without a reward.
+        telemetry: Told of each further number that is left out.
         weights: One a function; None: 1 each.
         labels: A name of each function, of its column in an experience's `info`; without them there is no column.
-        problems: Logs the rows without a reward; None: the first of them ends the call.
+        problems: Counts and logs the rows without a reward; None: the first of them ends the call.
 
     Attributes:
         labels: As given.
@@ -125,10 +125,7 @@ class RowRewards(ABC):
     def _kept(self, scores: Sequence[RowScore]) -> Tensor:
         """Keep the scores of a call and return its rewards, ``(B,)`` float32, NaN in a row without one."""
         checked = [self._checked(row, score) for row, score in enumerate(scores)]
-        weighted = [None if score.problem else self._weighted(score) for score in checked]
         found = [(row, score) for row, score in enumerate(checked) if score.problem]
-        for _, score in found:
-            self._telemetry.reward_errored(score.problem)
         self.problem = found[0][1] if found else None
         if self.problems is not None:
             self.problems.report(len(checked), found)
@@ -137,7 +134,7 @@ class RowRewards(ABC):
         raw = [missing if score.problem else score.parts for score in checked]
         self.parts = torch.tensor(raw, dtype=torch.float32).reshape(len(checked), len(self._names))
         self.exact = torch.tensor(
-            [math.nan if parts is None else sum(parts) for parts in weighted], dtype=torch.float64
+            [math.nan if score.problem else sum(self._weighted(score)) for score in checked], dtype=torch.float64
         )
         return self.exact.float()
 

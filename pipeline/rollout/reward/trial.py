@@ -110,9 +110,9 @@ class RewardTrial:
                 return Trial(parts, len(response_ids), is_cut, f"{name} ended its process: sys.exit({end.code!r})")
             if isinstance(found, RewardError):
                 return Trial(parts, len(response_ids), is_cut, str(found).replace(" for row 0", "", 1))
-            numbers.append(getattr(found, "numbers", {}))
-            if not math.isnan(found):
-                parts[name] = settings.weight * found
+            numbers.append(found.numbers)
+            if not math.isnan(found.reward):
+                parts[name] = settings.weight * found.reward
         if self._functions and not parts and not self._models:
             names = [settings.name for _, settings, _ in self._functions]
             problem = str(none_applies(names, 0)).replace(" for row 0", "", 1)

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.errors import RewardError
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
-from pipeline.rollout.reward.numbers import Score
+from pipeline.rollout.reward.numbers import Scored
 from pipeline.runtime.pool_process import Ready
 
 Problem = Literal["", "timeout", "exception", "invalid"]
@@ -69,11 +69,11 @@ class RowsScored(msgspec.Struct, frozen=True, array_like=True, tag=True):
 messages = msgspec.msgpack.Decoder(Ready | RowsScored)
 
 
-def row_score(found: Sequence[float | RewardError], *, is_joint: bool) -> RowScore:
-    """Return the result of a row, of the numbers of its functions up to an error, which is the last.
+def row_score(found: Sequence[Scored | RewardError], *, is_joint: bool) -> RowScore:
+    """Return the result of a row, of the scores of its functions up to an error, which is the last.
 
     Args:
-        found: The numbers; at least one element.
+        found: The scores; at least one element.
         is_joint: Whether the function of the error scores all rows together, with a limit of their time.
     """
     if isinstance(error := found[-1], RewardError):
@@ -82,8 +82,8 @@ def row_score(found: Sequence[float | RewardError], *, is_joint: bool) -> RowSco
             problem = "timeout"
         return RowScore(problem=problem, text=str(error), bare=error.bare, cause=error.cause)
     parts = [part for part in found if not isinstance(part, RewardError)]
-    numbers = [dict(part.numbers) if isinstance(part, Score) else {} for part in parts]
-    return RowScore(parts=[float(part) for part in parts], numbers=numbers if any(numbers) else [])
+    numbers = [dict(part.numbers) for part in parts]
+    return RowScore(parts=[part.reward for part in parts], numbers=numbers if any(numbers) else [])
 
 
 def with_images(row: RowToScore, vision: VisionRows) -> RowToScore:

@@ -317,7 +317,7 @@ def test_a_damaged_line_keeps_the_places_of_the_names_behind_it(tmp_path: Path, 
 
 def test_a_key_that_utf_8_cannot_encode_is_sent_by_a_scorer() -> None:
     """It would end at the first such row."""
-    (number,) = scored(1.0, {"a\ud800": 2.0}).numbers.items()  # type: ignore[attr-defined]
+    (number,) = scored(1.0, {"a\ud800": 2.0}).numbers.items()
     with pytest.raises(RewardError) as refused:
         split({"a\ud800": 2.0})
 

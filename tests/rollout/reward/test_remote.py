@@ -143,7 +143,7 @@ def results(
             None, [{"level": row, **(columns or {})} for row in range(len(responses))],
         ),
     )  # fmt: skip
-    return [row[0] for row in found]
+    return [one if isinstance(one, RewardError) else one.reward for (one,) in found]
 
 
 def lengths(server: Server, number: int, body: dict[str, Any]) -> Any:
