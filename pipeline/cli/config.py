@@ -92,6 +92,6 @@ def schema() -> None:
       rlhfd config schema > config.schema.json     # then: #:schema config.schema.json
       rlhfd config schema | jq '.properties.rollout.properties | keys'
     """
-    from pipeline.config import reference
+    from pipeline.config import json_schema
 
-    click.echo(json.dumps(reference.schema(), indent=2))
+    click.echo(json.dumps(json_schema.schema(), indent=2))

@@ -7,6 +7,7 @@ derived         defaults that follow from other keys, the model or the device
 evaluation      keys of the evaluation on held-out prompts
 foreign         options of TRL, verl and OpenRLHF, and their keys here
 identity        the identity of a run, and its folder
+json_schema     the JSON schema, for editors
 lengths         tokens of prompt, response and row; bounds on their bytes
 load            file, environment and --set merged into one configuration
 losses          keys of losses and advantages
@@ -18,7 +19,6 @@ positions       tokens that a model has positions for
 presets         defaults of published algorithms, by the name of one
 prompts         files, columns, filters and template of prompts
 rates           the learning rate over a run's steps
-reference       docs/configuration.md
 rewards         names, tables and options of reward functions
 schema          every key with type, bound, unit and description
 sections        base of the sections; buffer, HTTP server, trackers, samples, cluster

@@ -16,10 +16,8 @@ from pipeline.config.advice import SECTIONS, problem_of_key, problem_of_section
 from pipeline.config.foreign import conversion, files
 from pipeline.config.foreign.lookup import _TOO_GENERAL, PAGE, TRAINERS, WORDS, answer
 from pipeline.config.foreign.option import Trainer
-from pipeline.config.foreign.page import page
 from pipeline.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 KEYS = {f"{section}.{name}" for section, model in SECTIONS.items() for name in type(model).model_fields} | {"rewards"}
 OWN_NAMES = {key.rpartition(".")[2] for key in KEYS}
 BY_WORD = {trainer.word: trainer for trainer in TRAINERS}
@@ -41,9 +39,6 @@ def lost(word: str, options: dict[str, Any]) -> list[str]:
 
 
 class TestTables:
-    def test_the_page_is_what_the_tables_say(self) -> None:
-        assert (ROOT / PAGE).read_text() == page(), f"python -m pipeline.config.foreign.page > {PAGE}"
-
     @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.word)
     def test_every_row_names_keys_that_are_there_or_a_reason_and_no_option_has_two_rows(self, trainer: Trainer) -> None:
         names = [name for option in trainer.options for name in (*option.names, *option.aliases)]

@@ -5,7 +5,6 @@ files           options read from JSON, YAML and shell scripts
 lookup          the answer to a key that is an option of another trainer
 openrlhf        the options of OpenRLHF
 option          an option: its key, conversion and reason
-page            docs/coming-from.md
 program         options read from a Python program of TRL
 script          the words of a shell script's commands, with its variables and arrays
 trl             the options of TRL

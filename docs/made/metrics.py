@@ -1,12 +1,8 @@
-"""The catalogue for people: docs/metrics.md, generated from the declarations.
-
-python -m pipeline.telemetry.metrics_reference > docs/metrics.md
-"""
+"""docs/metrics.md: the catalogue of metrics, from their declarations."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -25,7 +21,7 @@ _SECTIONS: Final = {
 _INTRODUCTION: Final = """\
 # Metrics
 
-<!-- Made by `python -m pipeline.telemetry.metrics_reference`; checked by tests/telemetry/test_metrics_reference.py. -->
+<!-- Made by `python -m docs.made`; checked by tests/project/test_made_pages.py. -->
 
 Served at `/metrics` (`metrics.host`, `metrics.port`; 9477 on the loopback address), in Prometheus' text format or, if
 the scraper requests it, in OpenMetrics. `rlhfd dashboards` writes a Prometheus configuration that works unchanged,
@@ -52,8 +48,8 @@ recording rules, alerts and a dashboard; docs/runbook.md has a section for each 
 """
 
 
-def reference() -> str:
-    """Return the text of docs/metrics.md."""
+def page() -> str:
+    """Return docs/metrics.md."""
     starts = [index for index, metric in enumerate(METRICS) if metric.name in _SECTIONS]
     parts = [_INTRODUCTION]
     for start, stop in itertools.pairwise([*starts, len(METRICS)]):
@@ -91,7 +87,3 @@ def _buckets() -> Iterator[str]:
             families.setdefault(metric.buckets, []).append(f"`{metric.name}`")
     for bounds, names in families.items():
         yield f"| {', '.join(f'{bound:g}' for bound in bounds)} | {', '.join(names)} |"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())

@@ -1,8 +1,7 @@
-"""docs/configuration.md and the JSON schema agree with the fields, and the schema refuses the same values."""
+"""The JSON schema agrees with the fields, and refuses the same values."""
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.config.advice import SECTIONS
-from pipeline.config.reference import bounds, reference, schema
+from pipeline.config.json_schema import bounds, schema
 from pipeline.config.rewards import REWARD_NAMES
 from pipeline.config.schema import Config
 from tests.config.test_mistakes import MISTAKES
@@ -21,18 +20,6 @@ ROOT = Path(__file__).parents[2]
 KEYS = [(section, name) for section, model in SECTIONS.items() for name in type(model).model_fields]
 SCHEMA = schema()
 validate = fastjsonschema.compile(SCHEMA, use_default=False)
-
-
-def test_the_page_is_what_the_fields_say() -> None:
-    assert (ROOT / "docs/configuration.md").read_text() == reference(), (
-        "python -m pipeline.config.reference > docs/configuration.md"
-    )
-
-
-def test_the_schema_is_what_the_fields_say() -> None:
-    assert json.loads((ROOT / "docs/config.schema.json").read_text()) == schema(), (
-        "rlhfd config schema > docs/config.schema.json"
-    )
 
 
 def test_the_embedded_configuration_names_the_schema_for_editors() -> None:

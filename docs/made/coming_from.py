@@ -1,11 +1,7 @@
-"""docs/coming-from.md: what differs, how a file is converted, and a table of the options of each trainer.
-
-python -m pipeline.config.foreign.page > docs/coming-from.md
-"""
+"""docs/coming-from.md: what differs, how a file is converted, and a table of the options of each trainer."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -17,7 +13,7 @@ from pipeline.config.own_model import SHOWN
 _INTRODUCTION: Final = """\
 # Coming from TRL, verl or OpenRLHF
 
-<!-- Made by `python -m pipeline.config.foreign.page`; checked by tests/config/test_foreign.py. -->
+<!-- Made by `python -m docs.made`; checked by tests/project/test_made_pages.py. -->
 
 A configuration is one file of TOML ([configuration.md](configuration.md)); reward functions of TRL and verl are called as they are ([rewards.md](rewards.md#your-own-functions)), and
 [losses.md](losses.md#differs-from-trl-verl-openrlhf) has the differences of the formulas. The tables below name the key of each option.
@@ -109,7 +105,3 @@ def _own(key: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())
