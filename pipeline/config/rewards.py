@@ -6,6 +6,7 @@ A function without options may be a name alone. `model.reward` is the short form
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
@@ -229,21 +230,11 @@ def _kind(value: Any) -> str:
     return name if name in REWARDS else "own"
 
 
-Reward = Annotated[
-    Annotated[CodeReward, Tag("code")]
-    | Annotated[ExactReward, Tag("exact")]
-    | Annotated[FormatReward, Tag("format")]
-    | Annotated[JsonSchemaReward, Tag("json_schema")]
-    | Annotated[JudgeReward, Tag("judge")]
-    | Annotated[LengthReward, Tag("length")]
-    | Annotated[MathReward, Tag("math")]
-    | Annotated[ModelReward, Tag("model")]
-    | Annotated[RegexReward, Tag("regex")]
-    | Annotated[RemoteReward, Tag("remote")]
-    | Annotated[OwnReward, Tag("own")],
-    Discriminator(_kind),
-    BeforeValidator(_checked),
-]
+if TYPE_CHECKING:
+    Reward = RewardConfig
+else:
+    _TABLES = (Annotated[table, Tag(name)] for name, table in {**REWARDS, "own": OwnReward}.items())
+    Reward = Annotated[functools.reduce(operator.or_, _TABLES), Discriminator(_kind), BeforeValidator(_checked)]
 
 DEFAULT_REWARD: Final = OwnReward(name="pipeline.sort_digits:exact_answer")
 """The reward of the embedded task."""
