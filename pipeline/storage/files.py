@@ -120,6 +120,23 @@ def write_whole(
         file.write(data)
 
 
+def write_at_end(descriptor: int, data: bytes, end: int, *, flush: bool = False) -> None:
+    """Write behind the bytes of a file, all or nothing: after an error it has `end` bytes again.
+
+    Raises:
+        OSError: If the data cannot be written or, with `flush`, not be flushed to disk.
+    """
+    try:
+        written = 0
+        while written < len(data):
+            written += os.pwrite(descriptor, data[written:], end + written)
+        if flush:
+            os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, end)
+        raise
+
+
 def not_taken(path: Path) -> Path:
     """Return a path, or the first with a number behind its name, from 2 on, at which nothing is."""
     names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from pipeline.storage.files import UNREADABLE, not_taken
+from pipeline.storage.files import UNREADABLE, not_taken, write_at_end
 
 _MOST_WAITING: Final = 4096
 
@@ -55,7 +55,7 @@ class StepLines:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._is_new_run and self._path.exists() and self._path.stat().st_size:
             self._path.rename(not_taken(self._path.with_name(f"{self._path.name}.before")))
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self.found_bytes = os.fstat(descriptor).st_size
             self._size, self.last = _bytes_through(descriptor, self.found_bytes, self._after_step)
@@ -77,12 +77,8 @@ class StepLines:
         try:
             if self._descriptor < 0:
                 self._open()
-            data = left = b"".join(self._waiting)
-            if self._is_failing:
-                # Part of a line may have been written.
-                os.ftruncate(self._descriptor, self._size)
-            while left:
-                left = left[os.write(self._descriptor, left) :]
+            data = b"".join(self._waiting)
+            write_at_end(self._descriptor, data, self._size)
         except OSError as error:
             if not self._is_failing:
                 log.warning("the line of a step was not written, it waits for the next one: path=%s error=%s",

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from pipeline.storage.files import UNREADABLE
+from pipeline.storage.files import UNREADABLE, write_at_end
 
 FILE_NAME: Final = "evaluations.jsonl"
 TOTAL: Final = "all"
@@ -212,18 +212,6 @@ class EvaluationFile:
             size = os.fstat(descriptor).st_size
             end = os.pread(descriptor, size, 0).rfind(b"\n") + 1
             os.ftruncate(descriptor, end)
-            try:
-                _write_at(descriptor, data, end)
-            except OSError:
-                # The next attempt would append these lines once more.
-                os.ftruncate(descriptor, end)
-                raise
+            write_at_end(descriptor, data, end, flush=True)
         finally:
             os.close(descriptor)
-
-
-def _write_at(descriptor: int, data: bytes, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
-    os.fsync(descriptor)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from pipeline.storage.files import write_at_end
 from pipeline.telemetry import log_lines
 
 MOST_BYTES: Final = 16 << 20
@@ -46,14 +46,12 @@ class LogFile:
         """Write a line; return whether it was written."""
         data = text.encode(errors="replace")[: self._half_bytes - 1] + b"\n"
         try:
-            if self._size() + len(data) > self._half_bytes:
+            if (end := self._size()) + len(data) > self._half_bytes:
                 with contextlib.suppress(FileNotFoundError):  # removed by another program
                     os.replace(self._path, predecessor(self._path))
                 self._open_again()
-            if (written := os.write(self._file, data)) < len(data):
-                # The disk is full: the next line would continue this one.
-                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                end = 0
+            write_at_end(self._file, data, end)
         except OSError:
             self.lost += 1
             return False

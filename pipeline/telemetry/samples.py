@@ -22,6 +22,8 @@ from typing import Final
 import msgspec
 import xxhash
 
+from pipeline.storage.files import write_at_end
+
 _SUFFIX: Final = ".samples"
 _OLDER: Final = ".1"
 _HEAD: Final = struct.Struct("<4sIQ")
@@ -128,13 +130,7 @@ class SampleWriter:
             return False
         if self._nbytes + len(record) > self._most_bytes or self._records == _MOST_RECORDS:
             self._rotate()
-        try:
-            written = os.pwrite(self._file, record, self._nbytes)
-            if written < len(record):
-                raise OSError(f"{written:,} of {len(record):,} B written")
-        except OSError:
-            os.ftruncate(self._file, self._nbytes)
-            raise
+        write_at_end(self._file, record, self._nbytes)
         self._nbytes += len(record)
         self._records += 1
         return True

@@ -138,12 +138,12 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     step_log = StepLog(tmp_path / "metrics.jsonl", after_step=0)
-    write, room = os.write, [10_000]
+    write, room = os.pwrite, [10_000]
 
-    def write_some(descriptor: int, data: bytes) -> int:
+    def write_some(descriptor: int, data: bytes, offset: int) -> int:
         if not room[0]:
             raise OSError(28, "No space left on device")
-        written = write(descriptor, data[: room[0]])
+        written = write(descriptor, data[: room[0]], offset)
         room[0] -= written
         return written
 
@@ -151,7 +151,7 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
         return sum(text in record.message for record in caplog.records)
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(os, "write", write_some)
+    monkeypatch.setattr(os, "pwrite", write_some)
     step_log.taken(taken(1))
     room[0] = 100
     for step in (2, 3):
@@ -171,13 +171,13 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
 def test_lines_that_wait_are_written_before_the_checkpoint_of_their_step_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    def refuse(descriptor: int, data: bytes) -> int:
+    def refuse(descriptor: int, data: bytes, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     step_log = StepLog(tmp_path / "metrics.jsonl", after_step=0)
     step_log.taken(taken(1))
     with monkeypatch.context() as full:
-        full.setattr(os, "write", refuse)
+        full.setattr(os, "pwrite", refuse)
         step_log.taken(taken(2))
 
     getattr(step_log, end)()
@@ -189,12 +189,12 @@ def test_lines_that_wait_are_written_before_the_checkpoint_of_their_step_and_at_
 def test_lines_that_are_lost_with_the_end_of_a_trainer_are_counted_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(descriptor: int, data: bytes) -> int:
+    def refuse(descriptor: int, data: bytes, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     path = tmp_path / "metrics.jsonl"
     step_log = StepLog(path, after_step=0)
-    monkeypatch.setattr(os, "write", refuse)
+    monkeypatch.setattr(os, "pwrite", refuse)
     step_log.taken(taken(1))
     step_log.taken(taken(2))
 
