@@ -135,7 +135,9 @@ def _masked(shown: str) -> str:
 def _version() -> _Lines:
     built = build_info()
     if (_ROOT / ".git").exists():
-        built["commit"] = _output_of("git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+        # With its folders named, git reads the checkout of another user, too.
+        folders = (f"--git-dir={_ROOT / '.git'}", f"--work-tree={_ROOT}")
+        built["commit"] = _output_of("git", *folders, "describe", "--always", "--dirty", "--abbrev=12")
     for name, value in built.items():
         yield name, value or "none"
     yield "executable", sys.executable
