@@ -11,10 +11,8 @@ import contextlib
 import importlib.util
 import itertools
 import json
-import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,8 +30,8 @@ from benches.card_run import metrics_of, read_books
 from benches.learning import ENDS, ROWS, Kill, Killer
 from benches.measure import Sample, interleaved
 from benches.peers import TRL, NotInstallableError, python_of_trl
-from benches.report import ROOT, Section, Table
-from benches.run import RunError, follow, rlhfd_command, trace_path
+from benches.report import Section, Table
+from benches.run import RunError, follow, lines_of, rlhfd_command, trace_path
 from pipeline.errors import RlhfdError
 from pipeline.runtime import lock
 from pipeline.sort_digits import directory_of
@@ -46,8 +44,6 @@ _ENGINE = {"engine-0": "vLLM"}
 _SEEDS, _EVERY = 3, 12
 _QUICK_SEEDS, _QUICK_EVERY = 1, 4
 _SAVE_STEPS = 10
-_STEP_LIMIT_S = 300.0
-_POLL_S = 0.05
 _LOOK_S = 0.5
 _FIRST_STEPS = 3
 _UNDISTURBED, _KILLED = "undisturbed", "killed"
@@ -346,7 +342,7 @@ def _rlhfd(folder: Path, kind: str, steps: int, at: Sequence[int], engine: str) 
         killer = Killer(place / "run", dict(zip(at, itertools.cycle(roles))))
         watch = Watch(place / "run")
 
-        def at_step(step: int) -> None:
+        def at_step(step: int, _: subprocess.Popen[bytes]) -> None:
             watch.at_step(step)
             killer.at_step(step)
 
@@ -363,7 +359,7 @@ def _rlhfd(folder: Path, kind: str, steps: int, at: Sequence[int], engine: str) 
             raise RunError(f"the books do not add up: {books}, {watch.unaccounted} rows in no state\n{output[-2000:]}")
         kills = [kill._replace(name=roles[kill.name]) for kill in killer.done]
         return outcome_of(
-            _lines(place), began_unix_s, kills,
+            lines_of(place), began_unix_s, kills,
             dropped=books.dropped, repeated=watch.repeated, twice=steps * ROWS - books.trained,
         )  # fmt: skip
 
@@ -375,6 +371,7 @@ def _trl(python: str, folder: Path, kind: str, steps: int, at: Sequence[int], de
 
     def way() -> Outcome:
         seed = next(seeds)
+        due, kills = [*at], list[Kill]()
         place = folder / f"trl-{kind}-{seed}"
         trace_path(place).parent.mkdir(parents=True)
         settings = {
@@ -382,41 +379,15 @@ def _trl(python: str, folder: Path, kind: str, steps: int, at: Sequence[int], de
             "seed": seed, "folder": str(place), "save_steps": _SAVE_STEPS, "device": device,
         }  # fmt: skip
         command = [python, "-m", "benches.run_trl", json.dumps(settings)]
+
+        def at_step(step: int, process: subprocess.Popen[bytes]) -> None:
+            if due and step >= due[0]:
+                del due[0]
+                kills.append(Kill("process", step, time.time()))
+                process.kill()
+
         began_unix_s = time.time()
-        kills = [kill for due in [*at, steps] if (kill := _until(command, place, due, kills=due < steps)) is not None]
-        return outcome_of(_lines(place), began_unix_s, kills)
+        follow(command, place, steps, steps, at_step=at_step, revives=True)
+        return outcome_of(lines_of(place), began_unix_s, kills)
 
     return way
-
-
-def _until(command: Sequence[str], place: Path, step: int, *, kills: bool) -> Kill | None:
-    """Run a command until it has taken a step, then kill it; without `kills` until it ends by itself."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    with (place / "output").open("ab") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=place, env=environment
-        )
-        seen, seen_s = 0, time.monotonic()
-        try:
-            while process.poll() is None:
-                lines = _lines(place)
-                if kills and lines and lines[-1]["step"] >= step:
-                    return Kill("process", lines[-1]["step"], time.time())
-                if len(lines) > seen:
-                    seen, seen_s = len(lines), time.monotonic()
-                if time.monotonic() - seen_s > _STEP_LIMIT_S:
-                    raise RunError((place / "output").read_text(errors="replace")[-2000:])
-                time.sleep(_POLL_S)
-            if kills or process.returncode:
-                raise RunError((place / "output").read_text(errors="replace")[-2000:])
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait()
-    return None
-
-
-def _lines(place: Path) -> list[dict[str, Any]]:
-    path = trace_path(place)
-    found = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in found if line.endswith("\n")]

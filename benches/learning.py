@@ -246,7 +246,8 @@ def _way(way: Way, folder: Path, number: int, steps: int) -> Callable[[], Learne
         place = folder / f"{number}-{seed}"
         shutil.copytree(directory_of(folder / "task"), directory_of(place))
         killer = Killer(place / "run", {round(share * steps): name for share, name in way.kills.items()})
-        trace = follow(rlhfd_command(settings, steps)(seed, place), place, steps, steps, at_step=killer.at_step)
+        command = rlhfd_command(settings, steps)(seed, place)
+        trace = follow(command, place, steps, steps, at_step=lambda step, _: killer.at_step(step))
         output = (place / "output").read_text(errors="replace")
         if killer.left:
             raise RunError(f"{killer.left} kills did not happen\n{output[-2000:]}")

@@ -159,11 +159,17 @@ def tables(traces: Mapping[str, Sequence[Trace]]) -> list[Table]:
     return [Table(header, rows)]
 
 
-def read_trace(lines: Sequence[str], began_unix_s: float) -> Trace:
-    """Return the trace of lines of JSON, ``time_unix_s`` and ``reward_mean``; a last line without end is left out."""
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run, ``step``, ``time_unix_s`` and ``reward_mean``; a last one without end is left out."""
+    path = trace_path(folder)
+    found = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in found if line.endswith("\n")]
+
+
+def trace_of(lines: Sequence[Mapping[str, Any]], began_unix_s: float) -> Trace:
+    """Return the trace of the lines of a run."""
     return Trace(
-        tuple(step["time_unix_s"] - began_unix_s for step in found), tuple(step["reward_mean"] for step in found)
+        tuple(step["time_unix_s"] - began_unix_s for step in lines), tuple(step["reward_mean"] for step in lines)
     )
 
 
@@ -241,7 +247,7 @@ def follow(
     steps: int,
     least: int,
     *,
-    at_step: Callable[[int], None] = lambda _: None,
+    at_step: Callable[[int, subprocess.Popen[bytes]], None] = lambda *_: None,
     revives: bool = False,
 ) -> Trace:
     """Run a command until it has the goal, `least` steps at the earliest, or its steps, then end it.
@@ -251,11 +257,10 @@ def follow(
         folder: Folder of the run, with the file of `trace_path`.
         steps: The steps after which it is over.
         least: Least number of steps; with as many as `steps` the goal ends nothing.
-        at_step: Called with the number of steps in the file, several times a second; a trainer that starts again may
-            have removed the last ones.
+        at_step: Called with the last step in the file and the process, several times a second; a trainer that starts
+            again may have removed the last lines, or takes their steps anew.
         revives: Whether a command that SIGKILL has ended is started again.
     """
-    path = trace_path(folder)
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT),
         "TRANSFORMERS_VERBOSITY": "error",
@@ -272,13 +277,13 @@ def follow(
         try:
             while True:
                 has_ended = process.poll() is not None
-                lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-                trace = read_trace(lines, began_unix_s)
-                if len(trace.ends_s) >= steps or (trace.goal_s is not None and len(trace.ends_s) >= least):
+                lines = lines_of(folder)
+                trace, step = trace_of(lines, began_unix_s), lines[-1]["step"] if lines else 0
+                if step >= steps or (trace.goal_s is not None and step >= least):
                     return trace
-                if len(trace.ends_s) > seen:
-                    seen, seen_s = len(trace.ends_s), time.monotonic()
-                at_step(len(trace.ends_s))
+                if len(lines) > seen:
+                    seen, seen_s = len(lines), time.monotonic()
+                at_step(step, process)
                 if has_ended and revives and process.returncode == -signal.SIGKILL:
                     process, has_ended = begin(), False
                 if has_ended or time.monotonic() - seen_s > _STEP_LIMIT_S:

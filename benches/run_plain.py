@@ -66,7 +66,8 @@ def main() -> None:
             chosen = [records[(step * prompts_a_step + number) % len(records)] for number in range(prompts_a_step)]
             rewards = _step(actor, reference, optimizer, tokenizer, chosen)
             schedule.step()
-            print(json.dumps({"time_unix_s": time.time(), "reward_mean": rewards}), file=trace, flush=True)
+            line = {"step": step + 1, "time_unix_s": time.time(), "reward_mean": rewards}
+            print(json.dumps(line), file=trace, flush=True)
 
 
 def _step(

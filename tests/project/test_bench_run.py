@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benches import run_plain
-from benches.run import RunError, Trace, follow, read_trace, tables, trace_path
+from benches.run import RunError, Trace, follow, lines_of, tables, trace_of, trace_path
 from pipeline.config.schema import Config
 
 
@@ -38,11 +38,13 @@ def test_plain_pytorch_scores_the_exact_answer_ended_by_eos(response, expected):
     assert run_plain.score(response, "23", Tokenizer()) == expected
 
 
-def test_a_trace_has_the_figures_of_its_steps():
+def test_a_trace_has_the_figures_of_its_steps(tmp_path):
     rewards = [0.1, 0.2, 0.9, 0.8, 0.7, 0.7, 0.6, 0.9]
     lines = [json.dumps({"time_unix_s": 1010.0 + 2 * n, "reward_mean": r}) + "\n" for n, r in enumerate(rewards)]
+    trace_path(tmp_path).parent.mkdir(parents=True)
+    trace_path(tmp_path).write_text("".join([*lines, '{"time_unix_s": 1']))
 
-    trace = read_trace([*lines, '{"time_unix_s": 1'], 1000.0)
+    trace = trace_of(lines_of(tmp_path), 1000.0)
 
     assert trace.ends_s == (10, 12, 14, 16, 18, 20, 22, 24)
     assert (trace.step_s, trace.start_s) == (2.0, 8.0)
@@ -68,9 +70,18 @@ KILLED_ONCE = """
 import json, os, signal, sys
 with open(sys.argv[1], "a") as file:
     taken = file.tell() > 0
-    print(json.dumps({"time_unix_s": 1.0, "reward_mean": 0.5}), file=file)
+    print(json.dumps({"step": 1 + taken, "time_unix_s": 1.0, "reward_mean": 0.5}), file=file)
 if not taken:
     os.kill(os.getpid(), signal.SIGKILL)
+"""
+# The first one waits at step 4 for its end; the next one goes on after its checkpoint, step 2.
+CHECKPOINTED = """
+import json, sys, time
+with open(sys.argv[1], "a") as file:
+    is_first = file.tell() == 0
+    for step in range(1 if is_first else 3, 6):
+        print(json.dumps({"step": step, "time_unix_s": 1.0, "reward_mean": 0.5}), file=file, flush=True)
+        time.sleep(600 if is_first and step == 4 else 0)
 """
 
 
@@ -82,3 +93,19 @@ def test_a_command_that_is_killed_is_started_again_where_it_is_to_be(tmp_path):
     trace_path(tmp_path).unlink()
     with pytest.raises(RunError):
         follow(command, tmp_path, 2, 2)
+
+
+def test_steps_that_are_taken_again_count_once_and_a_kill_at_a_step_comes_once(tmp_path):
+    trace_path(tmp_path).parent.mkdir(parents=True)
+    killed = []
+
+    def at_step(step, process):
+        if step >= 4 and not killed:
+            killed.append(step)
+            process.kill()
+
+    follow(
+        [sys.executable, "-c", CHECKPOINTED, str(trace_path(tmp_path))], tmp_path, 5, 5, at_step=at_step, revives=True
+    )
+
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 3, 4, 5]
