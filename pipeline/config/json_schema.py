@@ -44,22 +44,18 @@ def _section_schema(section: str) -> dict[str, Any]:
     for found in properties.values():
         if (reference := found.get("items", {}).get("$ref")) in tables:
             found["items"] = tables[reference]
-    return {
-        "type": "object",
-        "description": model.__doc__,
-        "additionalProperties": False,
-        "properties": {name: _key_schema(section, name, properties[name]) for name in model.model_fields},
-    }
+    return _object(model.__doc__, {name: _key_schema(section, name, properties[name]) for name in model.model_fields})
 
 
 def _rewards_schema() -> dict[str, Any]:
     """Return the schema of the reward functions: names that need no options, and a kind of table for each name."""
-    bare = (name for name in REWARD_NAMES if _required(table_of(name)) == ["name"])
+    tables = {name: _reward_schema(name) for name in (*REWARD_NAMES, "")}
+    bare = (name for name in REWARD_NAMES if tables[name]["required"] == ["name"])
     name = {"type": "string", "pattern": f"^({'|'.join(bare)}|{FUNCTION.pattern})$"}
     return {
         "type": "array",
         "description": Config.meanings()["rewards"],
-        "items": {"anyOf": [name, *(_reward_schema(one) for one in (*REWARD_NAMES, ""))]},
+        "items": {"anyOf": [name, *tables.values()]},
         "default": [DEFAULT_REWARD.name],
         "x-reload": "restart",
     }
@@ -67,33 +63,20 @@ def _rewards_schema() -> dict[str, Any]:
 
 def _reward_schema(name: str) -> dict[str, Any]:
     """Return the schema of the table of a name; of one of your own if it is empty."""
-    model = table_of(name)
-    properties = _plain_properties(model.model_json_schema())
-    meaning = {"description": RewardConfig.meanings()["name"]}
+    table = _table_schema(table_of(name).model_json_schema())
     kind = {"const": name} if name else {"type": "string", "pattern": f"^{FUNCTION.pattern}$"}
-    properties["name"] = {**kind, **meaning}
-    return {
-        "type": "object",
-        "description": model.__doc__,
-        "additionalProperties": False,
-        "required": _required(model),
-        "properties": properties,
-    }
-
-
-def _required(model: type[RewardConfig]) -> list[str]:
-    return [key for key, field in model.model_fields.items() if field.is_required()]
+    table["properties"]["name"] = {**kind, "description": RewardConfig.meanings()["name"]}
+    return table
 
 
 def _table_schema(found: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a table inside a value."""
-    return {
-        "type": "object",
-        "description": found["description"],
-        "additionalProperties": False,
-        "required": found["required"],
-        "properties": _plain_properties(found),
-    }
+    return _object(found["description"], _plain_properties(found), required=found["required"])
+
+
+def _object(description: str | None, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    start = {"type": "object", "description": description, "additionalProperties": False}
+    return {**start, **more, "properties": properties}
 
 
 def _plain_properties(table: dict[str, Any]) -> dict[str, Any]:
