@@ -13,6 +13,7 @@ from pipeline.models.weights.probe import answer
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
 from pipeline.prompts.rendering import first_tokens
 from pipeline.rollout.generation.interface import Request, Sampling
+from pipeline.rollout.generation.vllm import engine as vllm_engine
 from pipeline.rollout.generation.weights import EngineWeights
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.prompt_batch import sample_all
@@ -32,7 +33,7 @@ def stepped_from(state, by):
 
 
 @pytest.fixture(scope="module")
-def held(task, tmp_path_factory):
+def held(task, forkserver):
     """The roller of a worker that computes no log-probs: PPO, with a critic from the actor."""
     config = Config.model_validate(
         {
@@ -45,7 +46,10 @@ def held(task, tmp_path_factory):
         }
     )  # fmt: skip
     telemetry, tokenizer = NodeTelemetry(), load_tokenizer(config.model.actor)
-    roller = load_roller(config, tokenizer, telemetry, texts=True, device=CPU)
+    with pytest.MonkeyPatch.context() as patched:
+        # As in an instance, whose supervisor has started one.
+        patched.setattr(vllm_engine, "engines_socket", lambda _: forkserver)
+        roller = load_roller(config, tokenizer, telemetry, texts=True, device=CPU)
     model = load_actor(task / "model", dtype="float32", device=CPU)
     yield SimpleNamespace(
         roller=roller, weights=roller.weights, model=model, telemetry=telemetry,

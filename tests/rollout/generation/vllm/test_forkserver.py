@@ -31,22 +31,15 @@ def directory(tmp_path_factory):
     return folder
 
 
-def test_a_fork_has_the_workers_output_variables_and_processors_and_the_answers_of_an_executed_engine(
-    directory, forkserver, capfd, monkeypatch
-):
+def test_a_fork_has_the_workers_output_variables_and_processors(directory, forkserver, capfd, monkeypatch):
     monkeypatch.setenv("RLHFD_OF_THE_WORKER", "here")
     with contextlib.closing(forked_engine(settings(directory), forkserver)) as fork:
         assert title(parent(fork.pid)) == "test: guard of an engine"
-        answers = ids(run(fork, request())[0])
         assert b"RLHFD_OF_THE_WORKER=here" not in Path(f"/proc/{fork.pid}/environ").read_bytes(), "a fork's are its own"
         assert os.sched_getaffinity(fork.pid) == os.sched_getaffinity(0)
         guard = parent(fork.pid)
     wait_until(lambda: not is_alive(guard), END_S, "the guard ends with its engine")
     assert "vLLM has started: imports_s=0.0" in capfd.readouterr().err
-
-    with contextlib.closing(VllmEngine(settings(directory))) as executed:
-        assert parent(executed.pid) == os.getpid()
-        assert ids(run(executed, request())[0]) == answers
 
 
 WORKER = """
@@ -94,7 +87,9 @@ def test_a_killed_fork_is_told_as_a_killed_engine_whether_or_not_its_guard_lives
         wait_until(lambda: not is_alive(pid) and not is_alive(guard), END_S, "both are dead")
 
 
-def test_an_engine_outlives_the_forkserver_and_the_next_one_is_executed(directory, tmp_path, caplog):
+def test_an_engine_outlives_the_forkserver_and_the_next_one_is_executed_with_the_same_answers(
+    directory, tmp_path, caplog
+):
     server = Forkserver(tmp_path / "engines.sock")
     with contextlib.closing(server):
         # While vLLM is imported: the request waits, and its worker gives up.
@@ -103,13 +98,15 @@ def test_an_engine_outlives_the_forkserver_and_the_next_one_is_executed(director
         with contextlib.closing(forked_engine(settings(directory), server.path)) as engine:
             own = sorted([engine.pid, parent(engine.pid)])
             wait_until(lambda: sorted(descendants(server.process.pid)) == own, END_S, "of the first request nothing is")
+            answers = ids(run(engine, request())[0])
             # Stopped, it takes connections and forks nothing.
             os.kill(server.process.pid, signal.SIGSTOP)
             with contextlib.closing(forked_engine(settings(directory), server.path)) as other:
                 assert parent(other.pid) == os.getpid()
                 assert server.process.wait() == -signal.SIGKILL, "another one is to be started in its place"
                 assert "started without the forkserver of engines, which has ended" in caplog.text
-            assert run(engine, request())
+                assert ids(run(other, request())[0]) == answers
+            assert ids(run(engine, request())[0]) == answers
             after = EngineProcess(settings(directory), forkserver=server.path)
             assert parent(after.child.pid) == os.getpid()
             after.close()
