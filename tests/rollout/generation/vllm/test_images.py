@@ -3,9 +3,6 @@
 import copy
 import dataclasses
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,12 +19,11 @@ from pipeline.rollout.generation.vllm.images import sight_of
 from pipeline.runtime.link import Link
 from tests.rollout.generation.vllm.models import begin, finish, small_vl
 from tests.support import tiny, tiny_vision
-from tests.support.vllm_engines import forked_engine
+from tests.support.vllm_engines import forked_engine, said_by_a_fork
 
 # The first one is longer than a block of the cache.
 ONE, TWO, NONE = [20, (1, 24, 28), 21], [22, (1, 4, 4), 23, (1, 2, 6), 24, 25], [20, 21, 22]
 MAX_LENGTH = 400
-ROOT = Path(__file__).parents[4]
 
 
 def requests(*rows, seed=0, group_size=3, room=12):
@@ -287,8 +283,7 @@ def test_an_update_in_flight_looks_at_the_images_again(seeing):
 
 
 KEPT = """
-import sys
-import msgspec, torch
+import msgspec
 from pipeline.rollout.generation.vllm import images, memory, wire
 from pipeline.rollout.generation.vllm.core import Core
 from tests.rollout.generation.vllm import test_images
@@ -297,7 +292,7 @@ from tests.rollout.generation.vllm.models import small_vl
 def kept(core):
     return core._engine.collective_rpc(lambda worker: len(worker.model_runner.encoder_cache))[0]
 
-core = Core(msgspec.json.decode(sys.argv[1], type=wire.Settings))
+core = Core(msgspec.json.decode(DESCRIBED, type=wire.Settings))
 found = []
 for version, row in enumerate(([20, (1, 4, 6), 21], [20, (1, 6, 4), 21], [20, (1, 4, 4), (1, 2, 6)])):
     (request,) = test_images.requests(row)
@@ -310,23 +305,18 @@ for version, row in enumerate(([20, (1, 4, 6), 21], [20, (1, 6, 4), 21], [20, (1
     descriptor, places = memory.put("rlhfd-actor", small_vl("qwen2_vl", version).state_dict())
     core.take(memory.path_of(descriptor), places, version)
     found.append(kept(core))
-print("kept", *found)
+say(f"kept {found}")
 """
 
 
 @pytest.mark.vllm
 @pytest.mark.integration
-def test_vllm_keeps_nothing_of_the_images_of_a_version_before(tmp_path):
+def test_vllm_keeps_nothing_of_the_images_of_a_version_before(tmp_path, forkserver):
     """The scheduler forgets them; the model's runner would keep them for good."""
     model = small_vl("qwen2_vl", 0)
     model.save_pretrained(tmp_path)
     described = msgspec.json.encode(settings(tmp_path, sight_of(model))).decode()
-    names = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
-    variables = dict(zip(names, ("0", "nobind", "1"), strict=True))
 
-    ran = subprocess.run(
-        [sys.executable, "-c", KEPT, described],
-        env={**os.environ, **variables}, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-    )  # fmt: skip
+    said = said_by_a_fork(KEPT.replace("DESCRIBED", repr(described)), forkserver)
 
-    assert ran.stdout.splitlines()[-1:] == ["kept 1 0 1 0 2 0"], ran.stdout + ran.stderr[-3000:]
+    assert said == "kept [1, 0, 1, 0, 2, 0]\n"

@@ -1,15 +1,13 @@
 """The share of a card that vLLM wants to find free at its start, by the real vLLM's own check."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.vllm_engines import said_by_a_fork
 
 pytestmark = pytest.mark.vllm
 
 # In a process of its own, as vLLM always is. The trainer takes 45 GB between both looks at the card.
 _PROGRAM = """
-import sys
 from types import SimpleNamespace
 import torch
 from vllm.v1.worker.utils import request_memory
@@ -18,7 +16,7 @@ from pipeline.rollout.generation.vllm.process import _refusal
 GB = 10**9
 torch.cuda.mem_get_info = lambda: (75 * GB, 80 * GB)
 found = SimpleNamespace(total_memory=80 * GB, free_memory=30 * GB, device_="cuda:0")
-for cache_bytes in map(int, sys.argv[1:]):
+for cache_bytes in (%d, 0):
     wanted = SimpleNamespace(gpu_memory_utilization=memory_share(cache_bytes))
     try:
         request_memory(found, wanted)
@@ -26,18 +24,16 @@ for cache_bytes in map(int, sys.argv[1:]):
         end = f"{_refusal(error).kind} {error}"
     else:
         end = "starts"
-    print(f"cache {cache_bytes}: share {wanted.gpu_memory_utilization:.4f}, {' '.join(end.split())}")
+    say(f"cache {cache_bytes}: share {wanted.gpu_memory_utilization:.4f}, {' '.join(end.split())}")
 """
 _CACHE_BYTES = 8 * 10**9
 
 
 @pytest.fixture(scope="module")
-def ends():
+def ends(forkserver):
     """The end of a start with a cache of its own size, and of one with a cache of the rest."""
-    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(_CACHE_BYTES), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = [line for line in done.stdout.splitlines() if line.startswith("cache ")]
-    assert len(found) == 2, done.stderr
+    found = said_by_a_fork(_PROGRAM % _CACHE_BYTES, forkserver).splitlines()
+    assert len(found) == 2
     return found
 
 
