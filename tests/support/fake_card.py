@@ -9,26 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.launches import NO_LAUNCH
+from tests.support.launches import Launches
 
 CARD = torch.device("cuda", 0)
 
-_NO_LAUNCH = frozenset({"prim.device", *(name.replace("::", ".") for name in NO_LAUNCH)})
 
-
-class _Seen(TorchDispatchMode):
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_on_card = any(isinstance(one, Tensor) and one.device.type == "cuda" for one in (result, *args))
-        if str(func).rpartition(".")[0] not in _NO_LAUNCH and is_on_card:
-            self._names.append(str(func).rpartition(".")[0].removeprefix("aten."))
-        return result
+class _OnCard(Launches):
+    def counts(self, *tensors: Any) -> bool:
+        return any(isinstance(one, Tensor) and one.device.type == "cuda" for one in tensors)
 
 
 @contextlib.contextmanager
@@ -37,9 +26,8 @@ def fake_card() -> Iterator[list[str]]:
 
     An operation whose result the host reads, such as `nonzero` or `item`, raises: there is no value.
     """
-    names: list[str] = []
-    with FakeTensorMode(), _Seen(names):
-        yield names
+    with FakeTensorMode(), _OnCard() as seen:
+        yield seen.names
 
 
 def to_fake_card(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
