@@ -479,18 +479,18 @@ def test_an_engine_that_sleeps_has_its_memory_of_the_card_free(directory, models
 
 WORKER = """
 import sys, time, torch
+from pipeline.rollout.generation.interface import Request, Sampling
 from pipeline.rollout.generation.vllm import wire
 from pipeline.rollout.generation.vllm.engine import EngineProcess, VllmEngine
 from pathlib import Path
 import msgspec
-from tests.rollout.generation.vllm.test_engine import request
 from tests.support.daemon import wait_until
 settings = msgspec.json.decode(sys.argv[1], type=wire.Settings)
 begun = EngineProcess(settings)
 maps = Path(f"/proc/{begun.child.pid}/maps")
 wait_until(lambda: "/vllm/_C" in maps.read_text(), 120, "vLLM is imported before the settings are there")
 engine = VllmEngine(settings, process=begun)
-engine.submit(request(room=380, eos_token_ids=()))
+engine.submit(Request(0, torch.tensor([5, 6, 7]), 4, 380, Sampling(max_length=0, pad_token_id=0)))
 while not engine.load.running:
     engine.step()
 print(engine.pid, flush=True)

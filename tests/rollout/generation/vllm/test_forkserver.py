@@ -43,14 +43,14 @@ def test_a_fork_has_the_workers_output_variables_and_processors(directory, forks
 
 
 WORKER = """
-import os, sys, time
+import os, sys, time, torch
 from pathlib import Path
 import msgspec
+from pipeline.rollout.generation.interface import Request, Sampling
 from pipeline.rollout.generation.vllm import wire
-from tests.rollout.generation.vllm.test_engine import request
 from tests.support.vllm_engines import forked_engine
 engine = forked_engine(msgspec.json.decode(sys.argv[1], type=wire.Settings), Path(sys.argv[2]))
-engine.submit(request(room=380, eos_token_ids=()))
+engine.submit(Request(0, torch.tensor([5, 6, 7]), 4, 380, Sampling(max_length=0, pad_token_id=0)))
 while not engine.load.running:
     engine.step()
 if (fork := os.fork()) > 0:
