@@ -142,8 +142,9 @@ def unit(box: SystemdBox) -> Unit:
 
 
 @pytest.fixture
-def watched(unit: Unit) -> Iterator[Unit]:
-    """The unit with a short watchdog, stopped before and afterwards: a running service keeps the one that it has."""
+def watched(other: Unit) -> Iterator[Unit]:
+    """A unit with a short watchdog, stopped before and afterwards: a running service keeps the one that it has."""
+    unit = other
     file = f"/etc/systemd/system/{unit.name}.d/watchdog.conf"
 
     def renewed() -> None:
