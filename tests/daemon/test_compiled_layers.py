@@ -6,7 +6,7 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.daemon import PROGRAM, SMALL, Daemon, descendants, only_run, telling_reward
+from tests.support.daemon import SMALL, Daemon, descendants, loaded_first, only_run, telling_reward
 
 pytestmark = pytest.mark.integration
 STEPS = 4
@@ -16,13 +16,17 @@ SETTINGS = (
     # Other passes are not compiled on a CPU.
     "trainer.packing=false", "trainer.shared_prefix=false", "daemon.restart_delay_s=0.0002",
 )  # fmt: skip
+# As the variable CXX, which torch reads once, as it is imported.
+WITHOUT_A_COMPILER = """
+def change_torch__inductor_config(module):
+    module.cpp.cxx = (None, "none")
+"""
 HOMELESS = {"HOME": "/dev/null/none", "XDG_CACHE_HOME": "/dev/null/none"}
 
 
 def test_without_a_compiler_a_run_is_that_of_the_models_as_they_are(tmp_path, task):
     settings = (*SETTINGS, "trainer.max_steps=2", *telling_reward(tmp_path))
-    # Executed: torch reads the variable once, as it is imported.
-    with Daemon(tmp_path, *settings, task=task, environment={"CXX": "none"}, program=PROGRAM) as daemon:
+    with Daemon(tmp_path, *settings, task=task, environment=loaded_first(tmp_path, WITHOUT_A_COMPILER)) as daemon:
         assert daemon.ended()[0] == "2"
 
     lines = re.findall(r"layers are .*compiled.*", daemon.errors)
