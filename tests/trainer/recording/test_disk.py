@@ -13,6 +13,7 @@ from pipeline.errors import CheckpointError
 from pipeline.experience.recorded_batches import recorded_batches
 from pipeline.storage.recording import (
     LINES,
+    ROWS,
     read_recording,
     recorded_rows,
     rows_path,
@@ -63,8 +64,9 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, folder: Path, most_bytes: Callabl
     pwrite = os.pwrite
 
     def write(descriptor: int, data: bytes, offset: int) -> int:
+        is_of_rows = Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent == folder / ROWS
         used = sum(path.stat().st_size for _, path in recorded_rows(folder))
-        if used + offset + len(data) > most_bytes():
+        if is_of_rows and used + offset + len(data) > most_bytes():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(descriptor, data, offset)
 
