@@ -22,7 +22,7 @@ from pipeline.config import load as config_load
 from pipeline.config.load import CONFIG_VARIABLE, FOLDER_KEYS
 from pipeline.errors import ConfigError, NotRunningError, RlhfdError
 from pipeline.runtime.lock import shm_directory
-from pipeline.storage.files import replacing
+from pipeline.storage.files import replacing, write_at
 from pipeline.supervisor.placement import visible_gpus
 from pipeline.supervisor.preflight import problems_of_files
 
@@ -238,7 +238,7 @@ def install(planned: Plan) -> None:
     try:
         # At once and whole: systemd may read it at any time.
         with replacing(path, temporary=path.with_name(f".{path.name}.new")) as descriptor:
-            os.write(descriptor, planned.text.encode())
+            write_at(descriptor, planned.text.encode(), 0)
             os.fchmod(descriptor, 0o644)
     except OSError as error:
         raise RlhfdError(f"{path}: {error.strerror}; root installs a unit, `rlhfd systemd unit` prints it") from error

@@ -18,7 +18,7 @@ import xxhash
 from pipeline.errors import DecodeError
 from pipeline.progress import Telemetry
 from pipeline.storage.arena import Arena
-from pipeline.storage.files import UNREADABLE, replacing, round_up
+from pipeline.storage.files import UNREADABLE, replacing, round_up, write_at
 from pipeline.storage.records import Chosen
 
 SUFFIX = ".safetensors"
@@ -106,7 +106,7 @@ def save(
                     flushed = start
                     telemetry.progress()
             header = _header(extents, metadata).ljust(header_bytes)
-            os.pwrite(target, _LENGTH.pack(header_bytes) + header, 0)
+            write_at(target, _LENGTH.pack(header_bytes) + header, 0)
     finally:
         os.close(source)
     return start
@@ -138,10 +138,8 @@ def save_bytes(
     with replacing(path) as target:
         start = 0
         for data in (memoryview(_LENGTH.pack(len(header)) + header), *(data for _, data in extents)):
-            done = 0
-            while done < len(data):
-                done += os.pwrite(target, data[done:], start + done)
-            start += done
+            write_at(target, data, start)
+            start += len(data)
     return start, saved
 
 
@@ -202,9 +200,7 @@ def copy(
         if not piece:
             raise DecodeError(f"{nbytes:,} B from {source_start:,} on: the file ends after {done:,} B")
         digest.update(piece)
-        written = 0
-        while written < len(piece):
-            written += os.pwrite(target, memoryview(piece)[written:], target_start + done + written)
+        write_at(target, piece, target_start + done)
         done += len(piece)
         telemetry.progress()
     return digest.intdigest()

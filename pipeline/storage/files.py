@@ -120,6 +120,13 @@ def write_whole(
         file.write(data)
 
 
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all bytes at an offset of a file; a disk that is nearly full may take a part of them first."""
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, memoryview(data)[written:], offset + written)
+
+
 def write_at_end(descriptor: int, data: bytes, end: int, *, flush: bool = False) -> None:
     """Write behind the bytes of a file, all or nothing: after an error it has `end` bytes again.
 
@@ -127,9 +134,7 @@ def write_at_end(descriptor: int, data: bytes, end: int, *, flush: bool = False)
         OSError: If the data cannot be written or, with `flush`, not be flushed to disk.
     """
     try:
-        written = 0
-        while written < len(data):
-            written += os.pwrite(descriptor, data[written:], end + written)
+        write_at(descriptor, data, end)
         if flush:
             os.fsync(descriptor)
     except OSError:

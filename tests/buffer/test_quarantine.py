@@ -167,6 +167,16 @@ def test_every_extent_of_a_file_is_read_as_it_was_however_many_there_are(place, 
         assert len(opened.keys()) == extents
 
 
+def test_a_disk_that_takes_a_part_of_each_write_gets_all_of_a_file(place, tmp_path, monkeypatch):
+    write = extent_file.os.pwrite
+    monkeypatch.setattr(extent_file.os, "pwrite", lambda file, data, offset: write(file, data[:1000], offset))
+
+    extent_file.save(tmp_path / "one.safetensors", place.whole, [(place.records[0], [0])], {"reason": "x" * 5000})
+
+    file = extent_file.load(tmp_path / "one.safetensors")
+    assert extent_file.read_extent(file, 0) == bytes(place.whole.extent(0, place.records[0].nbytes))
+
+
 def test_a_time_that_is_no_number_is_damage(place, tmp_path):
     path = tmp_path / "case.safetensors"
     extent_file.save(path, place.whole, [(place.records[0], [0])], {"reason": "checksum", "unix_s": "1n0"})
