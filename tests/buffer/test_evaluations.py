@@ -301,7 +301,7 @@ def test_the_metrics_have_the_last_evaluation_by_file_and_the_progress_of_the_ne
 
 def test_an_evaluation_is_progress_of_a_run():
     """A long evaluation, in which no row is sealed and no step is taken, is no standstill."""
-    watch = RunWatch(10.0)
+    watch = RunWatch()
 
-    assert not any(watch.look(now_s, (0.0, 0.0, now_s // 8, 100.0), is_judged=True) for now_s in range(60))
-    assert any(watch.look(60.0 + now_s, (0.0, 0.0, 7.0, 100.0), is_judged=True) for now_s in range(12))
+    assert not any(watch.look(now_s, (0.0, 0.0, now_s // 8, 100.0), 10.0, is_judged=True) for now_s in range(60))
+    assert any(watch.look(60.0 + now_s, (0.0, 0.0, 7.0, 100.0), 10.0, is_judged=True) for now_s in range(12))
