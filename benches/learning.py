@@ -178,7 +178,7 @@ class Killer:
             return record.pid
         role, _, index = name.partition("-")
         answer = control.request(record, "status", _ANSWER_TIMEOUT_S)
-        pids = {one["name"]: one["pid"] for one in answer["processes"]}
+        pids = {f"{one['role']}-{one['index']}": one["pid"] for one in answer["processes"]}
         if role != "engine":
             return pids.get(name)
         return next((pid for pid in sorted(descendants(record.pid)) if _is_engine(pid, index)), None)
