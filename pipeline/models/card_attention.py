@@ -26,15 +26,17 @@ from torch.nn import functional
 
 log = logging.getLogger(__name__)
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
 """Called with query, key and value, each ``(T, heads, size)``, the ``(B + 1,)`` int32 starts of the rows, the tokens of
-the longest row and the factor of the scores, None for 1 / sqrt(size); returns ``(T, heads, size)``."""
+the longest row, the factor of the scores, None for 1 / sqrt(size), and the tokens of a sliding window, the query's own
+among them, None for whole rows; returns ``(T, heads, size)``."""
 
 BY_ROWS: Final = "sdpa by rows"
 """The name of the way without a kernel of this module."""
 
 _MOST_HEAD_SIZE: Final = 256
 _TRIAL_LENGTHS: Final = (1, 70, 129)
+_TRIAL_WINDOW: Final = 48
 _TRIAL_HEADS: Final = (4, 2)
 _TRIAL_PARTS: Final = ("output", "gradient of query", "gradient of key", "gradient of value")
 _TRIAL_ERROR: Final = 0.02
@@ -59,12 +61,19 @@ _TORCH: Final = "torch varlen"
 
 
 @functools.cache
-def kernel_of(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Return the name of the kernel for a device, a dtype and a size of the heads; its first call tries kernels."""
+def kernel_of(device: torch.device, dtype: torch.dtype, head_size: int, slides: bool = False) -> str:
+    """Return the name of the kernel for attention on a device; its first call tries kernels.
+
+    Args:
+        device: The device.
+        dtype: The dtype of query, key and value.
+        head_size: Size of the heads.
+        slides: Whether layers slide a window, too.
+    """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_size > _MOST_HEAD_SIZE:
         return BY_ROWS
     generation, _ = torch.cuda.get_device_capability(device)
-    return first_sound(candidates(generation), device, dtype, head_size)
+    return first_sound(candidates(generation), device, dtype, head_size, slides)
 
 
 def candidates(generation: int) -> list[str]:
@@ -73,17 +82,19 @@ def candidates(generation: int) -> list[str]:
     return [*flash, *([_TORCH] if _is_installed("torch.nn.attention.varlen") else [])]
 
 
-def first_sound(names: Sequence[str], device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+def first_sound(
+    names: Sequence[str], device: torch.device, dtype: torch.dtype, head_size: int, slides: bool = False
+) -> str:
     """Return the first kernel that passes the trial, `BY_ROWS` if none does; a warning names each that does not."""
     for name in names:
-        fault = fault_of(name, device, dtype, head_size)
+        fault = fault_of(name, device, dtype, head_size, slides)
         if fault is None:
             return name
         log.warning("attention kernel left out: kernel=%s reason=%s", name, fault)
     return BY_ROWS
 
 
-def fault_of(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+def fault_of(name: str, device: torch.device, dtype: torch.dtype, head_size: int, slides: bool = False) -> str | None:
     """Compare outputs and gradients of a kernel with those of float32, on three rows.
 
     Args:
@@ -91,22 +102,24 @@ def fault_of(name: str, device: torch.device, dtype: torch.dtype, head_size: int
         device: The card.
         dtype: The dtype of query, key and value.
         head_size: Size of the heads.
+        slides: Whether it is tried with a sliding window, too.
 
     Returns:
         The fault in one line, None for a kernel that computes the same.
     """
     starts = torch.tensor([0, *torch.tensor(_TRIAL_LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    with torch.inference_mode(False), torch.enable_grad():
-        exact = _tried(_plain, torch.device("cpu"), torch.float32, head_size, starts)
-        try:
-            found = _tried(attend_by(name), device, dtype, head_size, starts)
-        except Exception as error:  # noqa: BLE001 (foreign code, which compiles itself at its first call)
-            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    for part, mine, its in zip(_TRIAL_PARTS, found, exact, strict=True):
-        share = float((mine - its).abs().max() / its.abs().max())
-        # Not a number is no share.
-        if not share <= _TRIAL_ERROR:
-            return f"its {part} differs from float32's by {share:.2g} of the largest value"
+    for window in (None, _TRIAL_WINDOW) if slides else (None,):
+        with torch.inference_mode(False), torch.enable_grad():
+            exact = _tried(_plain, torch.device("cpu"), torch.float32, head_size, starts, window)
+            try:
+                found = _tried(attend_by(name), device, dtype, head_size, starts, window)
+            except Exception as error:  # noqa: BLE001 (foreign code, which compiles itself at its first call)
+                return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        for part, mine, its in zip(_TRIAL_PARTS, found, exact, strict=True):
+            share = float((mine - its).abs().max() / its.abs().max())
+            # Not a number is no share.
+            if not share <= _TRIAL_ERROR:
+                return f"its {part} differs from float32's by {share:.2g} of the largest value"
     return None
 
 
@@ -123,11 +136,14 @@ def attend_by(name: str) -> Kernel:
     attention = importlib.import_module(module).flash_attn_varlen_func
 
     def by_flash(
-        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
-    ) -> Tensor:
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None,
+        window: int | None,
+    ) -> Tensor:  # fmt: skip
+        # Tokens before the query's own, and after it.
+        of_window: dict[str, Any] = {} if window is None else {"window_size": (window - 1, 0)}
         found = attention(
             query, key, value, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
-            softmax_scale=scaling, causal=True,
+            softmax_scale=scaling, causal=True, **of_window,
         )  # fmt: skip
         # Some releases return the normalizers of the rows besides.
         output: Tensor = found[0] if isinstance(found, tuple) else found
@@ -143,13 +159,15 @@ def _torch_kernel() -> Kernel:
     grouped: dict[str, Any] = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
 
     def by_torch(
-        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
-    ) -> Tensor:
-        causal = (-1, 0)
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None,
+        window: int | None,
+    ) -> Tensor:  # fmt: skip
+        # Tokens before the query's own, -1 for all, and after it.
+        sizes = (-1 if window is None else window - 1, 0)
         if not grouped and (heads := query.shape[1] // key.shape[1]) > 1:
             key, value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
         output = varlen_attn(
-            query, key, value, starts, starts, longest, longest, scale=scaling, window_size=causal, **grouped
+            query, key, value, starts, starts, longest, longest, scale=scaling, window_size=sizes, **grouped
         )
         assert isinstance(output, Tensor)
         return output
@@ -175,7 +193,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _tried(
-    attend: Kernel, device: torch.device, dtype: torch.dtype, head_size: int, starts: Tensor
+    attend: Kernel, device: torch.device, dtype: torch.dtype, head_size: int, starts: Tensor, window: int | None
 ) -> tuple[Tensor, ...]:
     """Return the output and the gradients of query, key and value of made-up rows, float32 on the CPU."""
     draws = torch.Generator().manual_seed(0)
@@ -185,15 +203,25 @@ def _tried(
     drawn = [torch.randn(shape, generator=draws).to(torch.bfloat16) for shape in shapes]
     query, key, value, weights = (tensor.to(device=device, dtype=dtype) for tensor in drawn)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    output = attend(query, key, value, starts.to(device), max(_TRIAL_LENGTHS), None)
+    output = attend(query, key, value, starts.to(device), max(_TRIAL_LENGTHS), None, window)
     gradients = torch.autograd.grad((output * weights).sum(dtype=torch.float32), inputs)
     return tuple(tensor.detach().float().cpu() for tensor in (output, *gradients))
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None) -> Tensor:
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
     outputs = []
     for start, end in pairwise(starts.tolist()):
         q, k, v = (tensor[start:end].transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-        output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        output = functional.scaled_dot_product_attention(
+            q, k, v, causal_mask(end - start, window, q.device), scale=scaling, enable_gqa=True
+        )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask of a row, ``(length, length)`` bool: True where a query attends to a key."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)

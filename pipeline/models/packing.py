@@ -29,7 +29,7 @@ from pipeline.models.flat_rows import FlatRows, on_device, ranges
 from pipeline.models.inputs import accepted_keywords, backbone_of
 from pipeline.models.position_limits import check_rows
 from pipeline.models.shared_prefix import SharedRows
-from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention
+from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention, windows_of
 
 OWN_ATTENTION = "the model's own, with a block mask"
 
@@ -42,7 +42,8 @@ _SECOND = (0, 1, 0, 0, 1)
 The first rows differ in the number of each token too: attention that weighs all tokens equally sees their mean alone.
 """
 
-_isolates_rows: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_isolates_rows: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
+"""Of each model that was tested, by whether it used a kernel of `pipeline.models.varlen_attention`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ def packed_attention(model: Any, device: torch.device) -> str:
     text = owner.config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # The dtype of passes, which the shards of a model do not have.
-    return kernel_of(device, getattr(owner.config, "dtype", None) or next(owner.parameters()).dtype, size)
+    dtype = getattr(owner.config, "dtype", None) or next(owner.parameters()).dtype
+    return kernel_of(device, dtype, size, any(windows_of(owner)))
 
 
 def packed_action_log_probs(
@@ -295,7 +297,8 @@ def packed_states(backbone: Any, rows: PackedRows | SharedRows) -> Tensor:
 @torch.no_grad()
 def _check_isolation(model: nn.Module, field: str, device: torch.device) -> None:
     """Refuse a model in which the second of two packed rows depends on the first."""
-    if model not in _isolates_rows:
+    tested = _isolates_rows.setdefault(model, {})
+    if (by_kernel := uses_varlen_attention(model)) not in tested:
 
         def second_row(first: tuple[int, ...]) -> Tensor:
             ids = torch.tensor([[*first, *_SECOND]], device=device)
@@ -310,6 +313,6 @@ def _check_isolation(model: nn.Module, field: str, device: torch.device) -> None
             return outputs[0, lengths[0] :].float()
 
         one, other = map(second_row, _FIRSTS)
-        _isolates_rows[model] = torch.allclose(one, other, rtol=1e-4, atol=1e-4)
-    if not _isolates_rows[model]:
+        tested[by_kernel] = torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+    if not tested[by_kernel]:
         raise FieldError(f"{type(model).__name__} lets a packed row attend to the row before it; use a padded batch")

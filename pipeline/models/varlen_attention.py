@@ -3,8 +3,9 @@
     a kernel of a card   see `pipeline.models.card_attention`: GPU, 16 bits
     sdpa by rows         one call of torch's fused attention for each run of rows of equal length: CPUs, and the rest
 
-The kernels take causal attention over whole rows alone. A model that also caps scores or slides a window keeps its own
-attention, for which transformers makes the block mask from the position ids.
+The kernels take causal attention over whole rows, or over a sliding window of each. A model that also caps scores, adds
+to them or has layers of another kind keeps its own attention, for which transformers makes the block mask from the
+position ids.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import FieldError
-from pipeline.models.card_attention import BY_ROWS, Kernel, attend_by, kernel_of
+from pipeline.models.card_attention import BY_ROWS, Kernel, attend_by, causal_mask, kernel_of
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import backbone_of
 from pipeline.models.prefix_attention import PrefixLayout, response_attention
@@ -27,7 +28,8 @@ from pipeline.models.vision_inputs import vision_backbone
 NAME: Final = "rlhfd_varlen"
 """The attention's name in transformers' registry."""
 
-_OTHER_ATTENTION: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
+_OTHER_ATTENTION: Final = ("softcap", "s_aux", "position_bias")
+_SLIDING: Final = "sliding_attention"
 
 
 def use_varlen_attention(model: Any) -> bool:
@@ -37,7 +39,8 @@ def use_varlen_attention(model: Any) -> bool:
         model: A model of transformers, changed in place; any other model is left as it is.
 
     Returns:
-        Whether packed rows take this kernel; False for a model whose attention is not sdpa, or slides a window.
+        Whether packed rows take this kernel; False for a model whose attention is not sdpa, or has layers whose
+        attention is neither over whole rows nor over a sliding window.
     """
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -45,8 +48,8 @@ def use_varlen_attention(model: Any) -> bool:
     if not isinstance(model, PreTrainedModel):
         return False
     text = model.config.get_text_config()
-    slides = any("full" not in kind for kind in getattr(text, "layer_types", None) or [])
-    if text._attn_implementation != "sdpa" or slides or getattr(text, "sliding_window", None) is not None:
+    kinds = {"full_attention", _SLIDING, *(getattr(text, "layer_types", None) or [])}
+    if text._attn_implementation != "sdpa" or len(kinds) > 2:
         return False
     AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -57,6 +60,15 @@ def use_varlen_attention(model: Any) -> bool:
 def uses_varlen_attention(model: Any) -> bool:
     """Return whether a model's packed rows go through a kernel of this module."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+
+
+def windows_of(model: Any) -> list[int | None]:
+    """Return the tokens of the sliding window of each layer of a model of transformers, None for whole rows."""
+    text = model.config.get_text_config()
+    # 0 for none, too.
+    window = getattr(text, "sliding_window", None) or None
+    kinds = getattr(text, "layer_types", None) or [_SLIDING] * text.num_hidden_layers
+    return [window if kind == _SLIDING else None for kind in kinds]
 
 
 def problem_of_attention(
@@ -82,17 +94,55 @@ def problem_of_attention(
         # Rows below a chunk would pass the check.
         return "its attention counts tokens from the start of a pass"
     was_chosen = uses_varlen_attention(owner)
-    if not was_chosen and not use_varlen_attention(owner) and needs_kernel:
-        return "its attention is not sdpa over whole rows"
+    if was_chosen:
+        return _problem_inside(model, lambda: check(backbone), inside)
+    problem: str | None = "its attention is not sdpa over whole rows or sliding windows"
+    if use_varlen_attention(owner):
+        problem = _problem_inside(model, lambda: _check_windows(owner, lambda: check(backbone)), inside)
+        if problem is not None:
+            owner.set_attn_implementation("sdpa")
+    if problem is None or needs_kernel:
+        return problem
+    return _problem_inside(model, lambda: check(backbone), inside)
+
+
+def _problem_inside(
+    model: nn.Module, check: Callable[[], None], inside: Callable[[nn.Module, Callable[[], None]], None]
+) -> str | None:
+    """Return the error of a check in one line; None if there is none."""
     try:
-        inside(model, lambda: check(backbone))
+        inside(model, check)
     except (FieldError, ValueError, TypeError, RuntimeError) as error:
         # The others are transformers' own, of layers that cannot keep rows apart, or take no such pass.
-        if not was_chosen and uses_varlen_attention(owner):
-            owner.set_attn_implementation("sdpa")
-        # One line: errors of transformers may have several.
         return str(error).strip().partition("\n")[0]
     return None
+
+
+def _check_windows(model: Any, check: Callable[[], None]) -> None:
+    """Call a check, and compare the windows that layers give to the attention with those of the configuration.
+
+    A layer of some models has its window in its mask alone, which a packed pass does not make.
+
+    Raises:
+        FieldError: If they differ; and what the check raises.
+    """
+    from transformers import AttentionInterface
+
+    given: list[int | None] = []
+
+    def attention(*arguments: Any, **keywords: Any) -> Any:
+        given.append(keywords.get("sliding_window") or None)
+        return varlen_attention(*arguments, **keywords)
+
+    AttentionInterface.register(NAME, attention)
+    try:
+        check()
+    finally:
+        AttentionInterface.register(NAME, varlen_attention)
+    windows = windows_of(model)
+    slides = any(windows) or any(given)
+    if slides and (not given or given != windows * (len(given) // len(windows))):
+        raise FieldError(f"{type(model).__name__} does not give the windows of its layers to the attention")
 
 
 def varlen_attention(
@@ -108,6 +158,7 @@ def varlen_attention(
     row_lengths: list[int] | None = None,
     attend: Kernel | None = None,
     prefix_layout: PrefixLayout | None = None,
+    sliding_window: int | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention of packed rows, ``(1, T, heads, size)``; called by the layers of a model of transformers.
@@ -124,10 +175,12 @@ def varlen_attention(
         row_lengths: Tokens of each row; None in a compiled pass.
         attend: The kernel of a compiled pass, which needs the starts and the longest row alone; else None.
         prefix_layout: The places of prompts and responses in a pass that computes each prompt once; else None.
+        sliding_window: Tokens to which one attends, itself among them; None and 0 for all before it.
         **keywords: Other arguments of transformers' attention.
 
     Raises:
-        FieldError: If the layer slides a window, caps its scores, adds to them or changes the mask.
+        FieldError: If the layer caps its scores, adds to them or changes the mask, or slides a window in a pass that
+            computes each prompt once.
     """
     if cu_seq_lens_q is not None or prefix_layout is not None:
         other = [name for name in _OTHER_ATTENTION if keywords.get(name) is not None]
@@ -137,24 +190,27 @@ def varlen_attention(
         if other:
             raise FieldError(f"{type(module).__name__} has {other[0]}, with which rows cannot be packed")
     if prefix_layout is not None:
+        if sliding_window:
+            raise FieldError(f"{type(module).__name__} slides a window")
         tokens = sum(prefix_layout.prompt_lengths)
         parts = query[:, :, :tokens], key[:, :, :tokens], value[:, :, :tokens]
-        prompts = _causal(*parts, prefix_layout.prompt_lengths, prefix_layout.prompt_starts, scaling)
+        prompts = _causal(*parts, prefix_layout.prompt_lengths, prefix_layout.prompt_starts, scaling, None)
         responses = response_attention(query, key, value, prefix_layout, scaling)
         return torch.cat([prompts[0], *responses]).unsqueeze(0), None
     if cu_seq_lens_q is not None and attend is not None and max_length_q is not None:
-        return _by_kernel(attend, query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+        return _by_kernel(attend, query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window or None), None
     if cu_seq_lens_q is None or row_lengths is None:
         is_one_token = query.shape[2] == 1 and attention_mask is not None and attention_mask.shape[1] == 1
-        if is_one_token and not any(keywords.get(name) is not None for name in _OTHER_ATTENTION):
+        other_ways = sliding_window or None, *(keywords.get(name) for name in _OTHER_ATTENTION)
+        if is_one_token and all(each is None for each in other_ways):
             return _one_token(query, key, value, attention_mask, scaling, keywords.get("dropout", 0.0)), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         padded: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **keywords
+            module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **keywords
         )
         return padded
-    return _causal(query, key, value, row_lengths, cu_seq_lens_q, scaling), None
+    return _causal(query, key, value, row_lengths, cu_seq_lens_q, scaling, sliding_window or None), None
 
 
 def _one_token(
@@ -172,23 +228,38 @@ def _one_token(
 
 
 def _causal(
-    query: Tensor, key: Tensor, value: Tensor, row_lengths: list[int], starts: Tensor, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_lengths: list[int],
+    starts: Tensor,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Return the attention of rows by the device's kernel, ``(1, T, heads, size)``."""
-    kernel = kernel_of(query.device, query.dtype, query.shape[-1])
+    kernel = kernel_of(query.device, query.dtype, query.shape[-1], window is not None)
     if kernel == BY_ROWS:
-        return _by_rows(query, key, value, row_lengths, scaling)
-    return _by_kernel(attend_by(kernel), query, key, value, starts, max(row_lengths), scaling)
+        return _by_rows(query, key, value, row_lengths, scaling, window)
+    return _by_kernel(attend_by(kernel), query, key, value, starts, max(row_lengths), scaling, window)
 
 
 def _by_kernel(
-    attend: Kernel, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
+    attend: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     by_token = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return attend(*by_token, starts, longest, scaling).unsqueeze(0)
+    return attend(*by_token, starts, longest, scaling, window).unsqueeze(0)
 
 
-def _by_rows(query: Tensor, key: Tensor, value: Tensor, row_lengths: list[int], scaling: float | None) -> Tensor:
+def _by_rows(
+    query: Tensor, key: Tensor, value: Tensor, row_lengths: list[int], scaling: float | None, window: int | None
+) -> Tensor:
     """Return the attention, ``(1, T, heads, size)``; rows of equal length that follow each other are one call."""
     runs = [(length, sum(1 for _ in run)) for length, run in groupby(row_lengths)]
     tokens = [length * count for length, count in runs]
@@ -196,11 +267,13 @@ def _by_rows(query: Tensor, key: Tensor, value: Tensor, row_lengths: list[int], 
     outputs = []
     for (length, count), q, k, v in zip(runs, *split, strict=True):
         rows = (count, length)
+        slides = window is not None and window < length
         output = functional.scaled_dot_product_attention(
             q[0].unflatten(1, rows).transpose(0, 1),  # (rows, heads, length, size)
             k[0].unflatten(1, rows).transpose(0, 1),
             v[0].unflatten(1, rows).transpose(0, 1),
-            is_causal=True,
+            attn_mask=causal_mask(length, window, query.device) if slides else None,
+            is_causal=not slides,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )

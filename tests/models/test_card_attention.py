@@ -15,7 +15,10 @@ from pipeline.models.card_attention import BY_ROWS, candidates, fault_of, first_
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HALF = torch.bfloat16
-ARGUMENTS = "q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False"
+ARGUMENTS = (
+    "q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1)"
+)
 EXACT = f"""
     import torch
     from torch.nn import functional
@@ -25,8 +28,12 @@ EXACT = f"""
         outputs = []
         for start, end in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist()):
             row = [each[start:end].transpose(0, 1)[None] for each in (q, k, v)]
+            place = torch.arange(end - start)
+            age = place[:, None] - place
+            before = window_size[0] if window_size[0] >= 0 else 999
+            mask = (age >= 0) & (age <= before)
             outputs.append(functional.scaled_dot_product_attention(
-                *row, is_causal=True, scale=softmax_scale, enable_gqa=True)[0].transpose(0, 1))
+                *row, mask, scale=softmax_scale, enable_gqa=True)[0].transpose(0, 1))
         return torch.cat(outputs)
 """
 
@@ -114,7 +121,7 @@ def test_faults_of_a_kernel_are_named() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "fault"),
     [
-        ("is_causal=True", "is_causal=False", "its output differs"),
+        ("(age >= 0)", "(age >= -1)", "its output differs"),
         ("scale=softmax_scale", "scale=0.2", "its output differs"),
         ("[start:end]", "[: end - start]", "its output differs"),
         ("return torch.cat(outputs)", "return torch.cat(outputs) * float('nan')", "its output differs"),
@@ -139,13 +146,22 @@ def test_a_kernel_that_computes_something_else_is_left_out(
     assert found is not None and fault in found
 
 
+@pytest.mark.parametrize("wrong", ["window_size[0] - 1", "window_size[0] + 1", "999"])
+def test_a_kernel_with_another_window_is_left_out_for_layers_that_slide_one(packages: Packages, wrong: str) -> None:
+    assert "window_size[0] if" in EXACT
+    packages.add("flash_attn_interface", EXACT.replace("window_size[0] if", f"{wrong} if"))
+
+    assert fault_of("flash-attn 3", CPU, HALF, 64) is None
+    assert "its output differs" in str(fault_of("flash-attn 3", CPU, HALF, 64, slides=True))
+
+
 @pytest.mark.gpu
 def test_each_installed_kernel_for_this_card_passes_the_trial() -> None:
     generation, _ = torch.cuda.get_device_capability()
     state = torch.cuda.get_rng_state()
 
     found = {
-        (name, dtype, size): fault_of(name, GPU, dtype, size)
+        (name, dtype, size): fault_of(name, GPU, dtype, size, slides=True)
         for name in candidates(generation)
         for dtype in (HALF, torch.float16)
         for size in (64, 128)

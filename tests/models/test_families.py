@@ -61,9 +61,9 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "stablelm": {}, "nemotron": {}, "bloom": {"n_layer": 3, "n_head": 4}, "llama4_text": EXPERTS, "doge": {},
 }  # fmt: skip
 """Families whose layers all have attention."""
-UNPACKED = {"stablelm", "nemotron", "bloom", "gpt_oss", "llama4_text", "doge"}
+UNPACKED = {"bloom", "gpt_oss", "llama4_text"}
 """Models whose packed rows would attend to each other, count tokens from the start of a pass or lose their mask."""
-UNSHARED = {*UNPACKED, "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "qwen2_moe"}
+UNSHARED = {*UNPACKED, "stablelm", "nemotron", "doge", "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2"}
 """Models that compute a prompt once a row: their layers slide a window, or do not pass the layout on to attention."""
 OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": CONVOLUTION, "bamba": STATE_SPACE, "falcon_h1": BOTH_AT_ONCE, "qwen3_next": {**EXPERTS, **LINEAR},

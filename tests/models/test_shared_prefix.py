@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MistralConfig, MistralForCausalLM
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.models import prefix_attention
@@ -228,32 +227,23 @@ def test_the_layout_of_a_pass_on_a_card_is_made_without_a_wait_for_it(monkeypatc
     assert [run.mask.shape for run in layout.runs] == [(4, 7), (3, 8)]
 
 
-def sliding() -> MistralForCausalLM:
-    return MistralForCausalLM(
-        MistralConfig(
-            vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=1, sliding_window=4, pad_token_id=0, bos_token_id=None,
-        )
-    )  # fmt: skip
-
-
 def test_a_model_that_cannot_is_refused_in_one_line_or_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     class Custom(nn.Module):
         pass
 
     caplog.set_level(logging.INFO)
     with pytest.raises(ConfigError) as refused:
-        prepare_shared_prefix([sliding()], CPU, True, key="trainer.shared_prefix")
+        prepare_shared_prefix([tiny.mistral()], CPU, True, key="trainer.shared_prefix")
     assert str(refused.value) == (
-        "trainer.shared_prefix: a MistralForCausalLM cannot share prompts: its attention is not sdpa over whole rows"
+        "trainer.shared_prefix: a MistralForCausalLM cannot share prompts: MistralAttention slides a window"
     )
     with pytest.raises(ConfigError, match=r"^k: a Custom cannot share prompts: only a model of text alone can$"):
         prepare_shared_prefix([Custom()], CPU, True, key="k")
-    actor, other = tiny.llama(), sliding()
+    actor, other = tiny.llama(), tiny.mistral()
     prepare_shared_prefix([actor, other], CPU, None, key="k")
     assert not may_share_prompts(actor) and not may_share_prompts(other)
     assert caplog.messages == [
-        "prompts are computed once a row: model=MistralForCausalLM reason=its attention is not sdpa over whole rows"
+        "prompts are computed once a row: model=MistralForCausalLM reason=MistralAttention slides a window"
     ]
     with pytest.raises(FieldError, match="LlamaModel does not compute a response after a shared prompt as in a row"):
         log_probs_by_packing(tiny.llama(), *rows_of([4, 4]), shared=True)

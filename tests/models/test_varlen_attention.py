@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import BloomConfig, BloomForCausalLM
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.models.card_attention import attend_by, kernel_of
@@ -20,7 +20,7 @@ from tests.support import tiny
 from tests.support.padded_passes import flat_rows_of, log_probs_by_packing, values_by_packing
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-BUILDS = [tiny.llama, tiny.qwen2, tiny.gpt2]
+BUILDS = [tiny.llama, tiny.qwen2, tiny.gpt2, tiny.mistral, tiny.gemma3]
 PROMPT, ACTIONS = 7, 9
 
 
@@ -148,19 +148,18 @@ def test_a_row_without_a_prompt_is_refused(mask: Any, actions: Any) -> None:
         flat_rows_of(torch.full((1, 4), 5), torch.tensor(mask), torch.tensor(actions))
 
 
-def test_a_model_that_slides_a_window_keeps_its_own_attention() -> None:
-    config = MistralConfig(
-        vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, sliding_window=4,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = MistralForCausalLM(config).eval()
+def test_a_model_with_its_windows_in_masks_alone_keeps_its_own_attention() -> None:
+    """Rows of a packed pass have no mask: a row longer than the window would attend to all of itself."""
+    model = tiny.with_windows_in_masks_alone(tiny.mistral())
     sequences, mask, actions = padded()
     expected = action_log_probs(model, sequences, mask, ACTIONS)
 
     prepare_packing([model], CPU)
-
     assert not uses_varlen_attention(model)
+    # What the test of a model has found is not forgotten.
+    assert prepare_packing([model], CPU) and not uses_varlen_attention(model)
+    assert not prepare_packing([model], CPU, None)
+
     log_probs, entropies = log_probs_by_packing(model, sequences, mask, actions)
     assert entropies is None
     torch.testing.assert_close(log_probs, expected.masked_fill(~actions, 0), atol=1e-5, rtol=0)
@@ -183,36 +182,40 @@ def test_models_that_cannot_be_packed_are_refused_in_one_line() -> None:
         varlen_attention(nn.Linear(1, 1), query, query, query, None, softcap=30.0, **packed)
 
 
-def test_torch_s_kernel_takes_the_rows_in_its_form() -> None:
+@pytest.mark.parametrize("window", [None, 6])
+def test_torch_s_kernel_takes_the_rows_in_its_form(window: int | None) -> None:
     """Without a card its arguments and shapes are checked, forward and backward, on tensors that hold no bytes."""
     query, key = (torch.zeros(40, heads, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
     query.requires_grad_()
     starts = torch.zeros(3, dtype=torch.int32, device="meta")
 
-    output = attend_by("torch varlen")(query, key, key, starts, 20, None)
+    output = attend_by("torch varlen")(query, key, key, starts, 20, None, window)
     output.sum().backward()
 
     assert output.shape == (40, 4, 8)
     assert query.grad is not None and query.grad.shape == query.shape
 
 
-def exact_attention(query: Tensor, key: Tensor, value: Tensor, starts: list[int], scaling: float) -> Tensor:
+def exact_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: list[int], scaling: float, window: int = 99
+) -> Tensor:
     """Return causal attention, one token of one head after the other, ``(T, heads, size)`` float64."""
     output = torch.zeros(query.shape, dtype=torch.float64)
     shared = query.shape[1] // key.shape[1]
     for start, end in pairwise(starts):
         for token in range(start, end):
             for head in range(query.shape[1]):
-                seen = slice(start, token + 1), head // shared
+                seen = slice(max(start, token + 1 - window), token + 1), head // shared
                 weights = (key[seen].double() @ query[token, head].double() * scaling).softmax(dim=0)
                 output[token, head] = weights @ value[seen].double()
     return output
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("takes_groups", [False, True], ids=["torch 2.11", "torch 2.13"])
 def test_torch_s_kernel_computes_the_same_with_and_without_a_parameter_for_groups(
-    monkeypatch: pytest.MonkeyPatch, kv_heads: int, takes_groups: bool
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, takes_groups: bool, window: int | None
 ) -> None:
     draws = torch.Generator().manual_seed(0)
     query = torch.randn(9, 4, 8, generator=draws)
@@ -221,8 +224,9 @@ def test_torch_s_kernel_computes_the_same_with_and_without_a_parameter_for_group
 
     def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
         assert key.shape[1] == value.shape[1] == query.shape[1], "heads without a key of their own"
-        assert window_size == (-1, 0) and max_q == max_k == 4 and torch.equal(cu_seq_q, cu_seq_k)
-        return exact_attention(query, key, value, cu_seq_q.tolist(), scale).float()
+        before, after = window_size
+        assert after == 0 and max_q == max_k == 4 and torch.equal(cu_seq_q, cu_seq_k)
+        return exact_attention(query, key, value, cu_seq_q.tolist(), scale, 99 if before < 0 else before + 1).float()
 
     def of_2_13(query, key, value, *others, enable_gqa=False, **keywords):  # type: ignore[no-untyped-def]
         assert enable_gqa
@@ -231,9 +235,9 @@ def test_torch_s_kernel_computes_the_same_with_and_without_a_parameter_for_group
         )
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_2_13 if takes_groups else of_2_11)
-    found = attend_by("torch varlen")(query, key, value, torch.tensor(starts, dtype=torch.int32), 4, 0.3)
+    found = attend_by("torch varlen")(query, key, value, torch.tensor(starts, dtype=torch.int32), 4, 0.3, window)
 
-    expected = exact_attention(query, key, value, starts, 0.3)
+    expected = exact_attention(query, key, value, starts, 0.3, window or 99)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
 
 
@@ -257,7 +261,8 @@ def test_one_token_attends_to_its_cache_without_a_copy_of_it(kv_heads: int) -> N
 
 
 @pytest.mark.gpu
-def test_a_kernel_of_a_card_gives_what_rows_by_themselves_give() -> None:
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_kernel_of_a_card_gives_what_rows_by_themselves_give(window: int | None) -> None:
     draws = torch.Generator(device="cuda").manual_seed(0)
     shapes = {"query": (1, 4, 300, 64), "key": (1, 2, 300, 64), "value": (1, 2, 300, 64)}
     given: dict[str, Any] = {
@@ -265,7 +270,8 @@ def test_a_kernel_of_a_card_gives_what_rows_by_themselves_give() -> None:
     }
     starts = torch.tensor([0, 90, 91, 300], device="cuda", dtype=torch.int32)
     rows: dict[str, Any] = {"cu_seq_lens_q": starts, "max_length_q": 209, "row_lengths": [90, 1, 209]}
-    assert kernel_of(GPU, torch.bfloat16, 64) != "sdpa by rows"
+    rows["sliding_window"] = window
+    assert kernel_of(GPU, torch.bfloat16, 64, window is not None) != "sdpa by rows"
 
     output, _ = varlen_attention(nn.Identity(), **given, attention_mask=None, **rows)
 

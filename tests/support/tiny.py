@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -63,6 +67,58 @@ def qwen2(seed: int = 0) -> Qwen2ForCausalLM:
         eos_token_id=EOS,
     )
     return _seeded(Qwen2ForCausalLM, config, seed)
+
+
+def mistral(seed: int = 0, *, window: int = 4) -> MistralForCausalLM:
+    """A Mistral, each of whose layers slides a window."""
+    config = MistralConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=window,
+        max_position_embeddings=128,
+        pad_token_id=PAD,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    return _seeded(MistralForCausalLM, config, seed)
+
+
+def gemma3(seed: int = 0, *, window: int = 5) -> Gemma3ForCausalLM:
+    """A Gemma 3, whose first and last layers slide a window, the one between them does not."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        max_position_embeddings=128,
+        pad_token_id=PAD,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    return _seeded(Gemma3ForCausalLM, config, seed)
+
+
+def with_windows_in_masks_alone(model: PreTrainedModel) -> PreTrainedModel:
+    """A Mistral whose layers do not give their windows to the attention, as those of some models do not."""
+
+    class Config:
+        sliding_window = None
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(model.config, name)
+
+    for layer in model.base_model.layers:
+        layer.self_attn.config = Config()
+    return model
 
 
 def _seeded(model_class: type[PreTrainedModel], config: object, seed: int) -> PreTrainedModel:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MistralConfig, MistralForCausalLM
 
 from pipeline.errors import ConfigError, FieldError
 from pipeline.experience.types import Experience, ExperienceVL
@@ -104,11 +103,7 @@ class Custom(nn.Module):
 
 def windowed() -> nn.Module:
     """Return a model whose rows are packed by a block mask of T x T alone."""
-    config = MistralConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=32, sliding_window=4,
-    )  # fmt: skip
-    return MistralForCausalLM(config)
+    return tiny.with_windows_in_masks_alone(tiny.mistral())
 
 
 @pytest.mark.parametrize(
@@ -116,8 +111,9 @@ def windowed() -> nn.Module:
     [
         (tiny.llama, None),
         (tiny.gpt2, None),
+        (tiny.gemma3, None),
         (Custom, "model=Custom reason=only a model of text alone can"),
-        (windowed, "model=MistralForCausalLM reason=its attention is not sdpa over whole rows"),
+        (windowed, "model=MistralForCausalLM reason=MistralForCausalLM does not give the windows of its layers"),
     ],
 )
 def test_by_default_rows_are_packed_where_a_kernel_keeps_them_apart(

@@ -17,7 +17,7 @@ from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.lora import adapt, adapter_of
 from pipeline.models.shared_prefix import may_share_prompts
 from pipeline.trainer.learner import Learner
-from tests.models.test_shared_prefix import ACTIONS, rows_of, sliding
+from tests.models.test_shared_prefix import ACTIONS, rows_of
 from tests.support import tiny
 from tests.support.padded_passes import log_probs_by_packing
 from tests.trainer.test_learner import (
@@ -174,10 +174,11 @@ def test_with_a_critic_or_an_actor_that_cannot_none_shares() -> None:
         return Critic(backbone.base_model)
 
     asked = TRAINER.model_copy(update={"shared_prefix": True})
-    with pytest.raises(ConfigError, match=r"^trainer\.shared_prefix: a Critic cannot share prompts: its attention is"):
-        Learner(asked, "ppo", tiny.llama(), critic(sliding()))
+    refusal = r"^trainer\.shared_prefix: a Critic cannot share prompts: MistralAttention slides a window$"
+    with pytest.raises(ConfigError, match=refusal):
+        Learner(asked, "ppo", tiny.llama(), critic(tiny.mistral()))
     actor = tiny.llama()
-    Learner(TRAINER, "ppo", actor, critic(sliding()))
+    Learner(TRAINER, "ppo", actor, critic(tiny.mistral()))
     assert not may_share_prompts(actor)
     with pytest.raises(ConfigError, match=r"^trainer\.shared_prefix: a Mistral\w+ cannot share prompts"):
-        Learner(asked, "grpo", tiny.llama(), kl_coef=0.1, reference=sliding())
+        Learner(asked, "grpo", tiny.llama(), kl_coef=0.1, reference=tiny.mistral())
