@@ -1,16 +1,16 @@
 """Forward passes over packed rows, concatenated to ``(1, T)`` without a padding column.
 
-Position ids restart at 0 in each row. From them transformers builds a block-diagonal mask under eager and sdpa
-attention; the variable-length kernels of flash attention and of `pipeline.models.varlen_attention` receive the start of
-each row. A model that ignores both would let a row attend to the row before it, so the first packed pass of a model
-tests it on two short rows.
+Position ids restart at 0 in each row; those of rows with images have three axes, by the model's own count. From them
+transformers builds a block-diagonal mask under eager and sdpa attention; the variable-length kernels of flash attention
+and of `pipeline.models.varlen_attention` receive the start of each row. A model that ignores both would let a row
+attend to the row before it, so the first packed pass of a model tests it on two short rows.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.types import Experience, is_vl_experience
+from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.attention_kernels import chooses_kernels, without_cudnn_attention
 from pipeline.models.card_attention import kernel_of
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
@@ -30,6 +31,7 @@ from pipeline.models.inputs import accepted_keywords, backbone_of
 from pipeline.models.position_limits import check_rows
 from pipeline.models.shared_prefix import SharedRows
 from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention, windows_of
+from pipeline.models.vision_inputs import packed_vision_inputs, vision_backbone
 
 OWN_ATTENTION = "the model's own, with a block mask"
 
@@ -52,11 +54,12 @@ class PackedRows:
 
     Attributes:
         input_ids: ``(1, T)`` int64.
-        position_ids: ``(1, T)`` int64, 0 at the start of each row.
+        position_ids: ``(1, T)`` int64, 0 at the start of each row; ``(3, 1, T)`` of a vision-language model.
         cu_seqlens: ``(B + 1,)`` int32, the start of each row, and T.
         max_seqlen: Tokens of the longest row.
         row_lengths: Tokens of each row.
         before: ``(N,)`` int64, the index of the token before each action.
+        pixels: Pixels and grids of the rows' images and videos, under their names in transformers.
     """
 
     input_ids: Tensor
@@ -65,22 +68,41 @@ class PackedRows:
     max_seqlen: int
     row_lengths: list[int]
     before: Tensor
+    pixels: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of_flat(cls, rows: FlatRows) -> Self:
-        """Return rows that end with their last action, each without it: no action follows it."""
+    def of_model(cls, model: object, rows: FlatRows, vision: VisionRows | None) -> Self:
+        """Return rows, whose images belong to tokens before the last one, for a model; see `of_flat`."""
+        if (backbone := vision_backbone(model)) is None:
+            return cls.of_flat(rows)
+        return cls.of_flat(*packed_vision_inputs(backbone, rows, vision))
+
+    @classmethod
+    def of_flat(cls, rows: FlatRows, positions: Tensor | None = None, pixels: dict[str, Tensor] | None = None) -> Self:
+        """Return rows without their last tokens: no action follows them.
+
+        Args:
+            rows: Rows that end with their last actions.
+            positions: ``(3, T)`` int64, the positions of their tokens; None for those of text.
+            pixels: Pixels and grids.
+        """
         device, ends = rows.tokens.device, np.cumsum(rows.lengths)
         # Their numbers: a mask on a card would make the host wait for the number of ones in it.
         kept = np.delete(np.arange(int(ends[-1])), ends - 1)
-        lengths = rows.lengths - 1
+        index, lengths = on_device(kept, device), rows.lengths - 1
+        if positions is None:
+            position_ids = on_device(ranges(np.zeros_like(lengths), lengths), device).unsqueeze(0)
+        else:
+            position_ids = positions[:, index].unsqueeze(1)
         return cls(
-            input_ids=rows.tokens[on_device(kept, device)].unsqueeze(0),
-            position_ids=on_device(ranges(np.zeros_like(lengths), lengths), device).unsqueeze(0),
+            input_ids=rows.tokens[index].unsqueeze(0),
+            position_ids=position_ids,
             cu_seqlens=on_device(np.append(0, np.cumsum(lengths)).astype(np.int32), device),
             max_seqlen=int(lengths.max()),
             row_lengths=lengths.tolist(),
             # One token less in each row before.
             before=rows.action - 1 - rows.row,
+            pixels=pixels or {},
         )
 
     def check(self, model: nn.Module, field: str) -> None:
@@ -101,6 +123,7 @@ class PackedRows:
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
             "row_lengths": self.row_lengths,
+            **self.pixels,
         }
 
 
@@ -123,7 +146,7 @@ def prepare_packing(
         Whether rows are packed.
 
     Raises:
-        ConfigError: If it is wanted and a model is a vision-language one, or would let packed rows attend to each
+        ConfigError: If it is wanted and a model is none of transformers, or would let packed rows attend to each
             other.
     """
     if wanted is False:
@@ -206,7 +229,13 @@ def _rows_of(experience: Experience) -> FlatRows:
 
 
 def log_probs_of_rows(
-    model: nn.Module, rows: FlatRows, *, temperature: float = 1.0, with_entropy: bool = False, shared: bool = False
+    model: nn.Module,
+    rows: FlatRows,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    shared: bool = False,
+    vision: VisionRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropies of the actions of rows, from one pass over the rows laid end to end.
 
@@ -216,25 +245,28 @@ def log_probs_of_rows(
         temperature: The sampling temperature, above 0.
         with_entropy: Whether to compute the entropies too.
         shared: Whether the pass computes each prompt once for all its rows.
+        vision: Images and videos of the rows, for a vision-language model of the Qwen2-VL kind.
 
     Returns:
         Log-probs and entropies, each ``(N,)`` float32; None in place of the entropies if `with_entropy` is False.
 
     Raises:
-        FieldError: If packed rows would attend to each other in this model, or it cannot share prompts.
+        FieldError: If packed rows would attend to each other in this model, or it cannot share prompts; of images as
+            `pipeline.models.vision_inputs.vision_inputs`.
+        ShapeError: If a row has fewer image tokens than its grids require.
     """
-    packed = SharedRows.of_flat(rows) if shared else PackedRows.of_flat(rows)
+    packed = SharedRows.of_flat(rows) if shared else PackedRows.of_model(model, rows, vision)
     settings: Any = {"temperature": temperature, "chunk_tokens": None, "with_entropy": with_entropy}
     log_probs, entropies = _log_probs(model, packed, rows.labels, **settings)
     return log_probs, entropies if with_entropy else None
 
 
-def values_of_rows(critic: Critic, rows: FlatRows, *, shared: bool = False) -> Tensor:
+def values_of_rows(critic: Critic, rows: FlatRows, *, shared: bool = False, vision: VisionRows | None = None) -> Tensor:
     """Return the value of the state before each action, ``(N,)`` float32, by the backbone's pass over rows end to end.
 
     Arguments and errors are those of `log_probs_of_rows`.
     """
-    packed = SharedRows.of_flat(rows) if shared else PackedRows.of_flat(rows)
+    packed = SharedRows.of_flat(rows) if shared else PackedRows.of_model(critic, rows, vision)
     values: Tensor = critic.value_head(packed_states(critic.backbone, packed).float()).squeeze(-1)
     return values
 

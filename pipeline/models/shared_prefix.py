@@ -27,6 +27,7 @@ from pipeline.models.inputs import accepted_keywords
 from pipeline.models.position_limits import check_rows
 from pipeline.models.prefix_attention import PrefixLayout
 from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention
+from pipeline.models.vision_inputs import vision_backbone
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,11 @@ def prepare_shared_prefix(
         _example(device)[1].check(backbone, "last_hidden_state")
 
     for model in models:
-        if (problem := problem_of_attention(model, check, inside=inside)) is not None:
+        if vision_backbone(model) is None:
+            problem = problem_of_attention(model, check, inside=inside)
+        else:
+            problem = "only a model of text alone can"
+        if problem is not None:
             name = type(model).__name__
             if wanted:
                 raise ConfigError(f"{key}: a {name} cannot share prompts: {problem}")

@@ -23,7 +23,6 @@ from pipeline.models.card_attention import BY_ROWS, Kernel, attend_by, causal_ma
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import backbone_of
 from pipeline.models.prefix_attention import PrefixLayout, response_attention
-from pipeline.models.vision_inputs import vision_backbone
 
 NAME: Final = "rlhfd_varlen"
 """The attention's name in transformers' registry."""
@@ -53,13 +52,16 @@ def use_varlen_attention(model: Any) -> bool:
         return False
     AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    # The encoder of images keeps its own.
+    model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
     return uses_varlen_attention(model)
 
 
 def uses_varlen_attention(model: Any) -> bool:
     """Return whether a model's packed rows go through a kernel of this module."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return getattr(text, "_attn_implementation", None) == NAME
 
 
 def windows_of(model: Any) -> list[int | None]:
@@ -88,8 +90,8 @@ def problem_of_attention(
     """
     owner: Any = model.backbone if isinstance(model, Critic) else model
     backbone = owner if isinstance(model, Critic) else backbone_of(model)
-    if backbone is None or vision_backbone(model) is not None:
-        return "only a model of text alone can"
+    if backbone is None:
+        return "only a language model of transformers can"
     if getattr(owner.config.get_text_config(), "attention_chunk_size", None) is not None:
         # Rows below a chunk would pass the check.
         return "its attention counts tokens from the start of a pass"

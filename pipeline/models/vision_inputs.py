@@ -8,6 +8,7 @@ to the rows of the previous call: after another batch, or without the finished r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.flat_rows import FlatRows
 
 _IMAGE, _VIDEO = 1, 2
 _PLAIN_TOKEN = 0
@@ -84,6 +86,21 @@ def vision_inputs(
         "position_ids": positions.to(device),
         **keywords,
     }
+
+
+def packed_vision_inputs(
+    backbone: Any, rows: FlatRows, vision: VisionRows | None
+) -> tuple[FlatRows, Tensor, dict[str, Tensor]]:
+    """Return rows as the model reads them, the positions of their tokens ``(3, T)`` int64, and pixels and grids.
+
+    Arguments and errors: as in `vision_inputs`.
+    """
+    padded = rows.padded()
+    given = vision_inputs(backbone, padded.sequences, padded.attention_mask, vision)
+    real = padded.attention_mask.flatten().nonzero().squeeze(1)
+    tokens, positions = given.pop("input_ids").flatten()[real], given.pop("position_ids").flatten(1)[:, real]
+    del given["attention_mask"]
+    return replace(rows, tokens=tokens), positions, given
 
 
 def check_prompt_images(backbone: Any, input_ids: Tensor, attention_mask: Tensor, vision: VisionRows) -> None:

@@ -237,7 +237,9 @@ def test_a_model_that_cannot_is_refused_in_one_line_or_left_as_it_is(caplog: pyt
     assert str(refused.value) == (
         "trainer.shared_prefix: a MistralForCausalLM cannot share prompts: MistralAttention slides a window"
     )
-    with pytest.raises(ConfigError, match=r"^k: a Custom cannot share prompts: only a model of text alone can$"):
+    with pytest.raises(
+        ConfigError, match=r"^k: a Custom cannot share prompts: only a language model of transformers can$"
+    ):
         prepare_shared_prefix([Custom()], CPU, True, key="k")
     actor, other = tiny.llama(), tiny.mistral()
     prepare_shared_prefix([actor, other], CPU, None, key="k")

@@ -172,7 +172,7 @@ def test_models_that_cannot_be_packed_are_refused_in_one_line() -> None:
     refusal = rf"^trainer\.packing: a BloomForCausalLM cannot be packed: {said}"
     with pytest.raises(ConfigError, match=refusal):
         prepare_packing([bloom], CPU)
-    refusal = r"^trainer\.packing: a Linear cannot be packed: only a model of text alone can$"
+    refusal = r"^trainer\.packing: a Linear cannot be packed: only a language model of transformers can$"
     with pytest.raises(ConfigError, match=refusal):
         prepare_packing([nn.Linear(1, 1)], CPU)
     assert not use_varlen_attention(nn.Linear(1, 1))

@@ -15,10 +15,14 @@ from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
 from pipeline.models.loading import load_actor, load_critic, sees_images
 from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.models.packing import prepare_packing
+from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.models.vision_inputs import vision_inputs
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
+from tests.models.test_varlen_attention import assert_same_gradients
 from tests.support import tiny, tiny_vision
+from tests.support.padded_passes import log_probs_by_packing, values_by_packing
 from tests.support.tiny_vision import EOS, IMAGE, PAD
 
 ACTIONS = 5
@@ -66,6 +70,55 @@ def test_log_probs_are_those_of_each_row_by_itself() -> None:
     real = mask[:, -ACTIONS:] != 0
     expected = reference_log_probs(model, ids, mask, vision)[:, -ACTIONS:]
     torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("qwen2_vl", MIXED), ("qwen2_5_vl", MIXED), ("qwen3_vl", MIXED[:3])])
+def test_packed_rows_give_the_numbers_and_gradients_of_padded_ones(kind: str, rows: Any) -> None:
+    model = tiny_vision.model() if kind == "qwen2_vl" else tiny_vision.relative(kind)
+    plain, packing = model.double(), copy.deepcopy(model).double()
+    plain_critic, critic = Critic.from_actor(plain), Critic.from_actor(packing)
+    for each in (plain_critic, critic):
+        torch.nn.init.normal_(each.value_head.weight, generator=torch.Generator().manual_seed(0))
+    made = tiny_vision.prompts(*rows)
+    vision = tiny_vision.vision_of(made)
+    ids, mask = answered(made, [5, 2, 4, 1][: len(rows)])
+    # A sampled token of an image belongs to none.
+    ids[0, -2] = IMAGE
+    actions = mask[:, -ACTIONS:] != 0
+    encoder = [name for name, _ in packing.named_modules() if name.endswith("visual.blocks.0.attn")]
+
+    assert prepare_packing([packing, critic], torch.device("cpu"), None)
+
+    expected = action_log_probs(plain, ids, mask, ACTIONS, vision=vision)
+    found, _ = log_probs_by_packing(packing, ids, mask, actions, vision=vision)
+    expected_values = action_values(plain_critic, ids, mask, ACTIONS, vision=vision)
+    values = values_by_packing(critic, ids, mask, actions, vision=vision)
+    torch.testing.assert_close(found, expected.masked_fill(~actions, 0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(values, expected_values.masked_fill(~actions, 0), atol=1e-5, rtol=0)
+    for loss in (expected, expected_values, found, values):
+        loss.masked_fill(~actions, 0).sum().backward()
+    assert_same_gradients(packing, plain)
+    assert_same_gradients(critic, plain_critic)
+    assert packing.config.vision_config._attn_implementation == "sdpa" and encoder
+    assert torch.equal(action_log_probs(packing, ids, mask, ACTIONS, vision=vision), expected)
+
+
+def test_packed_rows_do_not_see_the_images_of_others() -> None:
+    model, made = tiny_vision.model(), tiny_vision.prompts([8, (1, 4, 4), 9], [8, (1, 4, 4), 9])
+    vision = tiny_vision.vision_of(made)
+    ids, mask = answered(made, [5, 5])
+    ids[1] = ids[0]
+    actions = mask[:, -ACTIONS:] != 0
+    assert prepare_packing([model], torch.device("cpu"), None)
+
+    with torch.no_grad():
+        (first, second), _ = log_probs_by_packing(model, ids, mask, actions, vision=vision)
+        swapped, _ = log_probs_by_packing(model, ids, mask, actions, vision=vision.rows([1, 0]))
+
+    assert not torch.allclose(first, second, atol=1e-3)
+    torch.testing.assert_close(swapped, torch.stack([second, first]), atol=1e-5, rtol=0)
+    with pytest.raises(ConfigError, match=r"^k: a Qwen2VL\w+ cannot share prompts: only a model of text alone can$"):
+        prepare_shared_prefix([model], torch.device("cpu"), True, key="k")
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("qwen2_5_vl", MIXED), ("qwen3_vl", MIXED[:3])])

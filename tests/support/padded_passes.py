@@ -20,11 +20,11 @@ def log_probs_by_packing(
 
 
 def values_by_packing(
-    critic: Critic, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, *, shared: bool = False
+    critic: Critic, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, **settings: Any
 ) -> Tensor:
     """Values, ``(B, A)``, 0 outside the mask."""
     rows = flat_rows_of(sequences, attention_mask, action_mask)
-    return spread(values_of_rows(critic, rows, shared=shared), action_mask)
+    return spread(values_of_rows(critic, rows, **settings), action_mask)
 
 
 def flat_rows_of(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> FlatRows:

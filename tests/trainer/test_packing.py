@@ -13,9 +13,11 @@ from torch import nn
 from pipeline.errors import ConfigError, FieldError
 from pipeline.experience.types import Experience, ExperienceVL
 from pipeline.models.critic import Critic
+from pipeline.models.log_probs import action_log_probs
 from pipeline.models.packing import prepare_packing
 from pipeline.trainer.learner import Learner
-from tests.support import tiny
+from tests.models.test_vision_inputs import ACTIONS, MIXED, answered
+from tests.support import tiny, tiny_vision
 from tests.trainer.test_learner import (
     TRAINER,
     Algorithm,
@@ -67,6 +69,33 @@ def test_a_step_on_packed_rows_is_the_step_on_padded_ones(build: Any, algorithm:
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("more", [{}, {"micro_batch_tokens": 30}], ids=str)
+def test_a_step_on_packed_rows_with_images_is_the_step_on_padded_ones(algorithm: Algorithm, more: Any) -> None:
+    padded = learner_of(tiny_vision.model, algorithm, packing=False)
+    packed = learner_of(tiny_vision.model, algorithm, packing=None, **more)
+    made = tiny_vision.prompts(*MIXED)
+    vision = tiny_vision.vision_of(made)
+    ids, mask = answered(made, [5, 2, 4, 1])
+    actions = mask[:, -ACTIONS:] != 0
+    draws = torch.Generator().manual_seed(4)
+    sampled, base, values, returns, advantages = torch.randn((5, *actions.shape), generator=draws) * actions
+    with torch.no_grad():
+        log_probs = action_log_probs(padded._actor, ids, mask, ACTIONS, temperature=0.9, vision=vision)
+    experience = ExperienceVL(
+        sequences=ids, attention_mask=mask, action_mask=actions, action_log_probs=log_probs + 0.2 * sampled,
+        base_action_log_probs=log_probs + 0.2 * base, values=values, returns=returns, advantages=advantages,
+        info={**vision.counts(), "group_mixed": torch.ones(4), "score": torch.zeros(4)}, **vision.fields(),
+    )  # fmt: skip
+
+    expected, stats = padded.update([experience]), packed.update([experience])
+
+    assert packed.packs_rows and not padded.packs_rows
+    assert_same(applied_gradients(packed), applied_gradients(padded), 1e-5)
+    assert_same_stats(stats, expected)
+    assert stats.padding_ratio == 0 < expected.padding_ratio
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_on_fresh_experience_packed_ratios_are_1(algorithm: Algorithm) -> None:
     learner = learner_of(tiny.llama, algorithm, packing=True)
     experience = experience_of(learner._actor, algorithm, critic=learner._critic, temperature=0.9)
@@ -112,7 +141,7 @@ def windowed() -> nn.Module:
         (tiny.llama, None),
         (tiny.gpt2, None),
         (tiny.gemma3, None),
-        (Custom, "model=Custom reason=only a model of text alone can"),
+        (Custom, "model=Custom reason=only a language model of transformers can"),
         (windowed, "model=MistralForCausalLM reason=MistralForCausalLM does not give the windows of its layers"),
     ],
 )
