@@ -10,6 +10,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -17,11 +18,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from benches.__main__ import BENCHES
 from benches.card_parts import ALL, KILLS, LONGEST_ROW, MODEL, NEW_TOKENS, PARTS, SLEEP, write_model
@@ -146,13 +148,18 @@ def write(results: Path, section: Section, *, took_s: float, command: str = "bin
 
 
 def _table(report: Report) -> Table:
-    rows = [
-        (name, row.figure, row.measured, row.against, f"FAILED: {row.failed}" if row.failed else "")
-        for name, found in report.items()
-        for row in found
-    ]
-    cells = [tuple(" ".join(cell.replace("|", "/").split()) for cell in row) for row in rows]
+    cells = [_cells(name, row) for name, found in report.items() for row in found]
     return Table(("part", "figure", "measured", "against", "failed"), cells)
+
+
+def _cells(name: str, row: Row) -> tuple[str, ...]:
+    words = (name, row.figure, row.measured, row.against, f"FAILED: {row.failed}" if row.failed else "")
+    return tuple(" ".join(word.replace("|", "/").split()) for word in words)
+
+
+def _tell(name: str, row: Row) -> None:
+    """Print a row at once: all that was measured is left by a run that is killed."""
+    print(" | ".join(filter(None, _cells(name, row))), file=sys.stderr, flush=True)
 
 
 def _card() -> str:
@@ -173,7 +180,8 @@ def _all(names: Sequence[str], folder: Path, device: str, *, small: bool) -> dic
         began_s = time.monotonic()
         words = json.dumps({**dataclasses.asdict(place), "folder": str(place.folder), "model": str(place.model)})
         command = [sys.executable, "-m", "benches.card", "--part", name, words]
-        found[name] = run_part(command, place, place.deadline_s(ALL[name].deadline_s if name in ALL else _MODEL_S))
+        deadline_s = place.deadline_s(ALL[name].deadline_s if name in ALL else _MODEL_S)
+        found[name] = run_part(command, place, deadline_s, tell=functools.partial(_tell, name))
         print(f"==> {name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
 
     untimed = [name for name in names if not ALL[name].is_timed]
@@ -187,7 +195,14 @@ def _all(names: Sequence[str], folder: Path, device: str, *, small: bool) -> dic
     return found
 
 
-def run_part(command: Sequence[str], place: Place, deadline_s: float, *, grace_s: float = _GRACE_S) -> list[Row]:
+def run_part(
+    command: Sequence[str],
+    place: Place,
+    deadline_s: float,
+    *,
+    grace_s: float = _GRACE_S,
+    tell: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
     """Run a part as a process; return its rows, and that of its failure. Nothing that it has started is left.
 
     Args:
@@ -195,27 +210,38 @@ def run_part(command: Sequence[str], place: Place, deadline_s: float, *, grace_s
         place: Where the part runs; its output is beside that folder.
         deadline_s: Most seconds that it may take.
         grace_s: Seconds between SIGTERM and SIGKILL if it takes longer.
+        tell: Called with each of its rows as soon as it is printed, in another thread.
     """
     before = set(_SHM.iterdir())
     log = place.folder.with_suffix(".log")
-    told = place.folder.with_suffix(".rows")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": _path(), "TRANSFORMERS_VERBOSITY": "error"}
     # A single card, whose memory is compared with the plan.
     environment["CUDA_VISIBLE_DEVICES"] = next(iter(visible_gpus(os.environ)), "") if place.device else ""
-    late = False
-    with log.open("wb") as output, told.open("wb") as rows:
+    late, found = False, list[Row]()
+
+    def read(lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                if line.startswith("{"):
+                    found.append(Row(**json.loads(line)))
+                    tell(found[-1])
+
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=rows, stderr=output, cwd=ROOT, env=environment,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, cwd=ROOT, env=environment,
+            start_new_session=True, text=True,
         )  # fmt: skip
+        reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
+        reader.start()
         try:
             process.wait(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             late = True
         finally:
             _end(process, grace_s)
+            # An orphan may have the pipe, too.
+            reader.join(_ORPHANS_S)
             _remove_shared_memory(place.folder, before)
-    found = [Row(**json.loads(line)) for line in told.read_text().splitlines() if line.startswith("{")]
     if late:
         found.append(Row("the part itself", failed=f"not done within {deadline_s:g} s; {_last(log)}"))
     elif process.returncode and not any(row.failed for row in found):
@@ -234,7 +260,7 @@ def _last(log: Path) -> str:
     return lines[-1][-300:] if lines else "it printed nothing"
 
 
-def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+def _end(process: subprocess.Popen[str], grace_s: float) -> None:
     """End a part, in order if it does so in time, and every process that it has started."""
     family = descendants(process.pid)
     if process.poll() is None:

@@ -64,6 +64,21 @@ def test_a_part_that_is_late_is_ended_with_all_that_it_has_started_and_is_a_fail
     wait_until(lambda: not is_alive(pid), 30.0, "its child ends")
 
 
+def test_a_row_is_told_as_soon_as_it_is_known(place):
+    """A run that is killed midway has told what it had measured: the part waits until its first row is told."""
+    told = place.folder / "told"
+    own = f"""
+        import pathlib, time
+        print('{ROW}', flush=True)
+        while not pathlib.Path({str(told)!r}).exists():
+            time.sleep(0.01)
+    """
+
+    found = run_part(program(own), place, 30.0, tell=lambda row: told.write_text(row.figure))
+
+    assert found == [Row("speed", "3")]
+
+
 def test_a_part_that_ends_with_an_error_is_a_failed_row(place):
     found = run_part(program("import sys; sys.exit('no such card')"), place, 30.0)
 
@@ -165,7 +180,7 @@ def test_all_parts_together_end_within_ten_minutes():
 @pytest.mark.parametrize(("device", "most_s"), [("NVIDIA Y", 80.0), ("", 800.0)])
 def test_a_deadline_is_for_a_card_that_is_lent_and_ten_times_that_on_a_busy_cpu(tmp_path, monkeypatch, device, most_s):
     given = []
-    monkeypatch.setattr(card, "run_part", lambda command, place, deadline_s: given.append(deadline_s) or [])
+    monkeypatch.setattr(card, "run_part", lambda command, place, deadline_s, tell: given.append(deadline_s) or [])
 
     card._all(["train"], tmp_path, device, small=not device)
 
