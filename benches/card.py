@@ -41,8 +41,9 @@ _SHM = Path("/dev/shm")
 _TEXT = """*tests*: the tests that need a GPU. *embedded*: the embedded task, with SIGKILL of a worker, the trainer, the
 buffer and a worker again. *transformers*, *vllm*: a run on a random model of Qwen2.5-0.5B's shape with each engine that
 is installed, {new} tokens a response; memory is what the card has in use beside what it had before. *train*: steps on
-ragged rows of the same model, up to {longest} tokens, padded and packed; its head and the log-probs alone; one way
-after the other, ratios are those of the medians. *publish*: weights through shared memory, against page-locked memory
+ragged rows of the same model, up to {longest} tokens, packed and padded, and on long rows; 6 operations a parameter and
+token, beside those that a product of matrices reaches; its head and the log-probs alone; one way after the other,
+ratios are those of the medians. *publish*: weights through shared memory, against page-locked memory
 of the card. All figures of a run are those of its own metrics."""
 _KILLS_TEXT = """The embedded task with both roles on the card, undisturbed and with SIGKILL of each role in turns, the
 supervisor's command started again at once; with vLLM also of its process; TRL where it is installed, one process, with
@@ -216,6 +217,9 @@ def run_part(
     log = place.folder.with_suffix(".log")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": _path(), "TRANSFORMERS_VERBOSITY": "error"}
     # A single card, whose memory is compared with the plan.
+    # Compiled once for all parts: that of `train` is that of the runs.
+    for compiler in ("TORCHINDUCTOR", "TRITON"):
+        environment.setdefault(f"{compiler}_CACHE_DIR", str(place.folder.parent / "compiled" / compiler.lower()))
     environment["CUDA_VISIBLE_DEVICES"] = next(iter(visible_gpus(os.environ)), "") if place.device else ""
     late, found = False, list[Row]()
 

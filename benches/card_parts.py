@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
+    from pipeline.experience.types import Experience
+
 MODEL = "model"
 NEW_TOKENS = 16, 256
 LONGEST_ROW = 64, 1024
@@ -38,7 +40,7 @@ LONGEST_ROW = 64, 1024
 
 _QWEN_05B = {
     "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
 }  # fmt: skip
 _TINY = _QWEN_05B | {
     "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -55,7 +57,9 @@ _QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _PROMPT_TOKENS = 64
-_TESTS_S = 160.0
+_TESTS_S, _TESTS_VLLM_S = 150.0, 560.0
+_STOP_S = 14.0
+"""Seconds in which pytest ends its processes and writes its report."""
 _KILLED = ("rollout", "trainer", "buffer", "rollout")
 # A quarter of 60 steps of 256 rows has a mean reward with a deviation of .02; it rises by .15.
 _LEARNS_BY = 0.03
@@ -81,7 +85,16 @@ class Part(NamedTuple):
 
 
 def tests(place: Place) -> Iterator[Row]:
-    """Run the tests that need a GPU; without one all are skipped."""
+    """Run the tests that need a GPU and no vLLM; without one all are skipped."""
+    yield from _tests(place, "gpu and not vllm", "--numprocesses=4", _TESTS_S)
+
+
+def tests_vllm(place: Place) -> Iterator[Row]:
+    """Run the tests that need a GPU and vLLM, one after the other: each starts engines, and some read the memory."""
+    yield from _tests(place, "gpu and vllm", "--numprocesses=0", _TESTS_VLLM_S)
+
+
+def _tests(place: Place, marks: str, processes: str, most_s: float) -> Iterator[Row]:
     if importlib.util.find_spec("pytest") is None:
         yield Row("tests that need a GPU", failed="pytest is not installed here")
         return
@@ -91,18 +104,25 @@ def tests(place: Place) -> Iterator[Row]:
     )  # fmt: skip
     report = place.folder / "report.xml"
     # Of the options of pyproject.toml those stay that need no plugin; a library's warning on a card is no failure.
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--override-ini=filterwarnings=default"]
+    command = [sys.executable, "-m", "pytest", "-m", marks, "-q", "--override-ini=filterwarnings=default"]
     command += ["--override-ini=timeout=120"] if importlib.util.find_spec("pytest_timeout") else []
-    command += ["--numprocesses=4"] if place.device and importlib.util.find_spec("xdist") else []
-    process = subprocess.Popen([*command, f"--junitxml={report}", *listed.stdout.split()], cwd=ROOT)
+    command += [processes] if place.device and importlib.util.find_spec("xdist") else []
+    yield from of_tests([*command, f"--junitxml={report}", *listed.stdout.split()], report, place.deadline_s(most_s))
+
+
+def of_tests(command: Sequence[str], report: Path, most_s: float) -> Iterator[Row]:
+    """Run pytest; return the rows of its report, also where it is ended before the last test."""
+    process = subprocess.Popen(command, cwd=ROOT)
     try:
-        code = process.wait(most_s := place.deadline_s(_TESTS_S))
-    except subprocess.TimeoutExpired:
-        yield Row("tests that need a GPU", failed=f"not done within {most_s:g} s")
-        return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(most_s)
+        if late := process.poll() is None:
+            yield Row("tests that need a GPU", failed=f"not done within {most_s:g} s")
     finally:
+        # It writes the report of the tests that were done.
         _stop(process, signal.SIGINT)
-    yield from of_report(report, code)
+    if report.exists() or not late:
+        yield from of_report(report, process.returncode)
 
 
 def of_report(report: Path, code: int) -> Iterator[Row]:
@@ -244,39 +264,42 @@ def kills_vllm(place: Place) -> Iterator[Row]:
 
 
 def train(place: Place) -> Iterator[Row]:
-    """Take steps on ragged rows, padded and packed, and on a card packed with compiled layers."""
+    """Take steps on ragged rows and on long ones, packed, on a card with compiled layers too, and padded."""
     import torch
 
     from benches.packing import ragged
-    from benches.sharding import Shape
+    from benches.sharding import PROMPT_TOKENS, Shape, made_up
     from pipeline.config.schema import Config
     from pipeline.models.fused_kernels import fuse
     from pipeline.trainer.learner import Learner
     from pipeline.trainer.process import compile_passes, whole_models
 
     device = torch.device("cuda:0" if place.device else "cpu")
-    vocabulary = place.size(_TINY, _QWEN_05B)["vocab_size"]
-    shape = Shape(0, 0, 0, vocabulary, place.size(16, 128), place.size(*LONGEST_ROW))
-    batch = ragged(shape, seed=0)
-    assert batch.attention_mask is not None
-    tokens = int(batch.attention_mask.sum())
-    found: dict[str, Sample] = {}
-    ways: dict[str, dict[str, Any]] = {
-        "padded": {"packing": False}, "packed": {"packing": True},
-        "padded, no checkpoints": {"packing": False, "activation_checkpointing": False},
-        "packed, no checkpoints": {"packing": True, "activation_checkpointing": False},
-    }  # fmt: skip
-    if place.device:
-        # Packed rows are compiled with the kernel of a card alone.
-        ways |= {f"{name}, compiled": ways[name] for name in ("packed", "packed, no checkpoints")}
-    for name, way in ways.items():
+    vocabulary, peak = place.size(_TINY, _QWEN_05B)["vocab_size"], _product_operations_per_s(place, device)
+    mask = torch.ones(place.size((8, 96), (8, 16_384)), dtype=torch.int64)
+    batches = {
+        "": ragged(Shape(0, 0, 0, vocabulary, place.size(16, 128), place.size(*LONGEST_ROW)), seed=0),
+        f", rows of {mask.shape[1]:,} tokens": made_up(mask, PROMPT_TOKENS, vocabulary, torch.Generator()),
+    }
+    kept, found = {"packing": True, "activation_checkpointing": False}, dict[str, Sample]()
+    # Packed rows are compiled with the kernel of a card alone.
+    compiled = [", compiled"] if place.device else []
+    ways: list[tuple[str, dict[str, Any], str]] = [
+        ("packed", {"packing": True}, ""),
+        *((f"packed, no checkpoints{how}{rows}", kept, rows) for rows in batches for how in ("", *compiled)),
+        ("padded", {"packing": False}, ""),
+    ]
+    for name, way, rows in ways:
+        batch = batches[rows]
+        assert batch.attention_mask is not None
+        tokens, (count, longest) = int(batch.attention_mask.sum()), batch.attention_mask.shape
         config = Config.model_validate({
             "model": {
                 "actor": str(place.model), "dtype": place.size("float32", "bfloat16"), "compile": "compiled" in name,
             },
             "trainer": {"warmup_steps": 0, "decay_steps": 0, "learning_rate": 1e-6, **way},
-            "rollout": {"max_length": shape.tokens},
-            "buffer": {"sample_batch_size": shape.rows},
+            "rollout": {"max_length": longest},
+            "buffer": {"sample_batch_size": count},
         })  # fmt: skip
         if place.device:
             torch.cuda.reset_peak_memory_stats()
@@ -287,7 +310,7 @@ def train(place: Place) -> Iterator[Row]:
         compile_passes(config, {"actor": actor}, None, device, packed=learner.packs_rows, tokens=most_tokens)
         stats = learner.update([batch])
 
-        def step(learner: Learner = learner) -> float:
+        def step(learner: Learner = learner, batch: Experience = batch, tokens: int = tokens) -> float:
             began_s = time.perf_counter()
             learner.update([batch])
             if place.device:
@@ -295,15 +318,18 @@ def train(place: Place) -> Iterator[Row]:
             return tokens / (time.perf_counter() - began_s)
 
         found[name] = Sample.of(interleaved({name: step}, place.size(1, 3))[name])
-        peak = f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if place.device else ""
+        # Forward and backward; without those of attention, and of a layer that is computed again.
+        operations = 6 * sum(parameter.numel() for parameter in actor.parameters()) * found[name].median
+        held = f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if place.device else ""
         finite = all(value == value for value in (stats.loss, stats.gradient_norm))
         failed = "" if finite else f"loss {stats.loss}, gradient norm {stats.gradient_norm}"
         if config.model.compile:
             failed = failed or _uncompiled(actor)
         yield Row(
             f"a step, {name}",
-            f"{found[name]} tokens/s, padding {stats.padding_ratio:.0%}{peak}",
-            f"{figure(found[name].median / found['padded'].median)} times padded",
+            f"{found[name]} tokens/s, padding {stats.padding_ratio:.0%}{held}",
+            f"{figure(found[name].median / found['packed'].median)} times packed; {operations / 1e12:.3g} TFLOP/s, "
+            f"{operations / peak:.1%} of a product's",
             failed=failed,
         )
         del actor, learner, step
@@ -311,6 +337,24 @@ def train(place: Place) -> Iterator[Row]:
         if place.device:
             torch.cuda.empty_cache()
     yield from _head(place, device, vocabulary)
+
+
+def _product_operations_per_s(place: Place, device: torch.device) -> float:
+    """Return the operations a second of a product of two large matrices."""
+    import torch
+
+    side, dtype = place.size(256, 8192), place.size(torch.float32, torch.bfloat16)
+    one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+
+    def product() -> float:
+        began_s = time.perf_counter()
+        for _ in range(10):
+            torch.mm(one, other)
+        if place.device:
+            torch.cuda.synchronize()
+        return 10 * 2 * side**3 / (time.perf_counter() - began_s)
+
+    return max(product() for _ in range(4))
 
 
 def _uncompiled(model: torch.nn.Module) -> str:
@@ -371,19 +415,20 @@ def publish(place: Place) -> Iterator[Row]:
 PARTS = {
     "tests": Part(tests, _TESTS_S + 15, is_timed=False, needs_model=False),
     "embedded": Part(embedded, 150.0, is_timed=False, needs_model=False),
+    "train": Part(train, 130.0),
+    "vllm": Part(vllm, 150.0),
     "transformers": Part(transformers, 110.0),
-    "vllm": Part(vllm, 170.0),
-    "train": Part(train, 80.0),
-    "publish": Part(publish, 60.0, needs_model=False),
+    "publish": Part(publish, 45.0, needs_model=False),
 }
-"""In the order of the table. The first two run together: 595 s at most."""
+"""In the order of the table: what a run that is killed midway has not measured is of the least use. The first two run
+together: 600 s at most."""
 
 KILLS = {"kills": Part(kills, 580.0, needs_model=False), "kills-vllm": Part(kills_vllm, 580.0, needs_model=False)}
 SLEEP = {
     "colocated": Part(colocated, 280.0, needs_model=False),
     "colocated-lora": Part(colocated_lora, 300.0, needs_model=False),
 }
-ALL = {**PARTS, **KILLS, **SLEEP}
+ALL = {**PARTS, **KILLS, **SLEEP, "tests-vllm": Part(tests_vllm, _TESTS_VLLM_S + 15, needs_model=False)}
 """Those of `PARTS` run by default."""
 
 
@@ -444,7 +489,7 @@ def _stop(process: subprocess.Popen[Any], number: signal.Signals) -> None:
     if process.poll() is None:
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+            process.wait(_STOP_S)
     if process.poll() is None:
         process.kill()
         process.wait()
