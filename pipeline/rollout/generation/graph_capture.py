@@ -136,6 +136,7 @@ class CudaDevice:
             pool: The memory of its intermediate results.
 
         Raises:
+            torch.OutOfMemoryError: If the device has no memory for the step or its graph.
             RuntimeError: If the step cannot be captured, or the pool had graphs and all of them were released; the
                 device is as before, but the pool takes no further capture.
         """
@@ -150,10 +151,13 @@ class CudaDevice:
                     step()
                 finally:
                     graph.capture_end()
-        except RuntimeError:
+        except RuntimeError as error:
             self._stream = None
             _end_allocation_in(pool)
             _renew_random_state()
+            if "out of memory" in str(error):
+                # Of the graph itself, which CUDA allocates: it is no error of torch's allocator.
+                raise torch.OutOfMemoryError(str(error)) from error
             raise
         return graph
 

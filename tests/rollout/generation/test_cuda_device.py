@@ -36,6 +36,7 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: bool = True, refuses: bool = False) -> None:
         self.calls: list[str] = []
         self.current, self.fails = "main", fails
+        self.error = "operation failed due to a previous error during capture"
         self.mode: int | str = "warn"
         calls, driver = self.calls, self
         graphs_of: dict[str, weakref.WeakSet[Any]] = {}
@@ -50,7 +51,7 @@ class Driver:
             def capture_end(self) -> None:
                 calls.append("end")
                 if driver.fails:
-                    raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+                    raise RuntimeError(f"CUDA error: {driver.error}")
 
             def replay(self) -> None:
                 calls.append("replay")
@@ -147,6 +148,23 @@ def test_a_pool_that_was_given_back_or_had_no_memory_is_followed_by_another(monk
     begun = [call.split()[3] for call in driver.calls if call.startswith("begin")]
     assert begun == ["1", "1", "2", "2", "2", "3", "3"]
     assert capture.is_possible
+
+
+def test_a_card_without_memory_for_a_graph_itself_is_full_and_later_steps_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA allocates a graph at its end, beside torch's allocator."""
+    driver = Driver(monkeypatch, fails=False)
+    capture = GraphCapture(CudaDevice())
+    monkeypatch.setattr(CudaDevice, "name", "cpu")
+    capture.run_or_capture(lambda: None)
+    driver.fails, driver.error = True, "out of memory\nCompile with `TORCH_USE_CUDA_DSA`"
+
+    with pytest.raises(torch.OutOfMemoryError):
+        capture.run_or_capture(lambda: None)
+    driver.fails = False
+
+    assert capture.run_or_capture(lambda: None) is not None
 
 
 def test_a_failed_capture_leaves_the_graphs_of_another_engine_possible(monkeypatch: pytest.MonkeyPatch) -> None:
