@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Final
@@ -11,6 +12,8 @@ import torch
 from pipeline.errors import ConfigError
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+log = logging.getLogger(__name__)
 
 
 def process_device() -> torch.device:
@@ -42,7 +45,8 @@ def grow_segments(device: torch.device, environ: Mapping[str, str]) -> bool:
     Segments of fixed sizes are kept for later requests of the same sizes, and passes of ragged rows hardly make any: a
     trainer held 8 to 44 % more than its plan. Call it before the first tensor is on the card. It is no variable of the
     environment: vLLM's processes must not inherit it, since the memory that they free asleep is of fixed segments. Nor
-    is it for a process that captures graphs, whose pools are segments of their own.
+    is it for a process that captures graphs, whose pools are segments of their own. Where the driver cannot map such
+    memory, as for many virtual cards, a warning says so, and segments are fixed.
 
     Args:
         device: The device of the process.
@@ -54,7 +58,20 @@ def grow_segments(device: torch.device, environ: Mapping[str, str]) -> bool:
     if device.type != "cuda" or any(environ.get(name) for name in _ALLOCATOR_VARIABLES):
         return False
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        _first_tensor(device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        log.warning("segments of the card's memory do not grow, more of it is reserved: error=%s",
+                    str(error).partition("\n")[0])  # fmt: skip
+        return False
     return True
+
+
+def _first_tensor(device: torch.device) -> torch.Tensor:
+    return torch.empty(1, device=device)
 
 
 def allocator_bytes() -> dict[str, int]:

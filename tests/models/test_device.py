@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from pipeline.errors import ConfigError
+from pipeline.models import device as devices
 from pipeline.models.device import allocator_bytes, device_name, grow_segments, process_device
 
 # No machine has as many; CUDA then shows no device, as it does where the driver does not work.
@@ -117,6 +118,7 @@ def test_segments_grow_on_a_card_where_the_environment_sets_nothing_else(monkeyp
     monkeypatch.setattr(
         torch._C, "_accelerator_setAllocatorSettings", lambda settings: (calls.append(settings), apply(settings))
     )
+    monkeypatch.setattr(devices, "_first_tensor", lambda device: calls.append(str(device)))
 
     assert not grow_segments(torch.device("cpu"), {})
     assert not grow_segments(card, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
@@ -126,4 +128,21 @@ def test_segments_grow_on_a_card_where_the_environment_sets_nothing_else(monkeyp
         assert grow_segments(card, {"PYTORCH_ALLOC_CONF": ""})
     finally:
         apply("expandable_segments:False")
-    assert calls == ["expandable_segments:True"]
+    assert calls == ["expandable_segments:True", "cuda:0"]
+
+
+def test_a_card_whose_driver_maps_no_pages_has_fixed_segments_and_a_warning(monkeypatch, caplog):
+    import torch
+
+    calls = []
+
+    def first_tensor(device):
+        raise RuntimeError("CUDA driver error: operation not supported\nmore")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setattr(devices, "_first_tensor", first_tensor)
+
+    assert not grow_segments(torch.device("cuda", 0), {})
+
+    assert calls == ["expandable_segments:True", "expandable_segments:False"]
+    assert "do not grow, more of it is reserved: error=CUDA driver error: operation not supported\n" in caplog.text

@@ -124,6 +124,7 @@ def test_a_rank_on_a_card_has_its_segments_grow_before_it_loads_a_model(monkeypa
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setattr("pipeline.models.device._first_tensor", lambda device: None)
     monkeypatch.setattr(process, "process_device", lambda: card)
 
     with pytest.raises(NoDaemonError):
