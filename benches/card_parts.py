@@ -206,6 +206,18 @@ def _random_run(place: Place, model: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
+def rollouts(place: Place) -> Iterator[Row]:
+    """Roll out ragged rows by vLLM, where it is installed: in a daemon whose trainer computes nothing, and alone."""
+    if importlib.util.find_spec("vllm") is None:
+        yield Row("rollouts with vLLM", "not installed here")
+        return
+    from benches.engines import on_card
+
+    daemon, bare = on_card(place.folder / "vllm", small=place.small)
+    against = f"{bare} by LLM.generate alone, {daemon.over(bare)} of it"
+    yield Row("rollouts with vLLM, ragged rows, no KL", f"{daemon} tokens/s", against)
+
+
 def colocated(place: Place) -> Iterator[Row]:
     """Run a random model of Qwen2.5-1.5B's shape whose engine sleeps while the trainer steps."""
     yield from _colocated(place, _QWEN_15B, {})
@@ -428,7 +440,11 @@ SLEEP = {
     "colocated": Part(colocated, 280.0, needs_model=False),
     "colocated-lora": Part(colocated_lora, 300.0, needs_model=False),
 }
-ALL = {**PARTS, **KILLS, **SLEEP, "tests-vllm": Part(tests_vllm, _TESTS_VLLM_S + 15, needs_model=False)}
+ALL = {
+    **PARTS, **KILLS, **SLEEP,
+    "rollouts": Part(rollouts, 300.0, needs_model=False),
+    "tests-vllm": Part(tests_vllm, _TESTS_VLLM_S + 15, needs_model=False),
+}  # fmt: skip
 """Those of `PARTS` run by default."""
 
 

@@ -25,10 +25,10 @@ LONGEST_PROMPT = 24
 _LOGIT = 30.0
 
 
-def model(hidden: int, layers: int, *, seed: int = 0) -> LlamaForCausalLM:
-    """Return the model, in float32."""
+def model(hidden: int, layers: int, *, seed: int = 0, **more: int) -> LlamaForCausalLM:
+    """Return the model, in float32; `more` has other values of its config."""
     torch.manual_seed(seed)
-    made = llama(hidden, layers, VOCABULARY, max_position_embeddings=2048, **END)
+    made = llama(hidden, layers, VOCABULARY, max_position_embeddings=2048, **END, **more)
     with torch.no_grad():
         for layer in made.model.layers:
             layer.self_attn.o_proj.weight.zero_()

@@ -202,19 +202,20 @@ class Prompts:
 class Bare:
     """vLLM's `LLM.generate`, with its defaults but for rows at a time, cache and threads."""
 
-    def __init__(self, folder: Path, longest: int, max_rows: int, cache_bytes: int) -> None:
+    def __init__(self, folder: Path, longest: int, max_rows: int, cache_bytes: int, *, dtype: str = "float32") -> None:
         self._room = longest
         arguments = {
-            "model": str(folder / "model"), "skip_tokenizer_init": True, "dtype": "float32",
+            "model": str(folder / "model"), "skip_tokenizer_init": True, "dtype": dtype,
             "max_model_len": LONGEST_PROMPT + longest, "max_num_seqs": max_rows, "generation_config": "vllm",
             "kv_cache_memory_bytes": cache_bytes, "disable_log_stats": True,
         }  # fmt: skip
-        if not torch.cuda.is_available():
+        if on_cpu := not torch.cuda.is_available():
             arguments["enforce_eager"] = True
         variables = {
             "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCHDYNAMO_DISABLE": "1",
+            # On a card vLLM compiles its layers.
+            **({"TORCHDYNAMO_DISABLE": "1"} if on_cpu else {}),
         }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benches.engine_bare", json.dumps(arguments)],

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.rollout.generation.vllm import wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 
-_CACHE_BYTES = 512 << 20
+_CACHE_BYTES, _CARD_CACHE_BYTES = 512 << 20, 16 << 30
 _STREAM = ("rollout.batch_size=1",)
 # A ticket of so many prompts is one call of an engine that blocks.
 _CALL_PROMPTS = 16
@@ -60,6 +60,7 @@ class _Size:
 
 _FULL = _Size(384, 8, 128, 16, 96, 32, 3, (768, 12, 20_000))
 _QUICK = _Size(64, 2, 32, 8, 24, 16, 1, (128, 2, 2000))
+_CARD = _Size(896, 24, 1000, 0, 256, 256, 2, (0, 0, 0))
 
 
 def run(*, quick: bool) -> Sequence[Section]:
@@ -90,25 +91,51 @@ def _with_vllm(folder: Path, size: _Size) -> dict[str, list[Turn]]:
     chain.write(folder, made, chain.ragged(4096, size.longest))
     vllm = ("rollout.engine=vllm", f"rollout.inference_batch_size={size.rows}", f"rollout.cache_bytes={_CACHE_BYTES}")
     with contextlib.ExitStack() as stack:
-        prompts = stack.enter_context(contextlib.closing(Prompts(folder)))
         stream = stack.enter_context(contextlib.closing(Instance(folder, size.longest, "stream", *vllm, *_STREAM)))
         blocking = stack.enter_context(contextlib.closing(Instance(folder, size.longest, "blocks", *vllm, *_BLOCKING)))
         bare = stack.enter_context(contextlib.closing(Bare(folder, size.longest, size.rows, _CACHE_BYTES)))
-        stream.turn(size.prompts // 4), blocking.turn(_CALL_PROMPTS), bare.turn(prompts, 0, 8)
+        blocking.turn(_CALL_PROMPTS)
+        ways = stack.enter_context(_in_turns(folder, stream, bare, size.prompts))
+        return _measured({**ways, "blocking": lambda: blocking.turn(size.prompts)}, size)
+
+
+def on_card(folder: Path, *, small: bool) -> tuple[Sample, Sample]:
+    """Return the tokens/s of vLLM in a daemon, and of `LLM.generate` alone on the same prompts, with a card's sizes."""
+    size = _QUICK if small else _CARD
+    more = {} if small else {"num_attention_heads": size.hidden // 64, "num_key_value_heads": 2}
+    dtype, cache_bytes = ("float32", _CACHE_BYTES) if small else ("bfloat16", _CARD_CACHE_BYTES)
+    made = chain.model(size.hidden, size.layers, **more).to(getattr(torch, dtype))
+    folder.mkdir()
+    chain.write(folder, made, chain.ragged(4096, size.longest))
+    settings = (
+        f"model.dtype={dtype}", "rollout.engine=vllm", f"rollout.inference_batch_size={size.rows}",
+        f"rollout.cache_bytes={cache_bytes}", f"buffer.limit={4 * size.rows}", *_STREAM,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(contextlib.closing(Instance(folder, size.longest, "stream", *settings)))
+        bare = stack.enter_context(contextlib.closing(Bare(folder, size.longest, size.rows, cache_bytes, dtype=dtype)))
+        found = _measured(stack.enter_context(_in_turns(folder, stream, bare, size.prompts)), size)
+    return _speed(found["daemon"]), _speed(found["bare"])
+
+
+@contextlib.contextmanager
+def _in_turns(folder: Path, stream: Instance, bare: Bare, count: int) -> Iterator[dict[str, Callable[[], Turn]]]:
+    """Yield turns of a daemon, and of `LLM.generate` on the prompts of its last turn; both have had a turn."""
+    with contextlib.closing(Prompts(folder)) as prompts:
+        stream.turn(count // 4), bare.turn(prompts, 0, 8)
         latest: list[Turn] = []
 
         def daemon() -> Turn:
-            latest[:] = [stream.turn(size.prompts)]
+            latest[:] = [stream.turn(count)]
             return latest[0]
 
         def same() -> Turn:
-            # The prompts of the daemon's last turn.
             work = latest[0] if latest else daemon()
             turn = bare.turn(prompts, work.first, work.prompts)
             _refuse_other_tokens("LLM.generate", turn, work)
             return turn
 
-        return _measured({"daemon": daemon, "bare": same, "blocking": lambda: blocking.turn(size.prompts)}, size)
+        yield {"daemon": daemon, "bare": same}
 
 
 def _with_transformers(folder: Path, size: _Size) -> dict[str, list[Turn]]:
