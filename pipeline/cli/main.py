@@ -154,6 +154,8 @@ def start(
 def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
     """Drain the running instance and wait until it has ended.
 
+    It fails where the end is not wholly on disk: the last checkpoint or undelivered rows stay in shared memory then.
+
     \b
     Examples:
       rlhfd stop
@@ -162,9 +164,10 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
     from pipeline.runtime import control, lock
     from pipeline.runtime.signals import refuse_stopped
 
-    folder = runtime_dir_of(runtime_dir, path)
+    folder, record = runtime_dir_of(runtime_dir, path), None
     try:
-        control.request(lock.find(folder), "stop", REQUEST_TIMEOUT_S)
+        record = lock.find(folder)
+        control.request(record, "stop", REQUEST_TIMEOUT_S)
     except (NotRunningError, StoppedError):
         raise
     except RlhfdError as error:
@@ -172,8 +175,11 @@ def stop(path: Path | None, runtime_dir: Path | None, timeout_s: float) -> None:
         lock.terminate(folder)
     if not lock.wait_until_released(folder, timeout_s):
         refuse_stopped(lock.holder(folder) or 0)
-        click.echo(f"pid {lock.holder(folder)} in {folder} has not ended within {timeout_s:g} s", err=True)
-        sys.exit(int(ExitCode.FAILED))
+        raise RlhfdError(f"pid {lock.holder(folder)} in {folder} has not ended within {timeout_s:g} s")
+    # An end that is wholly on disk removes its shared memory before its lock.
+    if record is not None and os.path.exists(record.shm_dir):
+        left = f"{record.shm_dir} keeps the rest for the next start, `rlhfd logs` has the reason"
+        raise RlhfdError(f"it has ended, and not all of it is on disk: {left}")
 
 
 @main.command()

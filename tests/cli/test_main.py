@@ -412,6 +412,14 @@ class TestStop:
             assert result.exit_code == ExitCode.FAILED
             assert result.stderr == f"pid {child.pid} in . has not ended within 0.1 s\n"
 
+    def test_an_end_that_is_not_wholly_on_disk_is_a_failure_that_names_the_folder(self, folder: Path) -> None:
+        with process(folder, SERVE, "failing"):
+            result = run("stop", "--runtime-dir", ".")
+
+        left = f"{folder}/shm keeps the rest for the next start, `rlhfd logs` has the reason\n"
+        assert result.exit_code == ExitCode.FAILED
+        assert result.stderr == f"it has ended, and not all of it is on disk: {left}"
+
     def test_nobody_there_exits_with_3(self, folder: Path) -> None:
         ended = rlhfd("stop")
 

@@ -252,8 +252,10 @@ def test_a_run_whose_disk_takes_nothing_more_goes_on_and_its_end_stays_in_shared
             small.do(FAULTS[fault][0])
             os.kill(daemon.pids()["buffer-0"], signal.SIGKILL)
             wait_steps(daemon, 2)
-            daemon.signal(signal.SIGTERM)
+            ended = daemon.ask("stop")
             assert daemon.wait() == FAILED, daemon.errors
+        told = f"it has ended, and not all of it is on disk: {daemon.shm_dir} keeps the rest for the next start, "
+        assert (ended.returncode, ended.stderr) == (FAILED, f"{told}`rlhfd logs` has the reason\n")
         assert "Traceback" not in daemon.errors
         assert f"stay in {daemon.shm_dir} for the next start" in daemon.errors.splitlines()[-1]
         small.do(FAULTS[fault][1])

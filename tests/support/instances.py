@@ -24,13 +24,14 @@ with InstanceLock(Path(sys.argv[1])):
     sys.stdin.read()
 """
 
-# Answers "status", ends on "stop" unless it is told to be deaf to it.
+# Answers "status", ends on "stop" unless it is told to be deaf to it; "failing" leaves its shared memory.
 SERVE = """
-import asyncio, os, sys
+import asyncio, os, shutil, sys
 from pathlib import Path
 from pipeline.runtime.control import serve_control
 from pipeline.runtime.lock import InstanceLock, InstanceRecord
 folder = Path(sys.argv[1])
+shm_dir = folder / "shm"
 
 async def serve():
     stopped = asyncio.Event()
@@ -38,11 +39,14 @@ async def serve():
         if request["command"] == "stop" and "deaf" not in sys.argv:
             stopped.set()
         return {"state": "ready", "pid": os.getpid(), "reward_trend": 0.5, "reward_since_step": 7}
-    server = await serve_control(folder / "control.sock", answer)
-    InstanceRecord(os.getpid(), str(folder)).write(folder)
+    shm_dir.mkdir(exist_ok=True)
+    server = await serve_control(shm_dir / "control.sock", answer)
+    InstanceRecord(os.getpid(), str(shm_dir)).write(folder)
     print("held", flush=True)
     await stopped.wait()
     server.close()
+    if "failing" not in sys.argv:
+        shutil.rmtree(shm_dir)
 
 with InstanceLock(folder):
     asyncio.run(serve())
