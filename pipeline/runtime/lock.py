@@ -25,7 +25,7 @@ import msgspec
 
 from pipeline.errors import ConfigError, NotRunningError, UnreachableError
 from pipeline.runtime.signals import refuse_stopped
-from pipeline.storage.files import NO_LOCKS, UNREADABLE, try_lock, write_whole
+from pipeline.storage.files import NO_LOCKS, UNREADABLE, is_at, try_lock, write_whole
 
 _SHM = Path("/dev/shm")
 _LOCK = "lock"
@@ -100,7 +100,7 @@ class FolderLock:
             log.warning("%s: %s cannot be locked (%s), so nothing keeps a second instance out of it",
                         self._key, self._folder, error.strerror)  # fmt: skip
             return descriptor
-        if is_held and _is_at(descriptor, path):
+        if is_held and is_at(descriptor, path):
             return descriptor
         os.close(descriptor)
         return None
@@ -115,11 +115,27 @@ class FolderLock:
     def _holder(self) -> str:
         return _named(holder(self._folder))
 
+    def retake(self) -> bool:
+        """Take the lock again, in a folder made anew if need be, where its file is gone, as after a cleaner of folders.
+
+        Returns:
+            Whether it was gone: what lay beside it may be gone, too.
+
+        Raises:
+            ConfigError: If another process holds the lock at the path, or the folder cannot be used.
+        """
+        lost = self._descriptor
+        if lost is None or is_at(lost, self._folder / _LOCK):
+            return False
+        self.__enter__()
+        os.close(lost)
+        return True
+
     def __exit__(self, *_: object) -> None:
         """Remove the lock file and release the lock."""
         if self._descriptor is not None:
             # Before the release: a process that opens the path from here on makes and locks a new file.
-            if _is_at(self._descriptor, self._folder / _LOCK):
+            if is_at(self._descriptor, self._folder / _LOCK):
                 # On a file system that is read-only by now the file stays: nobody holds it.
                 with contextlib.suppress(OSError):
                     (self._folder / _LOCK).unlink(missing_ok=True)
@@ -136,22 +152,6 @@ class InstanceLock(FolderLock):
     def _refuse(self) -> None:
         if self._folder.stat().st_mode & 0o002:
             raise ConfigError(f"daemon.runtime_dir: {self._folder} can be written by everybody")
-
-    def retake(self) -> bool:
-        """Take the lock again, in a folder made anew if need be, where its file is gone, as after a cleaner of folders.
-
-        Returns:
-            Whether it was gone: the record beside it is gone, too.
-
-        Raises:
-            ConfigError: If another process holds the lock at the path, or the folder cannot be used.
-        """
-        lost = self._descriptor
-        if lost is None or _is_at(lost, self._folder / _LOCK):
-            return False
-        self.__enter__()
-        os.close(lost)
-        return True
 
 
 class StateLock(FolderLock):
@@ -405,13 +405,6 @@ def wait_until_released(runtime_dir: Path, timeout_s: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def _has_open(pid: int, path: Path) -> bool:

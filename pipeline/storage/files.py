@@ -142,6 +142,14 @@ def write_at_end(descriptor: int, data: bytes, end: int, *, flush: bool = False)
         raise
 
 
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return whether a path is still that of an open file, which another program may have moved or removed."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
+
+
 def not_taken(path: Path) -> Path:
     """Return a path, or the first with a number behind its name, from 2 on, at which nothing is."""
     names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))

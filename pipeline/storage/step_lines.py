@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from pipeline.storage.files import UNREADABLE, not_taken, write_at_end
+from pipeline.storage.files import UNREADABLE, is_at, not_taken, write_at_end
 
 _MOST_WAITING: Final = 4096
 
@@ -65,6 +65,14 @@ class StepLines:
             raise
         self._descriptor = descriptor
 
+    def _open_again(self) -> None:
+        """Open the file anew that another program has moved or removed."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        before, self._descriptor = self._descriptor, os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.close(before)
+        self._size = os.fstat(self._descriptor).st_size
+        log.warning("the file of steps' lines was moved or removed, they go to a new one: path=%s", self._path)
+
     def write(self, line: bytes) -> None:
         """Append a line, which ends with a newline, behind those that wait."""
         self._waiting.append(line)
@@ -77,6 +85,8 @@ class StepLines:
         try:
             if self._descriptor < 0:
                 self._open()
+            elif not is_at(self._descriptor, self._path):
+                self._open_again()
             data = b"".join(self._waiting)
             write_at_end(self._descriptor, data, self._size)
         except OSError as error:

@@ -101,7 +101,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     with (
         never_blocking(),
         InstanceLock(runtime_dir) as lock,
-        StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config)),
+        StateLock(Path(config.daemon.state_dir), runtime_dir, run_name(config)) as state_lock,
         RunLog(config, "supervisor") as run_log,
         SharedMemoryLock(shm_dir) as shm_lock,
         forgotten_if_refused(config) as forget,
@@ -129,7 +129,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
             if http is not None:
                 http.close()
             raise
-        supervisor = Supervisor(config, loaded, workspace, lock, http, run_log, notifier, choices)
+        supervisor = Supervisor(config, loaded, workspace, lock, state_lock, http, run_log, notifier, choices)
         code = _serve(supervisor, config, workspace)
         if code is ExitCode.BAD_CONFIG:
             forget()
@@ -180,6 +180,7 @@ class Supervisor:
         loaded: The configuration as it was read.
         workspace: The folder in shared memory.
         lock: The lock of the runtime directory.
+        state_lock: The lock of the state directory.
         http: The HTTP server; None without one.
         run_log: The log beside the terminal.
         notifier: The connection to systemd.
@@ -191,6 +192,7 @@ class Supervisor:
     loaded: LoadedConfig
     workspace: Workspace
     lock: InstanceLock
+    state_lock: StateLock
     http: HttpServer | None
     run_log: RunLog
     notifier: Notifier
@@ -363,7 +365,7 @@ class Supervisor:
         return record
 
     def _stay_found(self, now_s: float) -> None:
-        """Have commands find this instance after somebody has removed its runtime directory."""
+        """Have commands find this instance, and others refused, after somebody has removed one of its two folders."""
         if now_s < self._looks_at_s:
             return
         folder = Path(self.config.daemon.runtime_dir)
@@ -377,6 +379,14 @@ class Supervisor:
         except ConfigError as error:
             self._looks_at_s = now_s + _LOST_S
             log.error("the runtime directory was removed, and commands do not find this instance: reason=%s", error)
+        try:
+            if self.state_lock.retake():
+                log.warning("the lock of the state directory had been removed, and is made again; other files may be "
+                            "gone with it: path=%s", self.config.daemon.state_dir)  # fmt: skip
+        except ConfigError as error:
+            self._looks_at_s = now_s + _LOST_S
+            log.error("the lock of the state directory was removed, and other instances may write there: reason=%s",
+                      error)  # fmt: skip
 
     def _start_first(self) -> None:
         first = [*FORKSERVERS, "buffer", "setup"]

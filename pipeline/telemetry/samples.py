@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from pipeline.storage.files import write_at_end
+from pipeline.storage.files import is_at, write_at_end
 
 _SUFFIX: Final = ".samples"
 _OLDER: Final = ".1"
@@ -109,14 +109,9 @@ class SampleWriter:
     """
 
     def __init__(self, folder: Path, worker: int, most_bytes: int) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / f"rollout-{worker}{_SUFFIX}"
         self._most_bytes = most_bytes // 2
         self._file = self._open()
-        spans = list(_whole_records(self._file, 0))
-        self._records = len(spans)
-        self._nbytes = sum(spans[-1]) if spans else 0
-        os.ftruncate(self._file, self._nbytes)
 
     def write(self, sample: Sample) -> bool:
         """Keep a sample; return False if it is too large.
@@ -128,6 +123,8 @@ class SampleWriter:
         record = _HEAD.pack(_MAGIC, len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         if len(record) > min(self._most_bytes, _MOST_RECORD_BYTES):
             return False
+        if not is_at(self._file, self._path):
+            self._open_again()
         if self._nbytes + len(record) > self._most_bytes or self._records == _MOST_RECORDS:
             self._rotate()
         write_at_end(self._file, record, self._nbytes)
@@ -140,15 +137,24 @@ class SampleWriter:
         os.close(self._file)
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        """Open the file at the end of its whole records."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        spans = list(_whole_records(file, 0))
+        self._records = len(spans)
+        self._nbytes = sum(spans[-1]) if spans else 0
+        os.ftruncate(file, self._nbytes)
+        return file
+
+    def _open_again(self) -> None:
+        before, self._file = self._file, self._open()
+        os.close(before)
 
     def _rotate(self) -> None:
         """Replace the older file by the present one, and start a new one."""
         with contextlib.suppress(FileNotFoundError):  # removed by another program, or no new one could be made
             os.rename(self._path, f"{self._path}{_OLDER}")
-        before, self._file = self._file, self._open()
-        os.close(before)
-        self._nbytes = self._records = 0
+        self._open_again()
 
 
 class SampleReader:

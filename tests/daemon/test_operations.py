@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.runtime import lock
 from tests.support.daemon import PROGRAM, SMALL, Daemon, rlhfd, status_of, telling_reward, total
 
 pytestmark = pytest.mark.integration
@@ -361,6 +362,20 @@ def test_a_removed_runtime_directory_is_made_again_and_commands_find_the_instanc
     daemon.wait_logged("the record of this instance had been removed, and is made again: path=")
     after = status_of(rlhfd("status", "--json", "--runtime-dir", str(daemon.runtime_dir), folder=daemon.folder))
     assert after["run_id"] == before["run_id"]
+
+
+def test_a_removed_lock_of_the_state_directory_is_taken_again_and_steps_keep_their_lines(daemon: Daemon) -> None:
+    (daemon.state_dir / "lock").unlink()
+    lines = daemon.run_dir / "metrics.jsonl"
+    lines.rename(moved := lines.with_name("moved.jsonl"))
+
+    daemon.wait_logged("the lock of the state directory had been removed, and is made again")
+
+    assert (lock.holder(daemon.state_dir), lock.user_of(daemon.state_dir).run) == (daemon.pid, daemon.run_dir.name)
+    daemon.wait_step(daemon.status()["step"] + 2)
+    daemon.wait_logged(f"the file of steps' lines was moved or removed, they go to a new one: path={lines}")
+    steps = [json.loads(line)["step"] for path in (moved, lines) for line in path.read_text().splitlines()]
+    assert steps == [*range(1, len(steps) + 1)] and len(lines.read_text().splitlines()) >= 1
 
 
 def test_nobody_there_exits_with_3(tmp_path: Path) -> None:

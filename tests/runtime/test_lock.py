@@ -53,9 +53,12 @@ class TestLock:
         with process(tmp_path) as child, pytest.raises(ConfigError, match=f"is in use by pid {child.pid}$"):
             InstanceLock(tmp_path).__enter__()
 
-    def test_a_lock_whose_file_was_removed_is_taken_again_in_a_folder_made_anew(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("is_state", [False, True])
+    def test_a_lock_whose_file_was_removed_is_taken_again_in_a_folder_made_anew(
+        self, tmp_path: Path, is_state: bool
+    ) -> None:
         folder = tmp_path / "instance"
-        with InstanceLock(folder) as lock:
+        with StateLock(folder, tmp_path / "run", "a-run") if is_state else InstanceLock(folder) as lock:
             assert not lock.retake(), "its file is there"
             shutil.rmtree(folder)
             assert instance_lock.holder(folder) is None
@@ -71,7 +74,7 @@ class TestLock:
 
             shutil.rmtree(folder)
             folder.touch()
-            with pytest.raises(ConfigError, match=f"daemon.runtime_dir: cannot use {folder}: "):
+            with pytest.raises(ConfigError, match=rf"daemon.\w+_dir: cannot use {folder}: "):
                 lock.retake()
             folder.unlink()
             assert lock.retake()

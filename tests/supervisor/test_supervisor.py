@@ -20,7 +20,7 @@ def made(monkeypatch):
     monkeypatch.setattr(module, "_PAUSED_TICK_S", 1e6)
 
     def make(*, all_ready=True, **status):
-        made = Supervisor(None, None, None, None, None, None, None, None)
+        made = Supervisor(None, None, None, None, None, None, None, None, None)
         made._status = SimpleNamespace(**PAUSED | status)
         made._fleet = SimpleNamespace(all_ready=lambda: all_ready)
         return made

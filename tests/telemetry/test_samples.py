@@ -122,6 +122,18 @@ def test_a_sample_that_is_larger_than_the_bound_is_refused(tmp_path: Path) -> No
     writer.close()
 
 
+def test_samples_go_to_a_new_file_where_another_program_has_moved_or_removed_it(tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    writer = SampleWriter(folder, 0, MOST_BYTES)
+    assert writer.write(sample(0))
+
+    folder.rename(tmp_path / "moved")
+    assert writer.write(sample(1)) and writer.write(sample(2))
+    writer.close()
+
+    assert SampleReader(folder).read() == [sample(1), sample(2)]
+
+
 def test_a_writer_that_could_open_no_file_writes_again_once_it_can(tmp_path: Path) -> None:
     writer, numbers = SampleWriter(tmp_path, 0, MOST_BYTES), itertools.count()
     while not (tmp_path / "rollout-0.samples.1").exists():

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -165,6 +166,31 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn(
 
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4] and step_log.lost == 0
     assert (logged("was not written"), logged("written again")) == (1, 1)
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "folder", "replaced"])
+def test_lines_go_on_in_a_new_file_where_another_program_has_moved_or_removed_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    step_log = StepLog(path := tmp_path / "run" / "metrics.jsonl", after_step=0)
+    step_log.taken(taken(1))
+    if how == "removed":
+        path.unlink()
+    elif how == "moved":
+        path.rename(tmp_path / "moved")
+    elif how == "folder":
+        path.parent.rename(tmp_path / "moved")
+    else:
+        shutil.copy(path, tmp_path / "copy")
+        (tmp_path / "copy").rename(path)
+
+    step_log.taken(taken(2))
+    step_log.taken(taken(3))
+    step_log.close()
+
+    assert steps_in(path) == ([1, 2, 3] if how == "replaced" else [2, 3])
+    told = f"the file of steps' lines was moved or removed, they go to a new one: path={path}"
+    assert [record.getMessage() for record in caplog.records] == [told]
 
 
 @pytest.mark.parametrize("end", ["flush", "close"])
