@@ -61,6 +61,8 @@ class _Commands(click.Group):
             click.echo(str(error), err=True)
             context.exit(int(error.exit_code))
         except OSError as error:
+            if error.errno == errno.EPIPE and drop_unwritable_output():
+                context.exit()  # as of `| head`: its reader has what it wants
             if error.errno in (errno.ENOSPC, errno.EDQUOT) and drop_unwritable_output():
                 click.echo(f"standard output: {error.strerror}", err=True)
             elif error.errno in _OF_PATHS and error.filename is not None:

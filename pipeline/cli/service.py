@@ -216,8 +216,5 @@ def _show_file(path: Path, role: str, follow: bool, lines: int) -> None:
             click.echo("\n".join(found))
     except FileNotFoundError:
         raise NotRunningError(f"there is no log yet: {path}") from None
-    except BrokenPipeError:
-        # The reader has closed the pipe; flushing the rest at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         pass

@@ -157,6 +157,21 @@ class TestCommands:
 
         assert run("status", "--runtime-dir", str(folder)).exit_code == ExitCode.NOT_RUNNING
 
+    @pytest.mark.parametrize("words", [["config", "show", "--effective"], ["logs", "--config", "c.toml"]])
+    def test_a_pipe_whose_reader_is_gone_is_no_failure(self, folder: Path, words: list[str]) -> None:
+        """As of `| head`: a shell with pipefail would take it for one."""
+        (folder / "c.toml").write_text("[daemon]\nstate_dir = 'state'")
+        (folder / "state/log").mkdir(parents=True)
+        (folder / "state/log/rlhfd.log").write_text("a line\n")
+        reader, writer = os.pipe()
+        os.close(reader)
+        code = f"from pipeline.cli.main import main; main({words})"
+
+        ended = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, check=False)
+        os.close(writer)
+
+        assert (ended.returncode, ended.stderr) == (0, b"")
+
     def test_a_path_that_is_none_is_named_in_one_line(self, folder: Path) -> None:
         (folder / "loop").symlink_to("loop")
         for path, reason in (("loop", "Too many levels of symbolic links"), ("a" * 300, "File name too long")):
