@@ -229,6 +229,9 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"report_to": ["wandb", "none"], "save_strategy": "no"}, {"metrics.tracker": ["wandb"], "trainer.save_every": 0}),
     ({"save_steps": 20, "save_strategy": "no"}, {"trainer.save_every": 0}),
     ({"vllm_max_model_length": 2048}, {"rollout.max_length": 2048}),
+    # Neither is an earlier name: checkpoints are not in the folder of TensorBoard, and GRPO's data have the run's seed.
+    ({"output_dir": "out", "logging_dir": "out/logs", "seed": 7, "data_seed": 8},
+     {"daemon.state_dir": "out", "daemon.seed": 7}),
 ]  # fmt: skip
 VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Prompts are counted there, rows and updates here.
@@ -305,6 +308,12 @@ VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"rollout.overlong_buffer_tokens": 100, "rollout.overlong_penalty": 1.0}),
     # The actor is trained from step 5 on.
     ({"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 5}, {"trainer.critic_warmup_steps": 4}),
+    # The files that verl writes have the earlier name behind the present one, as null.
+    ({f"{A}.optim.lr_scheduler_type": "cosine", f"{A}.optim.warmup_style": None, "trainer.total_training_steps": 9},
+     {"trainer.schedule": "cosine", "trainer.decay_steps": 9}),
+    ({f"{A}.optim.clip_grad": None, f"{A}.grad_clip": 0.3}, {"trainer.gradient_clip_norm": 0.3}),
+    ({f"{A}.optim.clip_grad": 0.3, f"{A}.grad_clip": None}, {"trainer.gradient_clip_norm": 0.3}),
+    ({f"{A}.grad_clip": 0.3, f"{A}.optim.clip_grad": 1.0}, {"trainer.gradient_clip_norm": 0.3}),
 ]  # fmt: skip
 OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Rows of an update are counted there, updates here; the KL is in the reward.
@@ -582,6 +591,11 @@ class TestConversions:
             ("verl", {"trainer.nnodes": 1, f"{R}.tensor_model_parallel_size": 1, "trainer.val_before_train": False,
                       "reward_model.reward_manager": "dapo", "reward.reward_manager.name": "naive",
                       f"{A}.policy_loss.kl_cov_ratio": 0.0002, f"{A}.fsdp_config.param_offload": True}),
+            # Defaults, as in the files that verl writes.
+            ("verl", {"data.train_max_samples": -1, "data.video_key": "videos", f"{M}.mtp.method": "mtp",
+                      "data.return_multi_modal_inputs": True, "data.datagen.path": None, f"{R}.skip_rollout": False,
+                      "algorithm.adv_estimator": "grpo", "algorithm.rollout_correction.loss_type": "ppo_clip",
+                      "reward_model.forward_max_token_len_per_gpu": 9, "reward_manager.name": "naive"}),
             ("openrlhf", {"actor.num_nodes": 1, "actor.aux_loss_coef": 0, "ds.zero_stage": 3}),
         ],
     )  # fmt: skip

@@ -74,13 +74,19 @@ def convert(trainer: Trainer, options: Mapping[str, Any], own: Mapping[str, Any]
         own: Values by ``section.key`` in place of those of the file.
     """
     rows = {name: trainer.find(name) for name in options}
-    values = {row.name if row and row.kind == "carried" else name: options[name] for name, row in rows.items()}
+    named: dict[str, str] = {}
+    for name, row in rows.items():
+        present = row.name if row and row.kind == "carried" else name
+        # A file of all options has the earlier names too, as null.
+        if present not in named or options[named[present]] is None or (name == present and options[name] is not None):
+            named[present] = name
+    values = {present: options[name] for present, name in named.items()}
     given = Given(values, trainer.defaults)
     done = Conversion(trainer)
     for option in trainer.options:
         names = [name for name, row in rows.items() if row is option]
         if option.kind == "carried":
-            _carry(done, option, names[-1] if names else "", given)
+            _carry(done, option, named.get(option.name, ""), given)
         elif option.kind == "missing":
             _miss(done, option, names, given)
     done.lost += [f"{name}: no option that {PAGE} has" for name, row in rows.items() if row is None]

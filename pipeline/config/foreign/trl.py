@@ -408,9 +408,9 @@ _OPTIONS: Final[tuple[Option, ...]] = (
 ),
     missing("vllm_importance_sampling_clip_min", "weights have no lower bound, but icepop's of 0.5", key="trainer.importance_correction"),
     # Checkpoints, evaluation, reports.
-    carried("output_dir", "daemon.state_dir", "a folder of each run is in runs/ of it", aliases="logging_dir"),
+    carried("output_dir", "daemon.state_dir", "a folder of each run is in runs/ of it"),
     carried("run_name", "daemon.run_name"),
-    carried("seed", "daemon.seed", "other random numbers than TRL's", default=42, aliases="data_seed"),
+    carried("seed", "daemon.seed", "other random numbers than TRL's", default=42),
     carried("save_steps", "trainer.save_every", "in steps, not updates", default=500, to=_saves),
     carried("save_strategy", "trainer.save_every", "no: 0, a checkpoint at the end alone", default="steps", to=_save_strategy),
     carried("save_total_limit", "trainer.keep_checkpoints", "left out, TRL keeps all, here 3", to=lambda value, given: {"trainer.keep_checkpoints": value or 0}),
@@ -423,7 +423,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     needless("load_best_model_at_end metric_for_best_model greater_is_better", "checkpoints/best has the best pass@1, then the best mean reward (evaluation.keep_best)"),
     carried("report_to", "metrics.tracker", "metrics.jsonl and the page have each step without any", to=trackers),
     carried("project", "metrics.tracker_project", default="huggingface", aliases="wandb_project"),
-    needless("logging_steps logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node log_level log_level_replica disable_tqdm include_num_input_tokens_seen skip_memory_metrics", "each step is logged, as a line of metrics.jsonl; daemon.log_level is the level of the log"),
+    needless("logging_steps logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node log_level log_level_replica disable_tqdm include_num_input_tokens_seen skip_memory_metrics", "each step is logged, as a line of metrics.jsonl; daemon.log_level is the level of the log", aliases="logging_dir"),
     carried("log_completions", "samples.per_minute", "prompts a minute whose responses are kept, 30; 0: none", default=False, to=lambda value, given: {}),
     needless("log_multimodal num_completions_to_print log_unique_prompts", "`rlhfd samples` and the page show rollouts", aliases="wandb_log_unique_prompts"),
     missing("log_completions_hub_repo push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision trackio_space_id trackio_bucket_id trackio_static_space_id", "nothing is sent to the hub: a checkpoint is a folder for `hf upload`", unless=lambda value, given: not (given["push_to_hub"] or given["log_completions_hub_repo"])),
@@ -433,7 +433,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("torch_compile", "model.compile", "each decoder layer, in training and log-prob passes", default=False),
     needless("tf32 torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache torch_empty_cache_steps auto_find_batch_size", "a pass that does not fit is halved; kernels are those of torch", aliases="use_liger_loss use_liger half_precision_backend fp16_opt_level jit_mode_eval torchdynamo"),
     needless("fsdp fsdp_config deepspeed parallelism_config accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank debug", "trainer.sharding shards the models over trainer.world_size ranks by FSDP2; auto does where a whole model does not fit", aliases="num_machines ddp_launcher"),
-    needless("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy length_column_name group_by_length ignore_bias_buffers", "prompts are read by position in an endless, seeded order"),
+    needless("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy length_column_name group_by_length ignore_bias_buffers data_seed", "prompts are read by position in an endless, seeded order"),
     needless("full_determinism", "on a CPU a run repeats bit for bit; rollout.deterministic is for vLLM on GPUs"),
 )  # fmt: skip
 
