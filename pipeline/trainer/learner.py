@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 
 from pipeline.config.schema import TrainerConfig
@@ -94,6 +95,7 @@ class Learner:
         width: int | None = None,
         horizon_rows: int = HORIZON_ROWS,
         observes_scores: bool = False,
+        run_seed: int = 0,
     ) -> None:
         """Take over the models; on several ranks, copy the weights from the group's first rank.
 
@@ -115,6 +117,7 @@ class Learner:
             width: Multiple to which the widths of passes are rounded up, in tokens; None: 64 on a GPU, 1 on a CPU.
             horizon_rows: Rows over which `kl_coef` is adapted.
             observes_scores: Whether the learner keeps the moments of scores, for the workers (`published`).
+            run_seed: Seed of the numbers that a policy loss of the user's own draws, as the step is.
 
         Raises:
             ValueError: If PPO has no critic, or GRPO has one.
@@ -124,6 +127,7 @@ class Learner:
         if (critic is None) == (algorithm == "ppo"):
             raise ValueError(f"{algorithm} {'without' if critic is None else 'with'} a critic: PPO has one, GRPO none")
         self.step = 0
+        self._run_seed = run_seed
         self._trainer = trainer
         self._algorithm = algorithm
         self._actor = actor
@@ -198,7 +202,7 @@ class Learner:
         """
         watch = Stopwatch(self._telemetry, self._clock)
         # A policy loss of the user's own may draw numbers: a step that is resumed or replayed draws the same.
-        torch.manual_seed(self.step)
+        torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self._run_seed}:step:{self.step}".encode()) >> 1)
         rows = [ragged_rows(batch) for batch in batches]
         every = [self._scored(self._inputs_of(one), watch) for one in rows]
         observed = [Observed.of(one, batch) for one, batch in zip(rows, every, strict=True)]

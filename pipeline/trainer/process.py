@@ -378,6 +378,7 @@ def new_learner(
         computes_log_probs=log_probs_by(config) == "trainer",
         reference=reference,
         observes_scores=config.rollout.reward_scale == "running",
+        run_seed=config.daemon.seed,
         process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         telemetry=telemetry,
     )

@@ -283,19 +283,20 @@ def test_a_model_that_computes_a_shared_row_otherwise_than_alone_is_refused(
 
 
 def test_the_tokens_that_a_prepared_model_samples_are_the_same() -> None:
-    def tokens(model: Any) -> list[Tensor]:
+    def sampled(model: Any) -> tuple[list[Tensor], Tensor]:
         engine = BlockingEngine(TransformersGenerator(model))
         sampling = Sampling(max_length=40, pad_token_id=tiny.PAD, eos_token_ids=(tiny.EOS,), seed=5)
         for key, prompt in enumerate(([5, 9], [7, 3, 11, 2])):
             engine.submit(Request(key, torch.tensor(prompt), 4, 9, sampling, first_row=4 * key))
-        found: list[Tensor] = []
+        found: list[Any] = []
         while engine.load.running + engine.load.waiting:
-            for ended in engine.step():
-                found += [tensor for one in ended.responses for tensor in (one.token_ids, one.log_probs)]
-        return found
+            found += [one for ended in engine.step() for one in ended.responses]
+        return [one.token_ids for one in found], torch.cat([one.log_probs for one in found])
 
     plain, prepared = tiny.qwen2(), tiny.qwen2()
     shared(prepared)
 
-    pairs = list(zip(tokens(plain), tokens(prepared), strict=True))
-    assert len(pairs) == 16 and all(torch.equal(one, other) for one, other in pairs)
+    (tokens, log_probs), (expected, of_plain) = sampled(prepared), sampled(plain)
+    assert len(tokens) == 8 and all(torch.equal(one, other) for one, other in zip(tokens, expected, strict=True))
+    # One token attends to its cache by another call, whose sums some versions of torch add in another order.
+    torch.testing.assert_close(log_probs, of_plain, atol=1e-5, rtol=0)

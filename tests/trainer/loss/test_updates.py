@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
 from pipeline.models.log_probs import action_log_probs, action_values
+from pipeline.trainer import process
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.mini_batches import mini_batch_of_rows
+from tests.support import tiny
 from tests.trainer.test_learner import (
     ACTION_COLUMNS,
     ROWS,
@@ -273,23 +277,26 @@ def test_an_update_with_nan_is_the_last_of_its_step_and_those_before_stay() -> N
 
 
 def test_a_policy_loss_that_draws_draws_the_same_in_a_step_that_is_taken_again() -> None:
-    learners = [learner_of("grpo"), learner_of("grpo"), learner_of("grpo")]
-    experience = experience_for(learners[0], "grpo")
-    policy_loss = learners[0]._objective.policy_loss
+    """What it draws depends on the run's seed and on the step: no other step, and no other run, draws the same."""
+    found = []
+    for number, (run_seed, step) in enumerate([(3, 0), (3, 0), (3, 1), (4, 0)]):
+        config = Config.model_validate({"daemon": {"seed": run_seed}, "trainer": {"warmup_steps": 0}})
+        learner = process.new_learner(config, {"actor": tiny.llama()}, [2, 3], torch.device("cpu"))
+        drawn: list[Tensor] = []
+        policy_loss = learner._objective.policy_loss
 
-    def drawing(inputs: Any) -> Any:
-        found = policy_loss(inputs)
-        return found._replace(losses=found.losses * torch.rand(len(found.losses)))
+        def drawing(inputs: Any, drawn: list[Tensor] = drawn, policy_loss: Any = policy_loss) -> Any:
+            drawn.append(torch.rand(len(inputs.log_probs)))
+            return policy_loss(inputs)
 
-    learners[2].step = 1
-    for seed, learner in enumerate(learners):
-        learner._objective = replace(learner._objective, policy_loss=drawing)
-        torch.manual_seed(seed)
-        learner.update([experience])
+        learner._objective, learner.step = replace(learner._objective, policy_loss=drawing), step
+        torch.manual_seed(number)
+        learner.update([experience_for(learner, "grpo")])
+        found.append(torch.cat(drawn))
 
-    first, again, other = map(weights, learners)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    first, again, *others = found
+    assert torch.equal(first, again)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations([first, *others], 2))
 
 
 def test_groups_without_signal_count_for_each_mini_batch_in_proportion() -> None:
