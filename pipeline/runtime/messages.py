@@ -6,6 +6,8 @@ messages in flight, so a receiver compares `to` with its own incarnation and ign
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Final, Literal
 
 import msgspec
@@ -239,7 +241,7 @@ class Wait(Message, frozen=True):
     reason: str
 
 
-class ExtentRows(Message, frozen=True):
+class ExtentRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one extent, in the order in which the batch takes them, and the prompts of its ticket; -1: unknown."""
 
     offset: int
@@ -356,37 +358,10 @@ class Books(Message, frozen=True):
     rows: int = 0
 
 
-AnyMessage = (
-    Hello
-    | WantTickets
-    | Sealed
-    | Failed
-    | Faulty
-    | Evaluated
-    | Credit
-    | Ack
-    | Release
-    | Damaged
-    | Published
-    | PeerDied
-    | Drain
-    | Welcome
-    | Ticket
-    | Settled
-    | Wait
-    | Lease
-    | Exhausted
-    | Join
-    | WantRoom
-    | WantBatch
-    | Ask
-    | Delivered
-    | Refused
-    | Books
-)
+KINDS: Final = tuple(Message.__subclasses__())
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(functools.reduce(operator.or_, KINDS))
 
 
 def encode(message: Message) -> bytes:
@@ -401,7 +376,6 @@ def decode(data: bytes) -> Message:
         DecodeError: If it is not exactly one well-formed message of a known type.
     """
     try:
-        message: Message = _decoder.decode(data)
+        return _decoder.decode(data)
     except UNREADABLE as error:
         raise DecodeError(f"message of {len(data):,} B does not decode: {error}") from error
-    return message

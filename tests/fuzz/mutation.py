@@ -14,8 +14,7 @@ from pipeline.runtime import messages
 ABSURD_INTEGERS = (-(2**63), -(2**53), -2, -1, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 ABSURD_TEXTS = ("", "-", "worker", "worker-", "worker-x", "worker--1", "trainer-x", "trainer-1e9", "buffer", "\0", "\n",
                 "worker-99999999999", "trainer-99999999999", "worker-٣", "../../etc", "worker-00")  # fmt: skip
-KINDS: tuple[type[messages.Message], ...] = typing.get_args(messages.AnyMessage)
-_HINTS = {kind: typing.get_type_hints(kind) for kind in (*KINDS, messages.ExtentRows, messages.PromptResult)}
+_HINTS = {kind: typing.get_type_hints(kind) for kind in (*messages.KINDS, messages.ExtentRows, messages.PromptResult)}
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:

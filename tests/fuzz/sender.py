@@ -18,12 +18,12 @@ import msgspec
 import zmq
 
 from pipeline.runtime import messages
-from tests.fuzz.mutation import KINDS, damaged, forged, wrong_types
+from tests.fuzz.mutation import damaged, forged, wrong_types
 
 # No peer of the instance: a process with this user's rights may send in a peer's name, and is trusted.
 _NOBODIES = ("worker-99999999999", "trainer-99999999999", "trainer-x", "worker-", "buffer")
 _TRUSTED = (messages.Drain, messages.Published)
-_UNTRUSTED = [kind for kind in KINDS if kind not in _TRUSTED]
+_UNTRUSTED = [kind for kind in messages.KINDS if kind not in _TRUSTED]
 _CONTROL = (b'{"command": "status"}', b'{"command": ["why"]}', b'{"command": "stop!", "timeout_s": 1e9}')
 _LINES = 200
 _PATHS = (

@@ -8,7 +8,7 @@ import pytest
 from pipeline.errors import DecodeError, GaveUpError
 from pipeline.runtime import messages
 from pipeline.runtime.messages import Ack, Published, Release, Sealed
-from tests.fuzz.mutation import KINDS, damaged, forged, wrong_types
+from tests.fuzz.mutation import damaged, forged, wrong_types
 from tests.support.protocol import Bench, trainer, worker
 
 pytestmark = pytest.mark.fuzz
@@ -29,12 +29,12 @@ def rng(request):
 
 
 def test_no_bytes_crash_the_decoder(request, rng):
-    seeds = [messages.encode(forged(rng, kind, NAMES, range(100))) for kind in KINDS for _ in range(10)]
+    seeds = [messages.encode(forged(rng, kind, NAMES, range(100))) for kind in messages.KINDS for _ in range(10)]
     refused = 0
 
     total = count(request, 50_000, 1_000_000)
     for _ in range(total):
-        data = wrong_types(rng, rng.choice(KINDS)) if rng.random() < 0.3 else damaged(rng, rng.choice(seeds))
+        data = wrong_types(rng, rng.choice(messages.KINDS)) if rng.random() < 0.3 else damaged(rng, rng.choice(seeds))
         try:
             messages.decode(data)
         except DecodeError:
@@ -69,7 +69,7 @@ def test_forged_messages_neither_crash_the_buffer_nor_unbalance_its_books(reques
 
 def _forged(rng, bench):
     known = [*bench.ledger.extents, *bench.ledger.leases(), 0, 1, 2, 4, 8, 9, 2**31, bench.ledger.totals.policy_version]
-    kinds = [kind for kind in KINDS if kind is not messages.Drain or rng.random() < 0.01]
+    kinds = [kind for kind in messages.KINDS if kind is not messages.Drain or rng.random() < 0.01]
     return forged(rng, rng.choice(kinds), NAMES, known)
 
 
