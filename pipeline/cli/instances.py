@@ -121,7 +121,6 @@ def attach(path: Path | None, runtime_dir: Path | None) -> None:
     """
     from pipeline.runtime import lock
     from pipeline.supervisor.live import LiveView
-    from pipeline.supervisor.snapshot import Snapshot
 
     status = ask("status", path, runtime_dir)
     log_place = lock.find(runtime_dir_of(runtime_dir, path)).log
@@ -132,7 +131,7 @@ def attach(path: Path | None, runtime_dir: Path | None) -> None:
     has_ended = False
     try:
         while not view.is_gone:
-            view.update(Snapshot.of_status(status))
+            view.update(status)
             time.sleep(_INTERVAL_S)
             try:
                 status = ask("status", path, runtime_dir)

@@ -17,7 +17,6 @@ from pipeline.cli.status import devices, duration, engine, progress, size, table
 from pipeline.errors import UnreachableError
 from pipeline.runtime.messages import is_evaluation
 from pipeline.supervisor.live import brief, panel
-from pipeline.supervisor.snapshot import Snapshot
 
 _COLUMNS = ("process", "pid", "state", "doing", "for", "on", "engine", "last minute", "restarts", "memory", "devices")
 # On a narrow terminal the later columns are left out; no column is cut.
@@ -92,17 +91,16 @@ def screen(
     In a pane that is too short for them the panel is one line, then the sentences are left out, then the warnings, and
     as many processes are shown as fit.
     """
-    shot = Snapshot.of_status(status)
     found = rows(status, why, columns=_LAST_MINUTE_COLUMNS)
     fitting = _fitting(found, width)
     sentences = [Text(sentence) for sentence in why.get("sentences") or []]
     attention = [Text(f"ATTENTION: {warning}", style="bold red") for warning in warnings(status)]
     foot = Text(f"up {duration(status.get('uptime_s'))}; Ctrl-C leaves, the run continues", style="dim")
-    above = panel(shot, ascii_only=ascii_only)
+    above = panel(status, ascii_only=ascii_only)
     whole = Group(above, *attention, *sentences, Text(), _grid(found, fitting), Text(), foot)
     if _lines(whole, width) <= height:
         return whole
-    short = Text(brief(shot), no_wrap=True, overflow="ellipsis")
+    short = Text(brief(status), no_wrap=True, overflow="ellipsis")
     for parts in ([short, *attention, *sentences], [short, *attention], [short]):
         # The head of the table and the foot are a line each.
         if (room := height - _lines(Group(*parts), width) - 2) >= min(len(found), _LEAST_ROWS):

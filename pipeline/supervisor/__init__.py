@@ -12,13 +12,13 @@ hangs       hang detection, pure
 inputs_watch  the files of a run while it goes on
 live        the live panel of `rlhfd start`
 notes       notes on a configuration that can run and may not be meant
+pace        steps, and the rate of a counter
 page        data of the page's requests
 placement   GPU and CPU cores of each process
 preflight   checks of the files that a configuration names
 reload      the configuration reloaded during a run
 restarts    backoff and the limit of starts
 shutdown    the orderly shutdown
-snapshot    one reading of a running instance
 status      one reading of metrics and children
 supervisor  the supervisor process
 systemd     sd_notify, readiness and the watchdog of systemd

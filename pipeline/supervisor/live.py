@@ -24,8 +24,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.supervisor.snapshot import Snapshot
-
 _PANEL_INTERVAL_S: Final = 0.25
 _LINE_INTERVAL_S: Final = 1.0
 _QUIET_S: Final = 60.0
@@ -55,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class LiveView:
-    """Shows snapshots until it is stopped.
+    """Shows the status of an instance until it is stopped.
 
     Args:
         stream: The output, standard output by default. A terminal gets the panel, any other stream lines.
@@ -72,8 +70,8 @@ class LiveView:
         self._console = Console(file=self._stream)
         self._live: Live | None = None
         self.is_gone = stream is None and sys.stdout is None
-        self._latest: Snapshot | None = None
-        self._shown: Snapshot | None = None
+        self._latest: Mapping[str, Any] | None = None
+        self._shown: Mapping[str, Any] | None = None
         self._shown_s = -_QUIET_S
 
     def start(self) -> None:
@@ -84,12 +82,12 @@ class LiveView:
         self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
         self._attempt(self._live.start)
 
-    def update(self, snapshot: Snapshot) -> None:
-        """Show a snapshot, unless the last one was shown too recently."""
-        self._latest = snapshot
+    def update(self, status: Mapping[str, Any]) -> None:
+        """Show a status, unless the last one was shown too recently."""
+        self._latest = status
         now_s = self._clock_s()
-        if self._is_due(snapshot, now_s) and self._is_writable():
-            self._show(snapshot, now_s)
+        if self._is_due(status, now_s) and self._is_writable():
+            self._show(status, now_s)
 
     def log(self, line: str) -> None:
         """Pass a child's line on to standard error, above the panel."""
@@ -99,29 +97,29 @@ class LiveView:
             sys.stderr.flush()
 
     def stop(self) -> None:
-        """Show the last snapshot and give the terminal back."""
+        """Show the last status and give the terminal back."""
         if self._latest is not None and self._latest is not self._shown and self._is_writable():
             self._show(self._latest, self._clock_s())
         if self._live is not None:
             self._attempt(self._live.stop)
 
-    def _is_due(self, snapshot: Snapshot, now_s: float) -> bool:
+    def _is_due(self, status: Mapping[str, Any], now_s: float) -> bool:
         passed_s = now_s - self._shown_s
         if self._live is not None:
             return passed_s >= _PANEL_INTERVAL_S
-        if self._shown is None or snapshot.state != self._shown.state or passed_s >= _QUIET_S:
+        if self._shown is None or _state(status) != _state(self._shown) or passed_s >= _QUIET_S:
             return True
-        return snapshot.step != self._shown.step and passed_s >= _LINE_INTERVAL_S
+        return _steps(status)[0] != _steps(self._shown)[0] and passed_s >= _LINE_INTERVAL_S
 
-    def _show(self, snapshot: Snapshot, now_s: float) -> None:
+    def _show(self, status: Mapping[str, Any], now_s: float) -> None:
         if self._live is not None:
-            shown = panel(snapshot, ascii_only=self._console.options.ascii_only)
+            shown = panel(status, ascii_only=self._console.options.ascii_only)
             live, shown = self._live, Constrain(shown, max(self._console.width - _ECHO_COLUMNS, 1))
             self._attempt(lambda: live.update(shown, refresh=True))
         else:
             first = self._shown is None
-            self._attempt(lambda: self._write(line(snapshot, introduce=first)))
-        self._shown, self._shown_s = snapshot, now_s
+            self._attempt(lambda: self._write(line(status, introduce=first)))
+        self._shown, self._shown_s = status, now_s
 
     def _write(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
@@ -153,66 +151,88 @@ class LiveView:
             log.warning("output is gone, the run goes on: error=%s", error)
 
 
-def line(snapshot: Snapshot, *, introduce: bool = False) -> str:
-    """Return a snapshot as one line of ``key=value``; keys and their order stay.
+def line(status: Mapping[str, Any], *, introduce: bool = False) -> str:
+    """Return a status as one line of ``key=value``; keys and their order stay.
 
     Args:
-        snapshot: The reading.
+        status: The answer of `rlhfd status`.
         introduce: Add the constant fields: algorithm, model, address of the metrics.
     """
-    steps = f"{snapshot.step}/{snapshot.max_steps}" if snapshot.max_steps else str(snapshot.step)
-    capacity = f"/{snapshot.items_capacity}" if snapshot.items_capacity else ""
+    learning = status.get("learning") or {}
     fields = {
-        "state": snapshot.state,
-        "step": steps,
-        "reward_mean": _shown(snapshot.reward_mean, ".4f"),
-        "tokens_per_s": _shown(snapshot.tokens_per_s, ".0f"),
-        "buffer_items": f"{snapshot.items_ready}{capacity}",
-        "staleness_mean": _shown(snapshot.staleness_mean, ".2f"),
-        "policy_version": _shown(snapshot.policy_version, "d"),
-        "workers": f"{snapshot.workers_ready}/{snapshot.workers_total}",
-        **{name: _shown(snapshot.learning.get(name), form) for name, form in _LEARNING_FORMS.items()},
+        "state": _state(status),
+        "step": _part(*_steps(status), "/", "d"),
+        "reward_mean": _shown(status.get("reward_mean"), ".4f"),
+        "tokens_per_s": _shown(status.get("tokens_per_s"), ".0f"),
+        "buffer_items": _part(*_items(status), "/", "d"),
+        "staleness_mean": _shown(status.get("staleness_mean_versions"), ".2f"),
+        "policy_version": _shown(status.get("policy_version"), "d"),
+        "workers": workers(status, "/"),
+        **{name: _shown(learning.get(name), form) for name, form in _LEARNING_FORMS.items()},
     }
     if introduce:
-        fields |= {"algorithm": snapshot.algorithm, "model": snapshot.model, "metrics": snapshot.metrics_url}
+        fields |= {name: status.get(name, "") for name in ("algorithm", "model")}
+        fields["metrics"] = status.get("metrics_url", "")
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def brief(snapshot: Snapshot) -> str:
+def brief(status: Mapping[str, Any]) -> str:
     """Return the panel's head, step, reward and speed as one line."""
-    steps = f"{snapshot.step:,} / {snapshot.max_steps:,}" if snapshot.max_steps else f"{snapshot.step:,}"
     return (
-        f"rlhfd {snapshot.state} {snapshot.algorithm} {snapshot.model}: step {steps}, "
-        f"reward {_shown(snapshot.reward_mean, '.3f')}, {_shown(snapshot.tokens_per_s, ',.0f')} tokens/s"
+        f"rlhfd {_state(status)} {status.get('algorithm', '')} {status.get('model', '')}: step {steps(status)}, "
+        f"reward {_shown(status.get('reward_mean'), '.3f')}, {_shown(status.get('tokens_per_s'), ',.0f')} tokens/s"
     )
 
 
-def panel(snapshot: Snapshot, *, ascii_only: bool = False) -> RenderableType:
-    """Return a snapshot as a panel of some ten lines."""
+def panel(status: Mapping[str, Any], *, ascii_only: bool = False) -> RenderableType:
+    """Return a status as a panel of some ten lines."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(no_wrap=True)
-    if snapshot.max_steps:
-        rows.add_row("step", _bar(snapshot.step, snapshot.max_steps, f"{snapshot.step:,} / {snapshot.max_steps:,}"))
-    else:
-        rows.add_row("step", f"{snapshot.step:,}")
-    trend = sparkline(snapshot.reward_history, _BAR_WIDTH, _ASCII_BLOCKS if ascii_only else _BLOCKS)
-    rows.add_row("reward", Text.assemble((f"{trend:<{_BAR_WIDTH}}", "cyan"), f" {_shown(snapshot.reward_mean, '.3f')}"))
-    rows.add_row("tokens", f"{_shown(snapshot.tokens_per_s, ',.0f')} /s")
-    if snapshot.items_capacity:
-        filled = f"{snapshot.items_ready:,} / {snapshot.items_capacity:,} ready"
-        rows.add_row("buffer", _bar(snapshot.items_ready, snapshot.items_capacity, filled))
-    else:
-        rows.add_row("buffer", f"{snapshot.items_ready:,} ready")
-    if snapshot.evaluation is not None:
-        rows.add_row("held out", evaluation_text(snapshot.evaluation))
-    rows.add_row("staleness", f"{_shown(snapshot.staleness_mean, '.2f')} versions")
-    rows.add_row("policy", f"version {_shown(snapshot.policy_version, 'd')}")
-    rows.add_row("workers", f"{snapshot.workers_ready} / {snapshot.workers_total} ready")
+    rows.add_row("step", _bar(*_steps(status)))
+    trend = sparkline(status.get("reward_history") or (), _BAR_WIDTH, _ASCII_BLOCKS if ascii_only else _BLOCKS)
+    mean = _shown(status.get("reward_mean"), ".3f")
+    rows.add_row("reward", Text.assemble((f"{trend:<{_BAR_WIDTH}}", "cyan"), f" {mean}"))
+    rows.add_row("tokens", f"{_shown(status.get('tokens_per_s'), ',.0f')} /s")
+    rows.add_row("buffer", _bar(*_items(status), " ready"))
+    if status.get("evaluation") is not None:
+        rows.add_row("held out", evaluation_text(status["evaluation"]))
+    rows.add_row("staleness", f"{_shown(status.get('staleness_mean_versions'), '.2f')} versions")
+    rows.add_row("policy", f"version {_shown(status.get('policy_version'), 'd')}")
+    rows.add_row("workers", f"{workers(status)} ready")
     # Text, not str: rich would interpret brackets in a path as markup.
-    colour = _COLOURS.get(snapshot.state, "yellow")
-    title = Text.assemble("rlhfd ", (snapshot.state, colour), f" {snapshot.algorithm} {snapshot.model}".rstrip())
-    return Panel(rows, title=title, title_align="left", subtitle=Text(snapshot.metrics_url, style="dim"))
+    state, run = _state(status), f" {status.get('algorithm', '')} {status.get('model', '')}".rstrip()
+    title = Text.assemble("rlhfd ", (state, _COLOURS.get(state, "yellow")), run)
+    return Panel(rows, title=title, title_align="left", subtitle=Text(status.get("metrics_url", ""), style="dim"))
+
+
+def steps(status: Mapping[str, Any], of: str = " / ") -> str:
+    """Return the step, and the last one of the run if there is one."""
+    return _part(*_steps(status), of)
+
+
+def workers(status: Mapping[str, Any], of: str = " / ") -> str:
+    """Return the number of workers that are ready, and that of all."""
+    states = [process.get("state") for process in status.get("processes") or () if process["role"] == "rollout"]
+    return f"{states.count('ready')}{of}{len(states)}"
+
+
+def _state(status: Mapping[str, Any]) -> str:
+    return str(status.get("state") or "–")
+
+
+def _steps(status: Mapping[str, Any]) -> tuple[int, int]:
+    return status.get("step") or 0, status.get("max_steps") or 0
+
+
+def _items(status: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the experiences that wait for a trainer, and their upper bound; 0 if only bytes bound it."""
+    buffer = status.get("buffer") or {}
+    return buffer.get("ready_items") or 0, buffer.get("capacity_items") or 0
+
+
+def _part(number: int, total: int, of: str = " / ", form: str = ",") -> str:
+    return of.join(format(count, form) for count in ((number, total) if total else (number,)))
 
 
 def evaluation_text(evaluation: Mapping[str, Any]) -> str:
@@ -243,10 +263,13 @@ def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str
     return "".join(blocks[height] for height in heights)
 
 
-def _bar(completed: int, total: int, text: str) -> RenderableType:
+def _bar(number: int, total: int, unit: str = "") -> RenderableType:
+    """Return a part of a total as a bar and as text; only as text without a total."""
+    text = _part(number, total) + unit
+    if not total:
+        return text
     row = Table.grid(padding=(0, 1))
-    filled = min(completed, total)
-    row.add_row(ProgressBar(total=total, completed=filled, width=_BAR_WIDTH, complete_style="cyan"), text)
+    row.add_row(ProgressBar(total=total, completed=min(number, total), width=_BAR_WIDTH, complete_style="cyan"), text)
     return row
 
 

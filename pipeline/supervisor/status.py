@@ -23,7 +23,7 @@ from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.external import process_row
 from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
-from pipeline.supervisor.snapshot import Pace, Snapshot, Steps
+from pipeline.supervisor.pace import RateWindow, Steps
 from pipeline.supervisor.watchdog import Watchdog
 from pipeline.telemetry.evaluations import TOTAL
 from pipeline.telemetry.exposition import Exposition
@@ -97,7 +97,8 @@ class InstanceStatus:
         self._gpus.start()
         self._exposition = Exposition(self._reader)
         self.reading: Reading = self._reader.read()
-        self._pace = Pace()
+        self._tokens_rate, self._steps_rate = RateWindow(60.0), RateWindow(300.0)
+        self._has_rolled = False
         self._steps = Steps(_HISTORY)
         self._trained = self._evaluated = self.reading
         self._policy_version = 0
@@ -133,8 +134,13 @@ class InstanceStatus:
     def _sample_rates(self, now_s: float) -> None:
         steps = self._value("rlhfd_train_steps_total")
         tokens = self._value("rlhfd_tokens_total", kind="response") or 0.0
-        can_roll = any(slot.state == "ready" for slot in self.fleet.of("rollout"))
-        self._pace.add(now_s, tokens, steps, can_roll=can_roll)
+        # The start of the processes does not count as time without tokens.
+        self._has_rolled |= any(slot.state == "ready" for slot in self.fleet.of("rollout"))
+        if self._has_rolled:
+            self._tokens_rate.add(now_s, tokens)
+            # Absent until the trainer has found the step from which it resumes: earlier steps are no rate of this run.
+            if steps is not None:
+                self._steps_rate.add(now_s, steps)
         # A rank or a buffer that has ended has no gauges any more; their last values are still the newest.
         if learning_of(self.reading).keys() - {EVALUATION}:
             self._trained = self.reading
@@ -202,14 +208,35 @@ class InstanceStatus:
         waiting = [slot.name for slot in self.fleet.slots if slot.works and slot.state != "ready"]
         return self.fleet.all_ready() and self.state == "ready", {"state": self.shown_state, "waiting_for": waiting}
 
-    def snapshot(self) -> Snapshot:
-        """Return the reading for the terminal."""
-        return Snapshot.of_status(self._numbers())
+    def numbers(self) -> dict[str, Any]:
+        """Return the part of `status` that the terminal shows; it does so each tick, so the values are cheap."""
+        counts, rewards = self.reading.conservation, [reward for _, reward in self._steps.rewards]
+        return {
+            "state": self.shown_state,
+            "metrics_url": self.metrics_url,
+            "algorithm": self.config.rollout.algorithm,
+            "model": self.config.model.actor,
+            "step": self._steps.step,
+            "max_steps": int(self._value("rlhfd_last_step") or self.config.trainer.max_steps),
+            "policy_version": self._policy_version,
+            # A rank that has ended has no gauge any more; its last value is still the newest.
+            "reward_mean": rewards[-1] if rewards else None,
+            "reward_history": rewards,
+            "learning": self._learning(),
+            "evaluation": self._evaluation(),
+            "tokens_per_s": self._tokens_rate.rate(),
+            "staleness_mean_versions": self.reading.histogram_mean("rlhfd_policy_staleness_versions", point="train"),
+            "buffer": {
+                "ready_items": counts.ready_items if counts else 0,
+                "capacity_items": capacity_items(self.config),
+            },
+            "processes": [{"role": slot.role, "state": slot.state} for slot in self.fleet.of("rollout")],
+        }
 
     def status(self, why: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer of `rlhfd status`, with that of `rlhfd why` of the same moment."""
         # All from one reading: rows that were read later than the steps would not add up with them.
-        numbers, counts = self._numbers(), self.reading.conservation
+        numbers, counts = self.numbers(), self.reading.conservation
         rewards, ends = numbers["reward_history"], self._steps.tenths()
         return numbers | {
             "run_id": self.workspace.run.run_id,
@@ -230,7 +257,7 @@ class InstanceStatus:
                 for labels, value in self._trained.families["rlhfd_reward_function_mean"].items()
                 if labels[0] == "trainer" and isinstance(value, float)
             },
-            "steps_per_s": self._pace.steps_per_s,
+            "steps_per_s": self._steps_rate.rate(),
             "buffer": numbers["buffer"]
             | {
                 "leased_items": counts.leased_items if counts else 0,
@@ -271,31 +298,6 @@ class InstanceStatus:
         return lines + tail
 
     # Readings.
-
-    def _numbers(self) -> dict[str, Any]:
-        """Return the values that the terminal shows as well; it does so each tick, so they are cheap."""
-        counts, rewards = self.reading.conservation, [reward for _, reward in self._steps.rewards]
-        return {
-            "state": self.shown_state,
-            "metrics_url": self.metrics_url,
-            "algorithm": self.config.rollout.algorithm,
-            "model": self.config.model.actor,
-            "step": self._steps.step,
-            "max_steps": int(self._value("rlhfd_last_step") or self.config.trainer.max_steps),
-            "policy_version": self._policy_version,
-            # A rank that has ended has no gauge any more; its last value is still the newest.
-            "reward_mean": rewards[-1] if rewards else None,
-            "reward_history": rewards,
-            "learning": self._learning(),
-            "evaluation": self._evaluation(),
-            "tokens_per_s": self._pace.tokens_per_s,
-            "staleness_mean_versions": self.reading.histogram_mean("rlhfd_policy_staleness_versions", point="train"),
-            "buffer": {
-                "ready_items": counts.ready_items if counts else 0,
-                "capacity_items": capacity_items(self.config),
-            },
-            "processes": [{"role": slot.role, "state": slot.state} for slot in self.fleet.of("rollout")],
-        }
 
     def _checkpoint(self) -> str:
         """Return the folder of the latest checkpoint, "" if there is none."""

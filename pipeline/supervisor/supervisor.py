@@ -331,7 +331,7 @@ class Supervisor:
         self._trackers = Trackers(config, writer)
         self._view = LiveView()
         self._service = Service(
-            self.notifier, snapshot=self._status.snapshot, is_buffer_silent=self._watchdog.is_buffer_silent
+            self.notifier, status=self._status.numbers, is_buffer_silent=self._watchdog.is_buffer_silent
         )
         self._to_buffer = Outbox(self.workspace.folder, BUFFER)
         taken_over = self.workspace.taken_over
@@ -413,7 +413,7 @@ class Supervisor:
         if self._page is not None:
             self._page.sample(now_s)
         self._watchdog.tick(now_s, *self._status.steps_and_version())
-        self._view.update(self._status.snapshot())
+        self._view.update(self._status.numbers())
         has_failed = self._shutdown.exit_code is not ExitCode.OK
         self._service.tick(now_s, is_ending=self._shutdown.under_way, has_failed=has_failed)
         if self._shutdown.under_way:
@@ -541,7 +541,7 @@ class Supervisor:
         await asyncio.to_thread(self._trackers.close)
         # Processes that code of the user has started, and whose guards were killed: they were adopted here.
         end_descendants([slot.child.pid for slot in self._fleet.slots if slot.child is not None])
-        self._view.update(self._status.snapshot())
+        self._view.update(self._status.numbers())
         self._view.stop()
         for line in self._status.summary():
             log.info("%s", line)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from pipeline.runtime.run_start import StartProgress
-from pipeline.supervisor.snapshot import Snapshot
+from pipeline.supervisor.live import steps, workers
 
 _STATUS_INTERVAL_S = 1.0
 # During start and shutdown, systemd's own time limit is extended by this much every second; a hung loop stops that.
@@ -27,17 +27,17 @@ class Service:
     """
 
     def __init__(
-        self, notifier: Notifier, *, snapshot: Callable[[], Snapshot], is_buffer_silent: Callable[[float], bool]
+        self, notifier: Notifier, *, status: Callable[[], Mapping[str, Any]], is_buffer_silent: Callable[[float], bool]
     ) -> None:
         """Report through `notifier`.
 
         Args:
             notifier: The connection to systemd.
-            snapshot: Returns a reading of the instance.
+            status: Returns the status of the instance.
             is_buffer_silent: Returns whether the buffer has had no heartbeat for that many seconds.
         """
         self._notifier = notifier
-        self._snapshot = snapshot
+        self._status = status
         self._is_buffer_silent = is_buffer_silent
         self._silent_s = min(_BUFFER_SILENT_S, notifier.watchdog_s / 2)
         self._is_ready = self._is_stopping = self._is_withheld = False
@@ -54,11 +54,11 @@ class Service:
         """
         if not self._notifier.is_connected:
             return
-        shot = self._snapshot()
+        status = self._status()
         # An orderly shutdown before the instance was ready is no failed start, which systemd would restart.
-        if not self._is_ready and shot.state != "starting" and not has_failed:
+        if not self._is_ready and status["state"] != "starting" and not has_failed:
             # In one message: whoever waits for the service reads no line of its start.
-            text = status_line(shot)
+            text = status_line(status)
             if self._notifier.send(READY=1, STATUS=text):
                 self._is_ready = True
                 self._shown, self._shown_s = text, now_s
@@ -67,7 +67,7 @@ class Service:
         if (is_ending or not self._is_ready) and now_s - self._extended_s >= _STATUS_INTERVAL_S:
             self._extended_s = now_s
             self._notifier.send(EXTEND_TIMEOUT_USEC=int(_STEP_S * 1e6))
-        self._show(now_s, status_line(shot))
+        self._show(now_s, status_line(status))
         self._answer(now_s)
 
     def _show(self, now_s: float, text: str) -> None:
@@ -88,15 +88,15 @@ class Service:
             self._answered_s = now_s
 
 
-def status_line(shot: Snapshot) -> str:
+def status_line(status: Mapping[str, Any]) -> str:
     """Return the line for `systemctl status`."""
-    parts = [f"step {shot.step:,}" + (f" of {shot.max_steps:,}" if shot.max_steps else "")]
-    if shot.reward_mean is not None:
-        parts.append(f"reward {shot.reward_mean:.4f}")
-    if shot.tokens_per_s is not None:
-        parts.append(f"{shot.tokens_per_s:,.0f} tokens/s")
-    parts.append(f"workers {shot.workers_ready} of {shot.workers_total}")
-    return f"{shot.state}: {', '.join(parts)}"
+    parts = [f"step {steps(status, ' of ')}"]
+    if status["reward_mean"] is not None:
+        parts.append(f"reward {status['reward_mean']:.4f}")
+    if status["tokens_per_s"] is not None:
+        parts.append(f"{status['tokens_per_s']:,.0f} tokens/s")
+    parts.append(f"workers {workers(status, ' of ')}")
+    return f"{status['state']}: {', '.join(parts)}"
 
 
 class ExtendedStart(StartProgress):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import io
 import os
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import given
@@ -19,27 +18,27 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline.supervisor.live import LiveView, evaluation_text, line, panel, sparkline
-from pipeline.supervisor.snapshot import Pace, RateWindow, Snapshot, Steps
+from pipeline.supervisor.pace import RateWindow, Steps
 from tests.support.slabs import ROOT
 
-SNAPSHOT = Snapshot(
-    state="ready",
-    algorithm="grpo",
-    model="builtin:sort-digits",
-    step=45,
-    max_steps=150,
-    reward_mean=0.8125,
-    reward_history=(0.4, 0.5, 0.6, 0.8125),
-    tokens_per_s=1234.4,
-    items_ready=256,
-    items_capacity=512,
-    staleness_mean=0.75,
-    policy_version=45,
-    workers_ready=1,
-    workers_total=2,
-    metrics_url="http://127.0.0.1:9477",
-    learning={"loss": -0.012345678, "kl": 0.0005, "entropy": 1.5, "response_length": 12.34, "clipped": 0.03125},
-)
+STATUS: dict[str, Any] = {
+    "state": "ready",
+    "algorithm": "grpo",
+    "model": "builtin:sort-digits",
+    "step": 45,
+    "max_steps": 150,
+    "reward_mean": 0.8125,
+    "reward_history": [0.4, 0.5, 0.6, 0.8125],
+    "tokens_per_s": 1234.4,
+    "buffer": {"ready_items": 256, "capacity_items": 512},
+    "staleness_mean_versions": 0.75,
+    "policy_version": 45,
+    "processes": [
+        {"role": "rollout", "state": "ready"}, {"role": "rollout", "state": "starting"}, {"role": "buffer"},
+    ],
+    "metrics_url": "http://127.0.0.1:9477",
+    "learning": {"loss": -0.012345678, "kl": 0.0005, "entropy": 1.5, "response_length": 12.34, "clipped": 0.03125},
+}  # fmt: skip
 LINE = (
     "state=ready step=45/150 reward_mean=0.8125 tokens_per_s=1234 buffer_items=256/512 staleness_mean=0.75 "
     "policy_version=45 workers=1/2 loss=-0.01235 kl=0.0005 entropy=1.5 response_length=12.3 clipped=0.0312 "
@@ -98,33 +97,33 @@ def test_without_a_standard_output_nothing_is_shown(monkeypatch: pytest.MonkeyPa
 
     view = LiveView()
     view.start()
-    view.update(SNAPSHOT)
+    view.update(STATUS)
     view.stop()
 
     assert view.is_gone and view._stream.getvalue() == ""  # type: ignore[attr-defined]
 
 
-def step(number: int) -> Snapshot:
-    return dataclasses.replace(SNAPSHOT, step=number)
+def step(number: int) -> dict[str, Any]:
+    return STATUS | {"step": number}
 
 
-def rendered(snapshot: Snapshot, encoding: str = "utf-8") -> str:
+def rendered(status: dict[str, Any], encoding: str = "utf-8") -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=stream, width=80)
-    console.print(panel(snapshot, ascii_only=console.options.ascii_only))
+    console.print(panel(status, ascii_only=console.options.ascii_only))
     stream.flush()
     assert isinstance(stream.buffer, io.BytesIO)
     return stream.buffer.getvalue().decode(encoding)
 
 
 def test_line_is_keys_and_values() -> None:
-    assert line(SNAPSHOT) == LINE
+    assert line(STATUS) == LINE
 
 
 def test_line_shows_what_is_not_known_as_a_dash() -> None:
-    assert line(Snapshot(state="starting", workers_total=2)) == (
+    assert line({"state": "starting", "processes": STATUS["processes"][1:]}) == (
         "state=starting step=0 reward_mean=- tokens_per_s=- buffer_items=0 staleness_mean=- "
-        "policy_version=- workers=0/2 loss=- kl=- entropy=- response_length=- clipped=- gradient_norm=-"
+        "policy_version=- workers=0/1 loss=- kl=- entropy=- response_length=- clipped=- gradient_norm=-"
     )
 
 
@@ -154,8 +153,8 @@ def test_pipe_gets_a_change_of_state_at_once() -> None:
     stream = io.StringIO()
     view = LiveView(stream, clock_s=FakeClock())
 
-    view.update(dataclasses.replace(SNAPSHOT, state="starting"))
-    view.update(SNAPSHOT)
+    view.update(STATUS | {"state": "starting"})
+    view.update(STATUS)
 
     first, second = stream.getvalue().splitlines()
     assert first.startswith("state=starting ")
@@ -168,7 +167,7 @@ def test_pipe_gets_a_line_a_minute_though_nothing_happens() -> None:
     view = LiveView(stream, clock_s=now)
 
     for _ in range(121):
-        view.update(SNAPSHOT)
+        view.update(STATUS)
         now.now_s += 1
 
     assert len(stream.getvalue().splitlines()) == 3
@@ -189,14 +188,14 @@ def test_stream_that_cannot_hold_a_character_gets_its_escape() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     view = LiveView(stream, clock_s=FakeClock())
 
-    view.update(dataclasses.replace(SNAPSHOT, model="/models/größe"))
+    view.update(STATUS | {"model": "/models/größe"})
 
     assert isinstance(stream.buffer, io.BytesIO)
     assert rb"model=/models/gr\xf6\xdfe" in stream.buffer.getvalue()
 
 
 def test_panel_shows_every_value() -> None:
-    text = rendered(SNAPSHOT)
+    text = rendered(STATUS)
 
     for shown in (
         "rlhfd ready grpo builtin:sort-digits",
@@ -214,18 +213,18 @@ def test_panel_shows_every_value() -> None:
 
 
 def test_panel_takes_no_name_for_markup() -> None:
-    text = rendered(dataclasses.replace(SNAPSHOT, model="/models/[bold]x[/nope]", metrics_url="[/] [red]"))
+    text = rendered(STATUS | {"model": "/models/[bold]x[/nope]", "metrics_url": "[/] [red]"})
 
     assert "/models/[bold]x[/nope]" in text
     assert "[/] [red]" in text
 
 
 def test_panel_of_an_ascii_terminal_is_ascii() -> None:
-    assert rendered(SNAPSHOT, encoding="ascii").isascii()
+    assert rendered(STATUS, encoding="ascii").isascii()
 
 
 def test_panel_without_bounds_has_no_bars() -> None:
-    text = rendered(Snapshot(state="ready", step=1234, items_ready=7))
+    text = rendered({"state": "ready", "step": 1234, "buffer": {"ready_items": 7}})
 
     assert "1,234" in text and "7 ready" in text
     assert "━" not in text
@@ -235,7 +234,7 @@ def test_terminal_gets_the_panel_and_its_cursor_back(terminal: Terminal) -> None
     view = LiveView(terminal.stream, clock_s=FakeClock())
 
     view.start()
-    view.update(SNAPSHOT)
+    view.update(STATUS)
     shown = terminal.screen()
     view.stop()
 
@@ -247,7 +246,7 @@ def test_the_panel_leaves_room_for_the_echo_of_two_interrupts(terminal: Terminal
     view = LiveView(terminal.stream, clock_s=FakeClock())
 
     view.start()
-    view.update(SNAPSHOT)
+    view.update(STATUS)
 
     written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.screen())
     view.stop()
@@ -276,7 +275,7 @@ def test_line_of_a_child_appears_above_the_panel(terminal: Terminal, monkeypatch
     monkeypatch.setattr(sys, "stderr", terminal.stream)
     view = LiveView(terminal.stream, clock_s=FakeClock())
     view.start()
-    view.update(SNAPSHOT)
+    view.update(STATUS)
     terminal.screen()
 
     view.log("rollout-0 says hello")
@@ -304,7 +303,7 @@ def test_dumb_terminal_gets_lines(terminal: Terminal, monkeypatch: pytest.Monkey
     view = LiveView(terminal.stream, clock_s=FakeClock())
 
     view.start()
-    view.update(SNAPSHOT)
+    view.update(STATUS)
 
     assert terminal.screen().startswith(LINE)
 
@@ -346,13 +345,13 @@ def test_pipe_that_nobody_reads_does_not_block() -> None:
 def test_reader_that_leaves_changes_neither_the_run_nor_its_exit_code() -> None:
     code = """
 import sys
-from pipeline.supervisor.live import LiveView, Snapshot
+from pipeline.supervisor.live import LiveView
 now_s = 0.0
 view = LiveView(clock_s=lambda: now_s)
 sys.stdin.readline()
 for step in range(100):
     now_s += 1
-    view.update(Snapshot(state="ready", step=step))
+    view.update({"state": "ready", "step": step})
 view.stop()
 sys.exit(7)
 """
@@ -455,26 +454,6 @@ def test_sparkline_never_exceeds_its_width(values: list[float], width: int) -> N
     assert len(sparkline(values, width)) == min(width, len(values))
 
 
-def test_the_pace_counts_from_the_resume_and_not_from_the_start_of_the_processes() -> None:
-    pace = Pace()
-    # Twenty seconds of start; the trainer then finds that it resumes at step 1,000.
-    for second in range(20):
-        pace.add(second, 0.0, None, can_roll=False)
-    assert (pace.tokens_per_s, pace.steps_per_s) == (None, None)
-    for second in range(20, 31):
-        pace.add(second, 800.0 * (second - 20), 1000.0 + 0.5 * (second - 20), can_roll=True)
-
-    assert (pace.tokens_per_s, pace.steps_per_s) == (800.0, 0.5)
-
-
-def test_the_pace_goes_on_while_a_worker_is_replaced() -> None:
-    pace = Pace()
-    pace.add(0.0, 0.0, 0.0, can_roll=True)
-    pace.add(10.0, 100.0, 1.0, can_roll=False)
-
-    assert (pace.tokens_per_s, pace.steps_per_s) == (10.0, 0.1)
-
-
 def test_the_panel_shows_the_last_evaluation_and_the_progress_of_the_next() -> None:
     evaluation = {
         "version": 40, "k": 4, "pass_at_1": 0.4531, "pass_at_k": 0.8125, "reward_mean": 0.45, "done": 96,
@@ -488,6 +467,6 @@ def test_the_panel_shows_the_last_evaluation_and_the_progress_of_the_next() -> N
     assert evaluation_text({**evaluation, "k": 1}) == shown.replace(" pass@4 0.8125,", "")
     assert evaluation_text({"version": None, "done": 0, "prompts": 0}) == "not evaluated yet"
     console = Console(file=io.StringIO(), width=200)
-    console.print(panel(dataclasses.replace(SNAPSHOT, evaluation=evaluation)))
-    console.print(panel(SNAPSHOT))
+    console.print(panel(STATUS | {"evaluation": evaluation}))
+    console.print(panel(STATUS))
     assert console.file.getvalue().count(shown) == 1  # type: ignore[attr-defined]

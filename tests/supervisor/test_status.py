@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config.schema import Config
 from pipeline.supervisor import status as module
-from pipeline.supervisor.snapshot import Pace, Steps
+from pipeline.supervisor.pace import RateWindow, Steps
 from pipeline.supervisor.status import InstanceStatus
 from pipeline.telemetry.metric import SlotName
 from pipeline.telemetry.reader import MetricsReader
@@ -50,18 +50,56 @@ def test_cpu_time_is_counted_once_also_for_a_process_with_the_pid_of_a_dead_one(
     assert sampled.status._cpu_s == {13: 2.0, 11: 6.0}
 
 
-def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(tmp_path):
+@pytest.fixture
+def rated(tmp_path):
+    """Return a slab, a status of its rates, and the states of the workers."""
     slots = (SlotName("supervisor"), SlotName("buffer"), SlotName("trainer"), SlotName("rollout"))
     slab = MetricsSlab.create(tmp_path / "metrics", slots)
     for slot in slots:
         slab.begin(*slot)
-    status = InstanceStatus.__new__(InstanceStatus)
-    status.config, status.fleet = Config(), SimpleNamespace(of=lambda role: iter([]))
-    status._pace, status._steps = Pace(), Steps(8)
+    status, workers = InstanceStatus.__new__(InstanceStatus), []
+    fleet = SimpleNamespace(of=lambda role: (SimpleNamespace(state=state) for state in workers))
+    status.config, status.fleet = Config(), fleet
+    status._steps, status._has_rolled = Steps(8), False
+    status._tokens_rate, status._steps_rate = RateWindow(60.0), RateWindow(300.0)
+    status._trained = status._evaluated = MetricsReader(slab).read()
+    yield slab, status, workers
+    slab.close()
+
+
+def rates_at(at_s, rated, tokens=0.0, step=None):
+    """Return tokens and steps a second after a sample with these counts."""
+    slab, status, _ = rated
+    slab.writer("rollout").counter("rlhfd_tokens_total", kind="response").set_total(tokens)
+    if step is not None:
+        slab.writer("trainer").counter("rlhfd_train_steps_total").set_total(step)
+    status.reading = MetricsReader(slab).read()
+    status._sample_rates(at_s)
+    return status._tokens_rate.rate(), status._steps_rate.rate()
+
+
+def test_rates_are_from_the_resume_and_not_from_the_start_of_the_processes(rated):
+    # Twenty seconds of start; the trainer then finds that it resumes at step 1,000.
+    assert {rates_at(second, rated) for second in range(20)} == {(None, None)}
+    rated[-1].append("ready")
+    rates = [rates_at(20 + second, rated, 800.0 * second, 1000.0 + 0.5 * second) for second in range(11)]
+
+    assert rates[-1] == (800.0, 0.5)
+
+
+def test_rates_go_on_while_a_worker_is_replaced(rated):
+    rated[-1].append("ready")
+    rates_at(0.0, rated, step=0.0)
+    rated[-1].clear()
+
+    assert rates_at(10.0, rated, 100.0, 1.0) == (10.0, 0.1)
+
+
+def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(rated, tmp_path):
+    slab, status, _ = rated
     status._files, status._k, status._run_folder, status._policy_version = ["held.jsonl"], 4, tmp_path, 7
     reader = MetricsReader(slab, names={"file-1": "held.jsonl"})
     trainer, buffer = slab.writer("trainer"), slab.writer("buffer")
-    status._trained = status._evaluated = reader.read()
 
     def shown(at_s):
         status.reading = reader.read()
@@ -86,4 +124,3 @@ def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(tmp_p
     # A step of a new rank without a reference has no KL.
     slab.writer("trainer").gauge("rlhfd_loss", kind="total").set(0.125)
     assert shown(4.0) == ({"loss": 0.125, "pass_at_1": 0.5}, expected[1])
-    slab.close()

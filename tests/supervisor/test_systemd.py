@@ -4,10 +4,10 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.supervisor.snapshot import Snapshot
 from pipeline.supervisor.systemd import Notifier, Service, status_line
 
 
@@ -60,16 +60,21 @@ def test_without_a_manager_nothing_is_sent_and_with_a_dead_one_it_is_said(tmp_pa
     assert not Notifier(str(tmp_path / "gone")).send(READY=1)
 
 
+def status_of(state: str, ready: int = 0, workers: int = 0, **values: float) -> dict[str, Any]:
+    processes = [{"role": "rollout", "state": "ready" if index < ready else "starting"} for index in range(workers)]
+    return {"state": state, "reward_mean": None, "tokens_per_s": None, "processes": processes} | values
+
+
 class Told:
-    """A service on a socket of the test's, with the reading that it reports."""
+    """A service on a socket of the test's, with the status that it reports."""
 
     def __init__(self, listener: tuple[socket.socket, str], *, watchdog_s: float = 8.0) -> None:
         self._bound, address = listener
-        self.shot = Snapshot(state="starting", workers_total=2)
+        self.status = status_of("starting", 0, 2)
         self.silent = False
         self.limits: list[float] = []
         self.service = Service(
-            Notifier(address, watchdog_s), snapshot=lambda: self.shot, is_buffer_silent=self._is_silent
+            Notifier(address, watchdog_s), status=lambda: self.status, is_buffer_silent=self._is_silent
         )
 
     def _is_silent(self, limit_s: float) -> bool:
@@ -88,9 +93,9 @@ def told(listener: tuple[socket.socket, str]) -> Told:
 
 def test_a_start_asks_for_time_until_it_is_ready_and_says_so_once(told: Told) -> None:
     first, again = told.tick(0.0), told.tick(0.25)
-    told.shot = Snapshot(state="starting", workers_ready=1, workers_total=2)
+    told.status = status_of("starting", 1, 2)
     later = told.tick(1.0)
-    told.shot = Snapshot(state="ready", workers_ready=2, workers_total=2)
+    told.status = status_of("ready", 2, 2)
     # Within the second in which no other line is shown: none of the start's is left once systemd calls it active.
     ready, after = told.tick(1.5), told.tick(2.5)
 
@@ -115,9 +120,9 @@ def test_the_watchdog_is_answered_four_times_a_period_while_the_buffer_moves(tol
 
 
 def test_an_end_asks_for_time_as_long_as_it_takes(told: Told) -> None:
-    told.shot = Snapshot(state="ready")
+    told.status = status_of("ready")
     told.tick(0.0)
-    told.shot = Snapshot(state="draining")
+    told.status = status_of("draining")
 
     assert told.tick(1.0, is_ending=True)[:2] == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=30000000"]
     assert "EXTEND_TIMEOUT_USEC=30000000" in told.tick(2.0, is_ending=True)
@@ -127,7 +132,7 @@ def test_an_end_in_order_during_the_start_is_no_failed_start_but_a_failure_is(
     listener: tuple[socket.socket, str],
 ) -> None:
     asked, failed = Told(listener), Told(listener)
-    asked.shot = failed.shot = Snapshot(state="draining")
+    asked.status = failed.status = status_of("draining")
 
     told_by_it = asked.tick(0.0, is_ending=True)
     assert (told_by_it[0], told_by_it[2]) == ("READY=1", "STOPPING=1")
@@ -135,9 +140,6 @@ def test_an_end_in_order_during_the_start_is_no_failed_start_but_a_failure_is(
 
 
 def test_the_status_line_names_step_reward_speed_and_workers() -> None:
-    shot = Snapshot(
-        state="ready", step=1200, max_steps=5000, reward_mean=0.43412, tokens_per_s=805.4, workers_ready=3,
-        workers_total=4,
-    )  # fmt: skip
+    status = status_of("ready", 3, 4, step=1200, max_steps=5000, reward_mean=0.43412, tokens_per_s=805.4)
 
-    assert status_line(shot) == "ready: step 1,200 of 5,000, reward 0.4341, 805 tokens/s, workers 3 of 4"
+    assert status_line(status) == "ready: step 1,200 of 5,000, reward 0.4341, 805 tokens/s, workers 3 of 4"
