@@ -25,7 +25,7 @@ from pipeline.sort_digits import PROMPT_COUNT
 from pipeline.storage.control_groups import memory_groups
 from pipeline.supervisor.cluster_nodes import ClusterNodes
 from pipeline.supervisor.placement import Devices
-from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
+from pipeline.supervisor.restarts import RestartPolicy
 from pipeline.telemetry import log_lines
 from pipeline.telemetry.metric import START
 from pipeline.telemetry.metrics import BY_NAME
@@ -182,7 +182,7 @@ class Fleet:
 
     def add(self, role: str, index: int, devices: Devices) -> Slot:
         """Add a slot; no child runs in it yet."""
-        slot = Slot(role, index, devices, RestartPolicy(RestartLimits.of(self.config.daemon), random.Random()))
+        slot = Slot(role, index, devices, RestartPolicy(self.config.daemon, random.Random()))
         self.slots.append(slot)
         if slot.works:
             # Counters start at 0: Prometheus sees no increase in a counter that appears as 1.
@@ -193,7 +193,7 @@ class Fleet:
     def limit(self, config: Config) -> None:
         """Apply the bounds of restarts of a reloaded configuration from now on."""
         for slot in self.slots:
-            slot.policy.limit(RestartLimits.of(config.daemon))
+            slot.policy.limit(config.daemon)
 
     def of(self, *roles: str) -> Iterator[Slot]:
         """Yield the slots of some roles."""

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.schema import DaemonConfig
 from pipeline.errors import ExitCode
 from pipeline.runtime.messages import Message, PeerDied
 from pipeline.supervisor.exits import ExitHandler
 from pipeline.supervisor.fleet import Slot
 from pipeline.supervisor.placement import Devices
-from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
+from pipeline.supervisor.restarts import RestartPolicy
 from tests.supervisor.test_fleet import Idlers
 
 
@@ -33,7 +34,7 @@ class Case:
         self.fleet = Idlers(folder)
         self.ranks = self.fleet.ranks
         # The metrics have no slot for them.
-        policies = [RestartPolicy(RestartLimits(), random.Random()) for _ in range(2)]
+        policies = [RestartPolicy(DaemonConfig(), random.Random()) for _ in range(2)]
         self.workers = [Slot("rollout", index, Devices("", ()), policy) for index, policy in enumerate(policies)]
         self.fleet.slots += self.workers
         self.handler = ExitHandler(
@@ -155,7 +156,7 @@ def test_a_childs_own_verdict_on_the_run_is_the_runs_exit_code(case: Case, code:
 
 def test_a_setup_is_restarted_after_a_kill_and_up_to_the_limit_and_an_error_of_its_own_ends_the_run(case: Case) -> None:
     setup = case.fleet.add("setup", 0, Devices("", ()))
-    setup.policy = RestartPolicy(RestartLimits(starts=3), random.Random(0))
+    setup.policy = RestartPolicy(DaemonConfig(restart_limit=3), random.Random(0))
 
     for _ in range(2):
         case.ends(setup, -9)

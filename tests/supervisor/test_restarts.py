@@ -5,14 +5,12 @@ import random
 import pytest
 
 from pipeline.config.schema import DaemonConfig
-from pipeline.supervisor.restarts import RestartLimits, RestartPolicy
-
-LIMITS = RestartLimits(first_delay_s=1.0, longest_delay_s=4.0, healthy_s=100.0, starts=5, window_s=600.0)
+from pipeline.supervisor.restarts import HEALTHY_S, RestartPolicy
 
 
 @pytest.fixture
 def policy():
-    return RestartPolicy(LIMITS, random.Random(0))
+    return RestartPolicy(DaemonConfig(restart_delay_s=1), random.Random(0))
 
 
 def crash(policy, at_s, *, lived_s=0.0, start_s=1.0):
@@ -20,10 +18,12 @@ def crash(policy, at_s, *, lived_s=0.0, start_s=1.0):
     return policy.died(at_s + start_s + lived_s, lived_s)
 
 
-def test_the_wait_doubles_up_to_its_cap(policy):
-    waits = [crash(policy, at_s) for at_s in (0, 10, 20, 30)]
+def test_the_wait_doubles_up_to_120_times_the_first():
+    policy = RestartPolicy(DaemonConfig(restart_delay_s=3, restart_limit=100), random.Random(0))
 
-    for wait_s, expected_s in zip(waits, (1, 2, 4, 4), strict=True):
+    waits = [crash(policy, at_s) for at_s in range(0, 90, 10)]
+
+    for wait_s, expected_s in zip(waits, (3, 6, 12, 24, 48, 96, 192, 360, 360), strict=True):
         assert 0.8 * expected_s <= wait_s <= 1.2 * expected_s
 
 
@@ -35,7 +35,7 @@ def test_the_fifth_start_within_the_window_is_the_last(policy):
 
 
 def test_old_starts_are_forgiven(policy):
-    waits = [crash(policy, at_s, lived_s=LIMITS.healthy_s) for at_s in range(0, 2000, 200)]
+    waits = [crash(policy, at_s, lived_s=HEALTHY_S) for at_s in range(0, 2000, 200)]
 
     assert None not in waits
 
@@ -47,11 +47,11 @@ def test_deaths_soon_after_ready_are_counted_however_long_the_starts_take(policy
         waits.append(crash(policy, now_s, start_s=start_s, lived_s=5.0))
         now_s += start_s + 5.0 + (waits[-1] or 0.0)
 
-    assert len(waits) == LIMITS.starts
+    assert len(waits) == 5
 
 
 def test_one_healthy_life_begins_the_count_anew(policy):
-    waits = [crash(policy, 1000.0 * turn, lived_s=LIMITS.healthy_s if turn == 3 else 5.0) for turn in range(9)]
+    waits = [crash(policy, 1000.0 * turn, lived_s=HEALTHY_S if turn == 3 else 5.0) for turn in range(9)]
 
     assert None not in waits[:8]
     assert waits[8] is None, "the fifth in a row"
@@ -61,7 +61,7 @@ def test_a_healthy_life_resets_the_wait(policy):
     for at_s in (0, 10, 20):
         crash(policy, at_s)
 
-    wait_s = crash(policy, 30, lived_s=LIMITS.healthy_s)
+    wait_s = crash(policy, 30, lived_s=HEALTHY_S)
 
     assert wait_s <= 1.2
 
@@ -70,21 +70,15 @@ def test_a_long_start_is_no_healthy_life(policy):
     for at_s in (0, 10):
         crash(policy, at_s)
 
-    assert crash(policy, 20, start_s=2 * LIMITS.healthy_s) > 3.0
-
-
-def test_the_bounds_are_those_of_the_configuration():
-    limits = RestartLimits.of(DaemonConfig(restart_delay_s=3, restart_limit=7))
-
-    assert (limits.first_delay_s, limits.longest_delay_s, limits.starts, limits.window_s) == (3, 360, 7, 600)
+    assert crash(policy, 20, start_s=2 * HEALTHY_S) > 3.0
 
 
 def test_other_bounds_hold_from_then_on(policy):
-    policy.limit(RestartLimits(first_delay_s=10.0, longest_delay_s=15.0, starts=3, window_s=600.0))
+    policy.limit(DaemonConfig(restart_delay_s=10, restart_limit=3))
 
     waits = [crash(policy, at_s) for at_s in (0, 10, 20)]
 
-    assert 8 <= waits[0] <= 12 and 12 <= waits[1] <= 18
+    assert 8 <= waits[0] <= 12 and 16 <= waits[1] <= 24
     assert waits[2] is None
 
 
@@ -92,15 +86,15 @@ def test_a_wait_that_has_grown_is_cut_to_the_new_cap(policy):
     for at_s in (0, 10):
         crash(policy, at_s)
 
-    policy.limit(RestartLimits(first_delay_s=0.5, longest_delay_s=2.0, starts=5, window_s=600.0))
+    policy.limit(DaemonConfig(restart_delay_s=0.025))
 
-    assert 1.6 <= crash(policy, 20) <= 2.4
+    assert 2.4 <= crash(policy, 20) <= 3.6
 
 
 def test_a_wait_that_has_grown_is_raised_to_the_new_first_one(policy):
     for at_s in (0, 10):
         crash(policy, at_s)
 
-    policy.limit(RestartLimits(first_delay_s=30.0, longest_delay_s=3600.0, starts=5, window_s=600.0))
+    policy.limit(DaemonConfig(restart_delay_s=30))
 
     assert 24 <= crash(policy, 20) <= 36
