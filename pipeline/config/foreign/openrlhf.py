@@ -325,7 +325,6 @@ OPENRLHF: Final = Trainer(
     word="openrlhf",
     release="0.11",
     options=_OPTIONS,
-    sections=("actor", "critic", "ref", "reward", "train", "vllm", "algo", "ckpt", "ds", "data", "eval", "logger"),
     programs=("train_ppo_ray",),
     always=(
         ("trainer.loss_rows", "all", "OpenRLHF counts rows of groups with equal rewards in the loss"),

@@ -124,7 +124,6 @@ class Trainer:
         word: Its name in ``rlhfd init --from``.
         release: The release whose options these are.
         options: The table.
-        sections: First parts of the names of its options that are sections; empty where names have one part.
         programs: Parts of the name of its program in a shell script; the options come after it.
         others: Words behind its program that begin a run of another kind.
         has_programs: Whether its users write the program that trains, in Python.
@@ -135,7 +134,6 @@ class Trainer:
     word: str
     release: str
     options: tuple[Option, ...]
-    sections: tuple[str, ...]
     programs: tuple[str, ...]
     always: tuple[tuple[str, Any, str], ...]
     others: tuple[str, ...] = ()
@@ -150,6 +148,12 @@ class Trainer:
             if any("*" in one and fnmatch.fnmatchcase(name, one) for one in option.names):
                 return option
         return None
+
+    @property
+    def sections(self) -> set[str]:
+        """The first parts of the names of its options that have several."""
+        heads = (name.partition(".") for option in self.options for name in option.names)
+        return {head for head, dot, _ in heads if dot and head != "*"}
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -443,7 +443,6 @@ TRL: Final = Trainer(
     word="trl",
     release="1.16",
     options=_OPTIONS,
-    sections=(),
     programs=("trl", "grpo"),
     others=("rloo", "sft", "dpo", "kto", "reward", "vllm-serve"),
     has_programs=True,
