@@ -154,7 +154,7 @@ def model_sizes(folder: Path, field: str) -> ModelSizes:
     if not path.is_file():
         raise ConfigError(f"{field}: {folder} has no config.json")
     try:
-        described = json.loads(path.read_bytes())
+        described = _json(path.read_bytes())
         text: dict[str, Any] = described.get("text_config") or described
         hidden = _first(text, "hidden_size", "n_embd", "d_model")
         heads = _first(text, "num_attention_heads", "n_head")
@@ -212,7 +212,7 @@ def problem_of_model(folder: Path, *, is_actor: bool, is_trained: bool) -> str:
     if problem := problem_of_pointers(folder):
         return problem
     try:
-        described = json.loads((folder / "config.json").read_bytes())
+        described = _json((folder / "config.json").read_bytes())
         quantized = described.get("quantization_config")
     except (OSError, ValueError, AttributeError) as error:
         return f"config.json in {folder} cannot be read: {error}"
@@ -256,7 +256,7 @@ def _indexed(folder: Path) -> set[Path]:
     found = set[Path]()
     for index in folder.glob("*.index.json"):
         with contextlib.suppress(ValueError, KeyError, AttributeError, TypeError):
-            found |= {folder / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+            found |= {folder / name for name in _json(index.read_bytes())["weight_map"].values()}
     return found
 
 
@@ -354,10 +354,17 @@ def model_type(folder: Path) -> str:
 def json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one if the file cannot be read, or holds anything else."""
     try:
-        found = json.loads(path.read_bytes())
+        found = _json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def text_settings(folder: Path) -> dict[str, Any]:
@@ -394,9 +401,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / _WHOLE).is_file():
         return [folder / _WHOLE]
     if (folder / _INDEX).is_file():
-        return [
-            folder / name for name in sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
-        ]
+        return [folder / name for name in sorted(set(_json((folder / _INDEX).read_bytes())["weight_map"].values()))]
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -406,7 +411,7 @@ def _entries(path: Path) -> dict[str, Any]:
         (nbytes,) = _HEADER_BYTES.unpack(file.read(_HEADER_BYTES.size))
         if nbytes > _MOST_HEADER_BYTES:
             raise ValueError(f"{path.name} has a header of {nbytes:,} B")
-        header = json.loads(file.read(nbytes))
+        header = _json(file.read(nbytes))
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 

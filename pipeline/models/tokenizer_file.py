@@ -124,7 +124,7 @@ def json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one if the file cannot be read, or holds anything else."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -12,7 +12,7 @@ from typing import Final
 from pipeline.config.evaluation import EvaluationConfig, held_out
 from pipeline.config.load import LoadedConfig
 from pipeline.config.losses import LossSection, lacks_ratio_for_staleness, log_probs_by
-from pipeline.config.model_files import model_sizes, processors_of, text_settings
+from pipeline.config.model_files import json_object, model_sizes, processors_of, text_settings
 from pipeline.config.positions import positions_of
 from pipeline.config.rewards import reward_functions
 from pipeline.config.schema import Config
@@ -245,21 +245,12 @@ def _of_prompts(loaded: LoadedConfig) -> Iterator[str]:
                 f'{type(answer).__name__} {shown}, unequal to the text of any response; for a text write "{shown}"'
             )
             break
-    has_template = _has_template(Path(loaded.config.model.actor))
+    model = Path(loaded.config.model.actor)
+    in_settings = json_object(model / "tokenizer_config.json").get("chat_template")
+    has_template = in_settings or (model / "chat_template.jinja").is_file()
     is_bare = prompts.template == "auto" and not prompts.needs_template
     if is_bare and has_template and all(isinstance(prompt, str) for _, prompt, _ in first):
         yield (
             f"{loaded.where('prompts.template')}: the prompts are texts, and the model's chat template is not applied "
             'to them: "chat" applies it, "none" states that none is wanted'
         )
-
-
-def _has_template(model: Path) -> bool:
-    """Return whether a model has a chat template, in a file of its own or in the settings of its tokenizer."""
-    if (model / "chat_template.jinja").is_file():
-        return True
-    try:
-        settings = json.loads((model / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))

@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 
 from pipeline.config import plan
 from pipeline.config.losses import answers_every, worker_holds_actor
-from pipeline.config.model_files import model_sizes
+from pipeline.config.model_files import json_object, model_sizes, problem_of_model
 from pipeline.config.plan import checkpoint_bytes, kept_bytes_a_token, models_of, needs, row_bucket
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.models import tokenizer_file
 from pipeline.models.lora import adapt, adapter_of
 from pipeline.rollout.generation.vllm import engine as vllm_engine
 from pipeline.supervisor.capacity.budgets import budgets_of
@@ -178,6 +179,7 @@ def test_a_checkpoint_has_the_parameters_of_its_model_alone(folder: Path, tmp_pa
             },
             "model.safetensors is a pointer of Git LFS without the content: run git lfs pull",
         ),
+        ({"config.json": b"[" * 200_000}, "config.json does not give the model's sizes: it is nested too deeply"),
     ],
 )
 def test_a_folder_that_is_no_model_is_named_in_one_line(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
@@ -190,6 +192,16 @@ def test_a_folder_that_is_no_model_is_named_in_one_line(tmp_path: Path, files: d
     assert message in str(raised.value) and str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
     with pytest.raises(ConfigError, match=r"^model\.critic: no such directory: .*/nope$"):
         model_sizes(tmp_path / "nope", "model.critic")
+
+
+def test_a_settings_file_nested_too_deeply_is_one_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b"[" * 200_000)
+
+    assert json_object(path) == tokenizer_file.json_object(path) == {}
+    assert problem_of_model(tmp_path, is_actor=True, is_trained=True) == (
+        f"config.json in {tmp_path} cannot be read: it is nested too deeply"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
