@@ -1,4 +1,4 @@
-"""Batches split, stripped, padded and packed; tests/experience/test_batching_properties.py has generated cases."""
+"""`info` of any kind through batches; tests/experience/test_batching_properties.py has all other fields."""
 
 from __future__ import annotations
 
@@ -11,48 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.experience.batching import (
-    make_experience_batch,
-    split_experience_batch,
-    zero_pad_sequences,
-)
-from pipeline.experience.types import (
-    BufferItem,
-)
+from pipeline.experience.batching import make_experience_batch, split_experience_batch
+from pipeline.experience.types import BufferItem
 from tests.support.items import item_of
-
-# --- zero_pad_sequences
-
-
-def test_zero_pad_sequences_pads_on_the_side_asked_for() -> None:
-    rows = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9])]
-
-    assert zero_pad_sequences(rows, side="right").tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]]
-    assert zero_pad_sequences(rows, side="left").tolist() == [[0, 1, 2, 3], [0, 0, 4, 5], [6, 7, 8, 9]]
-    assert torch.equal(zero_pad_sequences(rows), zero_pad_sequences(rows, side="left"))
-
-
-# --- split and make
-
-
-def test_ragged_rows_are_padded_on_the_left_in_every_field() -> None:
-    batch = make_experience_batch([item_of(1, 3, base=1), item_of(3, 2, base=5)])
-
-    assert batch.sequences.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    expected = {
-        "action_log_probs": [[-1.0, -2.0, -3.0], [0.0, -5.0, -6.0]],
-        "values": [[2.0, 4.0, 6.0], [0.0, 10.0, 12.0]],
-        "kl": [[0.125, 0.25, 0.375], [0.0, 0.625, 0.75]],
-        "advantages": [[3.0, 6.0, 9.0], [0.0, 15.0, 18.0]],
-        "action_mask": [[True, True, True], [False, True, True]],
-        "attention_mask": [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
-        "reward": [1.0, 5.0],
-    }
-    for name, rows in expected.items():
-        assert getattr(batch, name).tolist() == rows, name
-
-
-# --- info
 
 
 def two_rows(info: dict[str, Any]) -> list[BufferItem]:
@@ -166,9 +127,3 @@ def test_info_of_any_kind_survives_a_device_and_a_pickle() -> None:
     assert [table["x"].device.type for table in batch.info["table"]] == ["meta", "meta"]
     assert item.info["text"] == "a"
     assert item.info["table"]["x"][0].tolist() == [1.0, 1.0]
-
-
-# --- remove_padding_in_sequences
-
-
-# --- packing

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from pipeline import (
-    BufferItem,
     BufferItemVL,
     Experience,
     ExperienceMaker,
     ExperienceVL,
     NaiveExperienceMaker,
-    is_vl_experience,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
@@ -25,50 +23,12 @@ from pipeline import (
 from pipeline.errors import FieldError
 from tests.support import tiny
 
-ROWS, PROMPT, ACTIONS = 16, 3, 4
-
-
-def experience_of(rows: int = ROWS) -> Experience:
-    """A batch in coati's eight fields."""
-    rng = torch.Generator().manual_seed(0)
-    return Experience(
-        sequences=torch.randint(3, 99, (rows, PROMPT + ACTIONS), generator=rng),
-        action_log_probs=torch.randn(rows, ACTIONS, generator=rng),
-        values=torch.randn(rows, ACTIONS, generator=rng),
-        reward=torch.randn(rows, generator=rng),
-        kl=torch.randn(rows, ACTIONS, generator=rng),
-        advantages=torch.randn(rows, ACTIONS, generator=rng),
-        attention_mask=torch.ones(rows, PROMPT + ACTIONS, dtype=torch.int64),
-        action_mask=torch.ones(rows, ACTIONS, dtype=torch.bool),
-    )
-
 
 def tensors_of(experience: Any) -> dict[str, Tensor]:
     return {name: value for name, value in vars(experience).items() if isinstance(value, Tensor)}
 
 
-# --- coati: Experience, split and make
-
-
-def test_a_subset_of_the_items_of_a_batch_is_the_same_rows() -> None:
-    experience_batch = experience_of()
-
-    items = split_experience_batch(experience_batch)
-    sampled_items = items[:8]
-    new_batch = make_experience_batch(sampled_items)
-
-    assert len(items) == ROWS
-    for name, value in tensors_of(experience_batch).items():
-        assert torch.equal(getattr(new_batch, name), value[:8]), name
-
-
-def test_an_experience_is_moved_and_pinned_in_place() -> None:
-    experience = experience_of(2)
-
-    assert experience.to_device(torch.device("cpu")) is None
-    experience.pin_memory()
-
-    assert tensors_of(experience).keys() == tensors_of(experience_of(2)).keys()
+# --- coati: the maker
 
 
 def test_a_maker_of_ones_own_is_a_subclass() -> None:
@@ -83,9 +43,6 @@ def test_a_maker_of_ones_own_is_a_subclass() -> None:
     )  # fmt: skip
     with pytest.raises(TypeError, match="abstract"):
         ExperienceMaker(None, None, None, None)  # type: ignore[abstract]
-
-
-# --- coati: the maker
 
 
 class Tokenizer:
@@ -145,101 +102,14 @@ def test_a_maker_in_grpo_mode_has_no_critic() -> None:
         NaiveExperienceMaker(critic=zeros, **arguments)
 
 
-# --- LightRFT: rows of text
-
-
-def test_a_batch_of_two_fields_is_split_as_it_is() -> None:
-    batch_exp = Experience(
-        sequences=torch.tensor([[1, 2, 3], [4, 5, 6]]), action_log_probs=torch.tensor([[0.1, 0.2], [0.3, 0.4]])
-    )
-
-    items = split_experience_batch(batch_exp)
-
-    assert [item.sequences.tolist() for item in items] == [[1, 2, 3], [4, 5, 6]]
-    assert torch.equal(items[1].action_log_probs, torch.tensor([0.3, 0.4]))  # type: ignore[arg-type]
-
-
-def test_rows_of_different_lengths_are_padded_or_packed() -> None:
-    items = [BufferItem(sequences=torch.tensor([1, 2, 3])), BufferItem(sequences=torch.tensor([4, 5, 6, 7]))]
-
-    batch_exp = make_experience_batch(items, packing_samples=False)
-    packed_batch = make_experience_batch(items, packing_samples=True)
-
-    assert batch_exp.sequences.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [row.tolist() for row in packed_batch.sequences] == [[1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(ValueError, match="no items"):
-        make_experience_batch([])
-
-
-@pytest.mark.parametrize("kind", [BufferItem, BufferItemVL])
-def test_padding_goes_from_both_ends(kind: type[BufferItem]) -> None:
-    tokens, mask = ([0, 0, 1, 2, 3, 0, 0], [0, 0, 1, 1, 1, 0, 0])
-    if kind is BufferItemVL:
-        tokens, mask = [0, 0, 4, 5, 6, 0], [0, 0, 1, 1, 1, 0]
-    pixels = {"pixel_values": torch.randn(1, 3, 224, 224)} if kind is BufferItemVL else {}
-    padded_items = [
-        kind(
-            sequences=torch.tensor(tokens),
-            action_log_probs=-0.5 * torch.tensor(mask),
-            base_action_log_probs=-0.25 * torch.tensor(mask),
-            values=torch.tensor(mask) * 1.0,
-            returns=torch.tensor(mask) * 2.0,
-            advantages=torch.tensor(mask) * 3.0,
-            attention_mask=torch.tensor(mask),
-            action_mask=torch.tensor(mask),
-            info={"reward": 1.0},
-            **pixels,
-        )
-    ]
-
-    (clean,) = remove_padding_in_sequences(padded_items)
-
-    real = tokens[mask.index(1) : mask.index(1) + 3]
-    assert clean.sequences.tolist() == real
-    assert clean.attention_mask is not None and clean.attention_mask.tolist() == [1, 1, 1]
-    assert clean.action_mask is not None and clean.action_mask.tolist() == [1, 1, 1]
-    assert clean.info == {"reward": 1.0}
-    assert getattr(clean, "pixel_values", None) is pixels.get("pixel_values")
-
-
 # --- LightRFT: rows with images
-
-
-def test_an_experience_with_pixels_is_told_from_one_without() -> None:
-    assert is_vl_experience(ExperienceVL(sequences=torch.zeros(2, 10), pixel_values=torch.zeros(4, 3)))
-    assert not is_vl_experience(Experience(sequences=torch.zeros(2, 10)))
-
-
-def test_counts_in_float32_beside_float_sequences_give_each_row_its_images() -> None:
-    batch_exp = ExperienceVL(
-        sequences=torch.zeros(2, 10),
-        image_grid_thws=torch.tensor([[1, 10, 10], [1, 20, 20], [1, 15, 15]]),
-        pixel_values=torch.randn(100 + 400 + 225, 1152),
-        info={"image_num": torch.tensor([2, 1], dtype=torch.float32)},
-    )
-
-    first, second = split_experience_batch(batch_exp)
-
-    assert isinstance(first, BufferItemVL) and isinstance(second, BufferItemVL)
-    assert batch_exp.image_grid_thws is not None and batch_exp.pixel_values is not None
-    assert torch.equal(first.image_grid_thws, batch_exp.image_grid_thws[:2])  # type: ignore[arg-type]
-    assert torch.equal(second.image_grid_thws, batch_exp.image_grid_thws[2:])  # type: ignore[arg-type]
-    assert torch.equal(first.pixel_values, batch_exp.pixel_values[:500])  # type: ignore[arg-type]
-    assert torch.equal(second.pixel_values, batch_exp.pixel_values[500:])  # type: ignore[arg-type]
-    assert first.sequences.dtype == torch.float32
-    assert (
-        remove_padding_in_sequences(
-            [dataclasses.replace(item, attention_mask=torch.ones(10).long()) for item in (first, second)]
-        )[0].sequences.tolist()
-        == [0.0] * 10
-    )
 
 
 @pytest.mark.parametrize(
     "counts",
     [
         [2.0, 1.0], [2, 1], (2.0, 1.0), (2, 1), np.array([2.0, 1.0]), np.array([2, 1]), torch.tensor([2, 1]),
-        torch.tensor([2.0, 1.0], dtype=torch.bfloat16), torch.tensor([[2.0], [1.0]]),
+        torch.tensor([2.0, 1.0]), torch.tensor([2.0, 1.0], dtype=torch.bfloat16), torch.tensor([[2.0], [1.0]]),
         [torch.tensor(2.0), torch.tensor(1.0)], [torch.tensor([2]), torch.tensor([1])],
     ],
     ids=str,
@@ -264,6 +134,8 @@ def test_counts_of_any_form_split_beside_masks_of_any_width(counts: Any, width: 
     assert [float(item.info["image_num"]) for item in (first, second)] == [2.0, 1.0]  # type: ignore[index]
     bare = [dataclasses.replace(item, attention_mask=None, action_mask=None) for item in (first, second)]
     assert torch.equal(make_experience_batch(bare).info["image_num"], torch.tensor([2.0, 1.0]))  # type: ignore[index]
+    masked = [dataclasses.replace(item, attention_mask=torch.ones(10).long()) for item in bare]
+    assert remove_padding_in_sequences(masked)[0].sequences.tolist() == [0.0] * 10
 
 
 def test_items_with_float_sequences_are_batched_with_their_counts() -> None:
