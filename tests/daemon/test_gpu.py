@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2 import modeling_qwen2
@@ -41,7 +42,7 @@ from tests.daemon.test_rank_endings import FAILING, TWO_RANKS
 from tests.models.test_compiled_layers import block, flat
 from tests.models.test_float32_logits import TOKENS, confident, exact_log_probs
 from tests.models.test_float32_logits import rows as probed_rows
-from tests.support import tiny
+from tests.support import tiny, tiny_vision
 from tests.support.daemon import SMALL, Daemon, loaded_first, total
 from tests.support.experiences import made_up
 from tests.support.padded_passes import log_probs_by_packing
@@ -472,13 +473,13 @@ def test_gradients_pass_through_logits_in_float32():
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "computed again"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_gradients_of_a_padded_batch_in_16_bits_are_those_of_the_packed_one(side, checkpointed):
+@pytest.mark.parametrize(("side", "window"), [("left", None), ("right", None), ("left", 50)])
+def test_gradients_of_a_padded_batch_in_16_bits_are_those_of_the_packed_one(side, window, checkpointed):
     """Under torch's own order of kernels, in which cuDNN's comes first; its gradients of padded rows are NaN."""
     assert torch.backends.cuda.cudnn_sdp_enabled() and "TORCH_CUDNN_SDPA_DEPRIORITIZED" not in os.environ
-    padded, packed = (qwen_in_16_bits().cuda() for _ in range(2))
+    padded, packed = (qwen_in_16_bits(window).cuda() for _ in range(2))
     checkpoint_activations([padded], padded.device, checkpointed)
-    prepare_packing([packed], packed.device)
+    assert prepare_packing([packed], packed.device, None)
     batch = [tensor.cuda() for tensor in rows_padded_on_the(side)]
 
     assert_close_gradients(padded, packed, *batch)
@@ -486,11 +487,34 @@ def test_gradients_of_a_padded_batch_in_16_bits_are_those_of_the_packed_one(side
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def qwen_in_16_bits():
+def test_rows_with_images_are_packed_on_the_card_as_they_are_padded():
+    padded, packed = (tiny_vision.model().bfloat16().cuda() for _ in range(2))
+    assert prepare_packing([packed], packed.device, None)
+    made = tiny_vision.prompts([8, (1, 4, 6), 9], [10, (1, 4, 4), 11, (1, 2, 8), 13, 14], [9] * 40)
+    vision = tiny_vision.vision_of(made)
+    answers = torch.arange(3 * 20).reshape(3, 20) % 20 + 7
+    sequences = torch.cat([made["input_ids"], answers], dim=1).cuda()
+    mask = functional.pad(made["attention_mask"], (0, 20), value=1).cuda()
+
+    expected = action_log_probs(padded, sequences, mask, 20, vision=vision)
+    found, _ = log_probs_by_packing(packed, sequences, mask, mask[:, -20:] != 0, vision=vision)
+
+    assert (found - expected).abs().mean() < 0.02
+    found.mean().backward()
+    expected.mean().backward()
+    for ours, theirs in zip(packed.parameters(), padded.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            assert (ours.grad - theirs.grad).float().norm() <= 0.1 * theirs.grad.float().norm()
+
+
+def qwen_in_16_bits(window=None):
+    """A Qwen2; with a window its last two layers slide it."""
     torch.manual_seed(0)
+    slides = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 2}
     config = Qwen2Config(
         vocab_size=1_024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256,
+        num_key_value_heads=2, max_position_embeddings=256, **slides,
     )  # fmt: skip
     return Qwen2ForCausalLM(config).bfloat16().eval()
 
