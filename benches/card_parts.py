@@ -16,6 +16,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benches.card_row import Place, Row
@@ -280,41 +281,99 @@ def train(place: Place) -> Iterator[Row]:
     import torch
 
     from benches.packing import ragged
-    from benches.sharding import PROMPT_TOKENS, Shape, made_up
-    from pipeline.config.schema import Config
-    from pipeline.models.fused_kernels import fuse
-    from pipeline.trainer.learner import Learner
-    from pipeline.trainer.process import compile_passes, whole_models
+    from benches.sharding import Shape
 
-    device = torch.device("cuda:0" if place.device else "cpu")
-    vocabulary, peak = place.size(_TINY, _QWEN_05B)["vocab_size"], _product_operations_per_s(place, device)
-    mask = torch.ones(place.size((8, 96), (8, 16_384)), dtype=torch.int64)
-    batches = {
-        "": ragged(Shape(0, 0, 0, vocabulary, place.size(16, 128), place.size(*LONGEST_ROW)), seed=0),
-        f", rows of {mask.shape[1]:,} tokens": made_up(mask, PROMPT_TOKENS, vocabulary, torch.Generator()),
-    }
-    kept, found = {"packing": True, "activation_checkpointing": False}, dict[str, Sample]()
-    # Packed rows are compiled with the kernel of a card alone.
-    compiled = [", compiled"] if place.device else []
-    ways: list[tuple[str, dict[str, Any], str]] = [
-        ("packed", {"packing": True}, ""),
-        *((f"packed, no checkpoints{how}{rows}", kept, rows) for rows in batches for how in ("", *compiled)),
-        ("padded", {"packing": False}, ""),
-    ]
-    for name, way, rows in ways:
-        batch = batches[rows]
+    vocabulary = place.size(_TINY, _QWEN_05B)["vocab_size"]
+    rows = ragged(Shape(0, 0, 0, vocabulary, place.size(16, 128), place.size(*LONGEST_ROW)), seed=0)
+    batches = {"": rows, f", rows of {_LONG_ROW[not place.small]:,} tokens": _long_rows(place, vocabulary)}
+    steps = _Steps(place)
+    yield steps.row("packed", place.model, {"packing": True}, rows)
+    for kind, batch in batches.items():
+        for how in steps.hows:
+            yield steps.row(f"packed, no checkpoints{how}{kind}", place.model, _KEPT, batch)
+    yield steps.row("padded", place.model, {"packing": False}, rows)
+    steps.forget()
+    yield from _head(place, torch.device("cuda:0" if place.device else "cpu"), vocabulary)
+
+
+def train_large(place: Place) -> Iterator[Row]:
+    """Take steps of larger models on long rows, packed, on a card with compiled layers too."""
+    steps = _Steps(place)
+    for name, shape, rank in (("1.5 B, all weights", _QWEN_15B, 0), ("7 B, LoRA", _QWEN_7B, place.size(4, 32))):
+        model, shape = place.folder / f"rank-{rank}", place.size(_TINY, shape)
+        _write(model, shape, place)
+        for how in steps.hows:
+            batch = _long_rows(place, shape["vocab_size"])
+            yield steps.row(f"{name}{how}", model, {"packing": True}, batch, {"lora_rank": rank})
+
+
+_KEPT = {"packing": True, "activation_checkpointing": False}
+_LONG_ROW = 96, 16_384
+"""Tokens of a long row: of `SMALL=1`, and on a card."""
+
+
+def _long_rows(place: Place, vocabulary: int) -> Experience:
+    import torch
+
+    from benches.sharding import PROMPT_TOKENS, made_up
+
+    mask = torch.ones(8, place.size(*_LONG_ROW), dtype=torch.int64)
+    return made_up(mask, PROMPT_TOKENS, vocabulary, torch.Generator())
+
+
+class _Steps:
+    """Takes steps one way after the other, each with a model that is loaded for it.
+
+    Attributes:
+        hows: The ways of the layers; packed rows are compiled with the kernel of a card alone.
+    """
+
+    def __init__(self, place: Place) -> None:
+        import torch
+
+        self.hows = ["", ", compiled"] if place.device else [""]
+        self._place, self._first = place, 0.0
+        self._device = torch.device("cuda:0" if place.device else "cpu")
+        self._peak = _product_operations_per_s(place, self._device)
+
+    def forget(self) -> None:
+        """Free the memory of the way before."""
+        import torch
+
+        gc.collect()
+        if self._place.device:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def row(
+        self,
+        name: str,
+        model: Path,
+        way: Mapping[str, object],
+        batch: Experience,
+        settings: Mapping[str, object] = MappingProxyType({}),
+    ) -> Row:
+        """Return the row of a way: settings of the trainer, and of the model."""
+        import torch
+
+        from pipeline.config.schema import Config
+        from pipeline.models.fused_kernels import fuse
+        from pipeline.trainer.learner import Learner
+        from pipeline.trainer.process import compile_passes, whole_models
+
+        place, device = self._place, self._device
         assert batch.attention_mask is not None
         tokens, (count, longest) = int(batch.attention_mask.sum()), batch.attention_mask.shape
         config = Config.model_validate({
             "model": {
-                "actor": str(place.model), "dtype": place.size("float32", "bfloat16"), "compile": "compiled" in name,
+                "actor": str(model), "dtype": place.size("float32", "bfloat16"), "compile": "compiled" in name,
+                **settings,
             },
             "trainer": {"warmup_steps": 0, "decay_steps": 0, "learning_rate": 1e-6, **way},
             "rollout": {"max_length": longest},
             "buffer": {"sample_batch_size": count},
         })  # fmt: skip
-        if place.device:
-            torch.cuda.reset_peak_memory_stats()
+        self.forget()
         actor = whole_models(config, device)["actor"]
         fuse([actor], device)
         learner = Learner(config.trainer, "grpo", actor, kl_coef=0.01)
@@ -322,33 +381,42 @@ def train(place: Place) -> Iterator[Row]:
         compile_passes(config, {"actor": actor}, None, device, packed=learner.packs_rows, tokens=most_tokens)
         stats = learner.update([batch])
 
-        def step(learner: Learner = learner, batch: Experience = batch, tokens: int = tokens) -> float:
+        def step() -> float:
             began_s = time.perf_counter()
             learner.update([batch])
             if place.device:
                 torch.cuda.synchronize()
             return tokens / (time.perf_counter() - began_s)
 
-        found[name] = Sample.of(interleaved({name: step}, place.size(1, 3))[name])
-        # Forward and backward; without those of attention, and of a layer that is computed again.
-        operations = 6 * sum(parameter.numel() for parameter in actor.parameters()) * found[name].median
+        found = Sample.of(interleaved({name: step}, place.size(1, 3))[name])
+        self._first = self._first or found.median
+        # Forward and backward, of weights that are not trained forward and through; without those of attention, and of
+        # a layer that is computed again.
+        operations = found.median * sum(
+            (6 if parameter.requires_grad else 4) * parameter.numel() for parameter in actor.parameters()
+        )
         held = f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if place.device else ""
         finite = all(value == value for value in (stats.loss, stats.gradient_norm))
         failed = "" if finite else f"loss {stats.loss}, gradient norm {stats.gradient_norm}"
         if config.model.compile:
             failed = failed or _uncompiled(actor)
-        yield Row(
+        return Row(
             f"a step, {name}",
-            f"{found[name]} tokens/s, padding {stats.padding_ratio:.0%}{held}",
-            f"{figure(found[name].median / found['packed'].median)} times packed; {operations / 1e12:.3g} TFLOP/s, "
-            f"{operations / peak:.1%} of a product's",
+            f"{found} tokens/s, padding {stats.padding_ratio:.0%}{held}",
+            f"{figure(found.median / self._first)} times the first; {operations / 1e12:.3g} TFLOP/s, "
+            f"{operations / self._peak:.1%} of a product's",
             failed=failed,
         )
-        del actor, learner, step
-        gc.collect()
-        if place.device:
-            torch.cuda.empty_cache()
-    yield from _head(place, device, vocabulary)
+
+
+def _uncompiled(model: torch.nn.Module) -> str:
+    """Return whether passes of a model's layers were not compiled, in words; empty if all were."""
+    from pipeline.models.layer_streaming import decoder_layers
+
+    code = vars(decoder_layers(model)[0]).get("rlhfd_code")
+    if code is None:
+        return "its layers are not compiled"
+    return f"{code.missed} passes of its layers are not compiled" if code.missed else ""
 
 
 def _product_operations_per_s(place: Place, device: torch.device) -> float:
@@ -367,16 +435,6 @@ def _product_operations_per_s(place: Place, device: torch.device) -> float:
         return 10 * 2 * side**3 / (time.perf_counter() - began_s)
 
     return max(product() for _ in range(4))
-
-
-def _uncompiled(model: torch.nn.Module) -> str:
-    """Return whether passes of a model's layers were not compiled, in words; empty if all were."""
-    from pipeline.models.layer_streaming import decoder_layers
-
-    code = vars(decoder_layers(model)[0]).get("rlhfd_code")
-    if code is None:
-        return "its layers are not compiled"
-    return f"{code.missed} passes of its layers are not compiled" if code.missed else ""
 
 
 def _head(place: Place, device: torch.device, vocabulary: int) -> Iterator[Row]:
@@ -443,6 +501,7 @@ SLEEP = {
 ALL = {
     **PARTS, **KILLS, **SLEEP,
     "rollouts": Part(rollouts, 300.0, needs_model=False),
+    "train-large": Part(train_large, 300.0, needs_model=False),
     "tests-vllm": Part(tests_vllm, _TESTS_VLLM_S + 15, needs_model=False),
 }  # fmt: skip
 """Those of `PARTS` run by default."""
