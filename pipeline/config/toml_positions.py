@@ -219,6 +219,8 @@ def _place(text: str, offset: int, error: str) -> tuple[int, str]:
         return offset, f"{error}: this looks like JSON, a configuration is TOML"
     if error.startswith(("expected '='", "invalid statement")):
         return offset, f"{error}: a line is key = value, [section] or # comment"
+    if error == "invalid value":
+        return offset, f"{error}: a text is in quotes, true and false are in small letters"
     return offset, f"{error}: it was set above" if error == "cannot overwrite a value" else error
 
 

@@ -422,7 +422,7 @@ MISTAKES = [
         ),
     ),
     # No TOML at all.
-    ("[daemon]\nname = rlhfd", "2:8: invalid value"),
+    ("[daemon]\nname = rlhfd", "2:8: invalid value: a text is in quotes, true and false are in small letters"),
     ("[rollout\nworkers = 1", "1:9: expected ']' at the end of a table declaration"),
     ("[rollout]\nworkers = 1\nworkers = 2", "3:1: rollout.workers is set twice, first in line 2"),
     ("rollout.workers = 1\n[rollout]\nworkers = 2", "3:1: rollout.workers is set twice, first in line 1"),
@@ -824,7 +824,9 @@ def test_a_step_may_have_a_mini_batch_for_each_row_of_all_its_batches() -> None:
 
 
 def test_a_line_that_is_no_toml_is_named_without_its_password() -> None:
-    assert errors_of("[metrics]\nhost = http://me:secret@h/") == ["config.toml:2:8: invalid value"]
+    assert errors_of("[metrics]\nhost = http://me:secret@h/") == [
+        "config.toml:2:8: invalid value: a text is in quotes, true and false are in small letters"
+    ]
 
 
 SET_MISTAKES = [
