@@ -33,6 +33,9 @@ from pipeline.models.lora import without_other_hooks
 CHUNK_ELEMENTS = 2**26
 """Logits at once if `chunk_tokens` is None: 256 MiB in float32, and as much again for their exp."""
 
+_FAR = 32
+"""Factor of the states with which a head is tested; 16 bits hold the products."""
+
 _Product = Callable[[Tensor, Any, Tensor | None], Tensor]
 
 _plain_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -144,16 +147,22 @@ def _given(logits: Tensor, weight: None, bias: None) -> Tensor:
 
 @torch.no_grad()
 def _head_makes_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, device: torch.device) -> bool:
-    outputs: list[Any] = []
-    hook = backbone.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    found: list[Tensor] = []
+
+    def enlarge(_module: nn.Module, _inputs: object, output: Any) -> None:
+        if (states := getattr(output, "last_hidden_state", None)) is not None:
+            # Logits near 0, as of a model that is not trained yet, are in 16 bits the same under a cap.
+            output.last_hidden_state = states * _FAR
+            found.append(output.last_hidden_state)
+
+    hook = backbone.register_forward_hook(enlarge)
     try:
         # Two tokens: one may be padding, with states of zero, whose logits a cap does not change.
         logits = model(input_ids=torch.tensor([[0, 1]], device=device)).logits
     finally:
         hook.remove()
-    states = getattr(outputs[0], "last_hidden_state", None) if outputs else None
     try:
-        return states is not None and bool(logits.any()) and torch.equal(head(states).float(), logits.float())
+        return bool(found) and bool(logits.any()) and torch.equal(head(found[0]).float(), logits.float())
     except RuntimeError:
         # The states of some models are of another dtype or size than the head takes.
         return False

@@ -59,8 +59,8 @@ def rows() -> tuple[Tensor, Tensor]:
     return sequences, (torch.arange(COLUMNS) >= torch.arange(ROWS).unsqueeze(1)).long()
 
 
-def gemma2() -> Gemma2ForCausalLM:
-    """Caps its logits after the head, 3 tanh(x / 3)."""
+def gemma2(cap: float = 3.0) -> Gemma2ForCausalLM:
+    """Caps its logits after the head, cap tanh(x / cap)."""
     config = Gemma2Config(
         vocab_size=V,
         hidden_size=16,
@@ -70,7 +70,7 @@ def gemma2() -> Gemma2ForCausalLM:
         num_key_value_heads=1,
         head_dim=8,
         max_position_embeddings=128,
-        final_logit_softcapping=3.0,
+        final_logit_softcapping=cap,
         pad_token_id=tiny.PAD,
         bos_token_id=None,
         eos_token_id=tiny.EOS,
@@ -149,6 +149,13 @@ def test_a_model_that_caps_its_logits_keeps_its_own() -> None:
     assert logits.abs().max() < 3
     expected = logits.log_softmax(-1).gather(-1, sequences[0, -ACTIONS:, None])[:, 0]
     torch.testing.assert_close(log_probs[0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_cap_far_above_the_logits_of_an_untrained_model_is_found(dtype: torch.dtype) -> None:
+    """In 16 bits it changes no logit near 0; those of its head alone were wrong as the model learned."""
+    assert plain_head(gemma2(64.0).to(dtype), CPU) is None
+    assert plain_head(tiny.llama().to(dtype), CPU) is not None
 
 
 def test_what_only_answers_like_a_model_has_no_head() -> None:
