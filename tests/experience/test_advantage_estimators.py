@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,8 +78,16 @@ def test_what_cannot_be_estimated_is_refused() -> None:
             ADVANTAGES[name](AdvantageInputs(torch.zeros(3), 2, mask))
         with pytest.raises(ShapeError, match="group_size is 1"):
             ADVANTAGES[name](AdvantageInputs(torch.zeros(3), 1, mask))
-    with pytest.raises(FieldError, match="gae needs the values of a critic"):
-        ADVANTAGES["gae"](AdvantageInputs(torch.zeros(3), 1, mask))
+    for given in ({}, {"values": mask.float()}, {"action_rewards": mask.float()}):
+        with pytest.raises(FieldError, match="gae needs the values of a critic"):
+            ADVANTAGES["gae"](AdvantageInputs(torch.zeros(3), 1, mask, **given))
+
+
+def test_gae_discounts_nothing_and_has_a_lambda_of_095_by_default() -> None:
+    given = inputs()
+    by_default = AdvantageInputs(given.rewards, 1, given.action_mask, given.action_rewards, given.values)
+
+    assert torch.equal(ADVANTAGES["gae"](by_default), ADVANTAGES["gae"](replace(by_default, gamma=1.0, lam=0.95)))
 
 
 def test_the_penalty_of_length_is_that_of_the_paper() -> None:

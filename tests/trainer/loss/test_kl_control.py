@@ -78,6 +78,14 @@ def test_a_learner_leads_its_weight_by_the_kl_of_all_its_rows() -> None:
     assert first.kl_loss == pytest.approx(0.5 * kl, rel=1e-4), "the weight of a step is that before its observation"
 
 
+def test_without_a_horizon_of_its_own_a_learner_has_10_000_rows() -> None:
+    learner = new_learner("grpo", TRAINER.model_copy(update={"kl_coef_target": 0.001}), kl_coef=0.5)
+
+    learner.update([experience_of(learner._actor, "grpo")])
+
+    assert learner._kl_coef == pytest.approx(0.5 * (1 + 0.2 * ROWS / 10_000), rel=1e-12)
+
+
 def test_near_the_target_the_weight_follows_the_error_itself() -> None:
     settings = {"kl_coef_target": 0.005}
     learner = new_learner("grpo", TRAINER.model_copy(update=settings), kl_coef=0.5, horizon_rows=80)

@@ -128,12 +128,13 @@ def test_nan_inside_the_mask_is_not_hidden() -> None:
 
 def test_value_loss_by_hand() -> None:
     # value, old value, return -> max((v - R)^2, (old + clip(v - old, -0.2, 0.2) - R)^2) / 2
-    values, old_values, returns = row(1.0, 1.0, 0.1, 2.0), row(0.0, 0.0, 0.0, 0.0), row(1.0, 0.0, 1.0, 5.0)
-    expected = ((0.2 - 1.0) ** 2, 1.0**2, 0.9**2, (0.2 - 5.0) ** 2)
+    values, old_values = row(1.0, 1.0, 0.1, 2.0, -3.0), row(0.0, 0.9, 0.0, 0.0, -1.0)
+    returns = row(1.0, 0.0, 1.0, 5.0, -4.0)
+    expected = ((0.2 - 1.0) ** 2, 1.0**2, 0.9**2, (0.2 - 5.0) ** 2, (-1.2 + 4.0) ** 2)
 
-    loss = value_loss(values, old_values, returns, flags(1, 1, 1, 1), 0.2)
+    loss = value_loss(values, old_values, returns, flags(1, 1, 1, 1, 1), 0.2)
 
-    assert loss.item() == pytest.approx(sum(expected) / 4 / 2)
+    assert loss.item() == pytest.approx(sum(expected) / 5 / 2)
 
 
 def test_the_value_gradient_vanishes_where_the_clip_holds() -> None:

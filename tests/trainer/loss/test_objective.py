@@ -191,6 +191,7 @@ def test_ratios_to_the_engine_are_reported() -> None:
 
     stats = new_learner({}).update([experience])
     plain = new_learner({}).update([replace(experience, behaviour_log_probs=None)])
+    mixed = new_learner({}).update([experience, replace(experience, behaviour_log_probs=None)])
 
     assert stats.behaviour_ratio_mean == pytest.approx(float(ratios.mean()), rel=1e-5)
     assert stats.behaviour_ratio_min == pytest.approx(float(ratios.min()), rel=1e-5)
@@ -198,6 +199,10 @@ def test_ratios_to_the_engine_are_reported() -> None:
     assert stats.behaviour_cut_ratio == pytest.approx(float((ratios > 1.3).float().mean()))
     assert 0 < stats.behaviour_cut_ratio < 1
     assert plain.behaviour_ratio_mean is plain.behaviour_ratio_min is plain.behaviour_ratio_max is None
+    # Rows without log-probs of the engine are no part of any of them.
+    for name in ("mean", "min", "max"):
+        assert getattr(mixed, f"behaviour_ratio_{name}") == getattr(stats, f"behaviour_ratio_{name}")
+    assert mixed.row_gap_nats == stats.row_gap_nats and plain.row_gap_nats == ()
     assert plain.behaviour_cut_ratio is None
 
 
@@ -215,6 +220,7 @@ def test_each_bound_of_the_ratio_is_that_of_its_key(settings: dict[str, float], 
     objective = objective_of(Config.model_validate({"trainer": settings}))
 
     assert (objective.clip_low, objective.clip_high) == bounds
+    assert objective.floor == 0.5, "IcePop's, whatever the clip range is"
 
 
 def test_a_batch_without_a_trained_row_has_no_ratios() -> None:

@@ -20,7 +20,7 @@ from pipeline.config import losses as config
 from pipeline.errors import ConfigError
 from pipeline.trainer.loss.aggregation import AGGREGATIONS, StepTotals
 from pipeline.trainer.loss.correction import importance_weights
-from pipeline.trainer.loss.policy import POLICY_LOSSES, PolicyInputs, PolicyTerms, load_policy_loss
+from pipeline.trainer.loss.policy import POLICY_LOSSES, PolicyInputs, PolicyTerms, load_policy_loss, ppo
 
 LOW, HIGH, DUAL = 0.15, 0.3, 1.6
 LENGTHS = (7, 1, 4, 6, 3)
@@ -183,6 +183,10 @@ def test_a_ratio_beyond_all_measure_stays_finite() -> None:
         terms = loss(PolicyInputs(log_probs, torch.tensor([-1e4, 1e4]), -torch.ones(2), torch.tensor([2])))
         (gradient,) = torch.autograd.grad(terms.losses.sum(), log_probs)
         assert terms.losses.isfinite().all() and gradient.isfinite().all(), name
+
+    terms = ppo(PolicyInputs(torch.zeros(2), torch.tensor([1e4, -1e4]), torch.tensor([-1.0, 1.0]), torch.tensor([2])))
+    assert terms.ratios.tolist() == pytest.approx([math.exp(-20), math.exp(20)])
+    assert terms.losses.tolist() == pytest.approx([0.8, -1.2]), "the default clip range is 0.2"
 
 
 def test_the_names_of_the_configuration_are_those_of_the_registry() -> None:
