@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.experience.types import Experience, is_vl_experience
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.attention_kernels import chooses_kernels, without_cudnn_attention
-from pipeline.models.card_attention import kernel_of
+from pipeline.models.card_attention import BY_ROWS, kernel_of
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.critic import Critic
 from pipeline.models.flat_rows import FlatRows, on_device, ranges
@@ -44,6 +44,7 @@ _SECOND = (0, 1, 0, 0, 1)
 The first rows differ in the number of each token too: attention that weighs all tokens equally sees their mean alone.
 """
 
+_scored_end_to_end: WeakSet[nn.Module] = WeakSet()
 _isolates_rows: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
 """Of each model that was tested, by whether it used a kernel of `pipeline.models.varlen_attention`."""
 
@@ -171,8 +172,26 @@ def prepare_packing(
 def packed_attention(model: Any, device: torch.device) -> str:
     """Return the name of the attention of a model's packed passes: that of `kernel_of`, or `OWN_ATTENTION`."""
     owner = model.backbone if isinstance(model, Critic) else model
-    if not uses_varlen_attention(owner):
-        return OWN_ATTENTION
+    return _kernel_for(owner, device) if uses_varlen_attention(owner) else OWN_ATTENTION
+
+
+def pack_scored_rows(models: Sequence[nn.Module], device: torch.device) -> None:
+    """Have passes without a loss hold rows end to end, of each of some models for which a card has a kernel.
+
+    The trainer's passes are by the same kernel, so the ratio of an unchanged policy is nearer to 1.
+    """
+    for model in models:
+        owner = model.backbone if isinstance(model, Critic) else model
+        if _kernel_for(owner, device) != BY_ROWS and prepare_packing([model], device, None):
+            _scored_end_to_end.add(model)
+
+
+def packs_scored_rows(model: object) -> bool:
+    """Return whether a model's passes without a loss hold rows end to end, by `pack_scored_rows`."""
+    return isinstance(model, nn.Module) and model in _scored_end_to_end
+
+
+def _kernel_for(owner: Any, device: torch.device) -> str:
     text = owner.config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # The dtype of passes, which the shards of a model do not have.

@@ -33,6 +33,7 @@ from pipeline.models.loading import (
     sees_images,
 )
 from pipeline.models.lora import adapt, published
+from pipeline.models.packing import pack_scored_rows, packs_scored_rows
 from pipeline.models.pass_size import default_tokens
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.models.weights.probe import answer, check, tolerance_nats_a_token
@@ -191,7 +192,7 @@ def _load_models(config: Config, tokenizer: Any, tokens: Sequence[int], device: 
         in_float32 = with_float32_logits(config, measured, tokens, device)
         if in_float32 and reference is not None and reference is not measured:
             compute_in_float32(reference)
-    share_prompts(config, actor, reference, device)
+    prepare_passes(config, actor, reference, critic, device)
     compile_passes(config, actor, reference, critic, device)
     return models
 
@@ -350,11 +351,14 @@ def load_reference(config: Config, actor: Any, device: torch.device) -> Any:
     return load_actor(path, device=device, streamed=config.model.reference_device == "host", **settings)
 
 
-def share_prompts(config: Config, actor: Any, reference: Any, device: torch.device) -> None:
-    """Have the log-prob passes of actor and reference compute each prompt once, as configured."""
-    passes = [actor] if log_probs_by(config) == "worker" else []
-    for model in dict.fromkeys([*passes, *([] if reference is None else [reference])]):
+def prepare_passes(config: Config, actor: Any, reference: Any, critic: Any, device: torch.device) -> None:
+    """Choose how passes of models hold rows: prompts once for all their responses, and rows end to end on a card."""
+    computes = actor if log_probs_by(config) == "worker" else None
+    of_actions = [model for model in dict.fromkeys([computes, reference]) if model is not None]
+    for model in of_actions:
         prepare_shared_prefix([model], device, config.trainer.shared_prefix, key="trainer.shared_prefix")
+    if config.trainer.packing is not False:
+        pack_scored_rows([*of_actions, *([] if critic is None else [critic])], device)
 
 
 def compile_passes(config: Config, actor: Any, reference: Any, critic: Any, device: torch.device) -> None:
@@ -369,11 +373,12 @@ def compile_passes(config: Config, actor: Any, reference: Any, critic: Any, devi
     tokens = config.rollout.logits_forward_tokens or default_tokens(actor, device, backward=False)
     scored = log_probs_by(config) == "worker"
     if scored or reference is actor:
-        uses[actor] = Uses(scored=scored, without_adapters=reference is actor, tokens=tokens)
+        is_packed = packs_scored_rows(actor)
+        uses[actor] = Uses(is_packed, scored=scored, without_adapters=reference is actor, tokens=tokens)
     if reference is not None and config.model.reference_device != "host":
-        uses.setdefault(reference, Uses(tokens=tokens))
+        uses.setdefault(reference, Uses(packs_scored_rows(reference), tokens=tokens))
     if critic is not None:
-        uses[critic] = Uses(tokens=tokens)
+        uses[critic] = Uses(packs_scored_rows(critic), tokens=tokens)
     with eval_mode(*uses):
         compile_layers(uses, device)
 

@@ -1,12 +1,13 @@
 """Forward passes of actor, reference, reward model and critic over sampled rows, in mini-batches bounded by tokens.
 
-A model of this project or of transformers receives rows without the columns that are padding in all of them. Any other
-object receives whole rows.
+A model whose passes hold rows end to end, as on a card, receives no padding. Any other one of this project or of
+transformers receives rows without the columns that are padding in all of them, and any other object whole rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from pipeline.errors import FieldError
 from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.critic import Critic
-from pipeline.models.flat_rows import Index, on_device, ranges
+from pipeline.models.flat_rows import FlatRows, Index, on_device, ranges
 from pipeline.models.inputs import is_transformers_model
 from pipeline.models.log_probs import action_log_probs, all_values
-from pipeline.models.packing import log_probs_of_rows
+from pipeline.models.packing import log_probs_of_rows, packs_scored_rows, values_of_rows
 from pipeline.models.pass_size import PassSize, default_tokens, width_multiple
 from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
@@ -76,7 +77,12 @@ class ModelPasses:
             FieldError: If a log-prob is NaN or infinite.
             DeviceMemoryError: If a single row does not fit into the device's memory.
         """
-        result = self._log_probs_of_groups(model, rows, temperature)
+        module: Any = model
+
+        def of_flat(some: FlatRows, **settings: Any) -> Tensor:
+            return log_probs_of_rows(module, some, temperature=temperature, **settings)[0]
+
+        result = self._of_rows_end_to_end(model, rows, of_flat)
         if result is None:
             result = self._log_probs_of_rows(model, rows, temperature)
         if rows.turns is not None:
@@ -84,23 +90,38 @@ class ModelPasses:
         self.check_finite(name, "log-prob", rows, result)
         return result
 
-    def _log_probs_of_groups(self, model: Any, rows: Rows, temperature: float) -> Tensor | None:
-        """Return the log-probs from passes that compute each prompt once; None if the passes of these rows do not."""
-        if rows.vision is not None or not may_share_prompts(model):
+    def _of_rows_end_to_end(self, model: Any, rows: Rows, of_flat: Callable[..., Tensor]) -> Tensor | None:
+        """Return numbers of the actions, ``(N,)``, from passes over rows end to end; None if these rows are padded.
+
+        Args:
+            model: The model.
+            rows: The sampled rows.
+            of_flat: Returns the numbers of some rows; called with `shared`, whether the pass computes each prompt once
+                for all its rows, and with `vision`.
+        """
+        shares, packs = rows.vision is None and may_share_prompts(model), packs_scored_rows(model)
+        if not shares and not packs:
             return None
         flat = rows.for_packing(_device_of(model))
-        groups = groups_to_share(model, flat)
-        if groups is None:
+        groups = groups_to_share(model, flat) if shares else None
+        if groups is not None:
+            order, sizes = groups.order, (groups.prompts, groups.responses, groups.groups)
+        elif packs and flat.counts.all():
+            # Each row is a group of its own.
+            order = np.arange(len(flat))
+            sizes = flat.lengths.tolist(), [0] * len(flat), order.tolist()
+        else:
             return None
         found = torch.zeros(len(flat.action))
 
         def step(part: slice) -> None:
-            some, actions = flat.rows(groups.order[part])
-            log_probs, _ = log_probs_of_rows(model, some, temperature=temperature, shared=True)
-            found[torch.from_numpy(actions)] = log_probs.cpu()
+            some, actions = flat.rows(order[part])
+            numbers = of_flat(some, shared=groups is not None, vision=rows.vision_of(order[part]))
+            found[torch.from_numpy(actions)] = numbers.float().cpu()
             self.telemetry.progress(rows_done=part.stop, rows=len(flat))
 
-        self._size(model).run(groups.prompts, groups.responses, step, groups.groups)
+        lefts, rights, of_row = sizes
+        self._size(model).run(lefts, rights, step, of_row)
         if rows.turns is None:
             return found
         return torch.zeros(len(rows.turns.observed)).masked_scatter_(~rows.turns.observed, found)
@@ -210,8 +231,20 @@ class ModelPasses:
             FieldError: If a value is NaN or infinite.
             DeviceMemoryError: If a single row does not fit into the device's memory.
         """
-        device = _device_of(critic)
         trim = isinstance(critic, Critic) and not coati
+        result = None
+        if trim:
+            result = self._of_rows_end_to_end(critic, rows, functools.partial(values_of_rows, critic))
+        if result is None:
+            result = self._values_of_rows(critic, rows, trim=trim, coati=coati)
+        if rows.turns is not None:
+            result.masked_fill_(rows.turns.observed, 0.0)
+        self.check_finite("critic", "value", rows, result)
+        return result
+
+    def _values_of_rows(self, critic: Any, rows: Rows, *, trim: bool, coati: bool) -> Tensor:
+        """Return the values from padded passes, ``(N,)``."""
+        device = _device_of(critic)
         multiple = width_multiple(device, self.width_multiple)
         result = torch.zeros(int(rows.lengths.sum()))
 
@@ -225,9 +258,6 @@ class ModelPasses:
             self.telemetry.progress(rows_done=part.stop, rows=len(rows))
 
         self._size(critic).run([0] * len(rows), _widths(rows, trim=trim), step)
-        if rows.turns is not None:
-            result.masked_fill_(rows.turns.observed, 0.0)
-        self.check_finite("critic", "value", rows, result)
         return result
 
     def check_finite(self, name: str, quantity: str, rows: Rows, values: Tensor) -> None:
