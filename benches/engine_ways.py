@@ -211,6 +211,9 @@ class Bare:
         }  # fmt: skip
         if on_cpu := not torch.cuda.is_available():
             arguments["enforce_eager"] = True
+        else:
+            # What must be free at the start: the engine of a daemon is on the card, too.
+            arguments["gpu_memory_utilization"] = 0.2
         variables = {
             "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
