@@ -155,7 +155,7 @@ class CudaDevice:
             self._stream = None
             _end_allocation_in(pool)
             _renew_random_state()
-            if "out of memory" in str(error):
+            if "out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError):
                 # Of the graph itself, which CUDA allocates: it is no error of torch's allocator.
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
