@@ -232,6 +232,9 @@ TRL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Neither is an earlier name: checkpoints are not in the folder of TensorBoard, and GRPO's data have the run's seed.
     ({"output_dir": "out", "logging_dir": "out/logs", "seed": 7, "data_seed": 8},
      {"daemon.state_dir": "out", "daemon.seed": 7}),
+    # Of Open R1's recipes.
+    ({"reward_funcs": ["accuracy", "format"]},
+     {"rewards": [{"name": "math"}, {"name": "format"}], "prompts.answer_column": "solution"}),
 ]  # fmt: skip
 VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Prompts are counted there, rows and updates here.
@@ -808,6 +811,19 @@ class TestFiles:
             "letters:right", "my.rewards:long", "regex", "train:own",
         ]  # fmt: skip
         assert done.settings["prompts.path"].value == "a.parquet" and done.settings["model.lora_rank"].value == 4
+        assert "data.map(chat): the data are read as they are: write the result to a file" in done.lost
+
+    def test_a_model_that_a_program_moves_and_the_tools_of_its_trainer_are_known(self, tmp_path: Path) -> None:
+        text = (
+            "model = AutoModelForCausalLM.from_pretrained('models/m', torch_dtype=torch.bfloat16).to('cuda').eval()\n"
+            "GRPOTrainer(model=model, tools=[search], eval_dataset=held_out)\n"
+        )
+
+        done = converted("trl", self.read(tmp_path, "train.py", text, "trl"))
+
+        assert done.settings["model.actor"].value == "models/m"
+        ways = [line.partition(": ")[2] for line in done.lost if line.startswith("GRPOTrainer.")]
+        assert [way[:27] for way in ways] == ["an environment of your own ", "evaluation.files names file"]
 
     def test_functions_of_a_program_that_trains_at_its_import_are_not_carried(self, tmp_path: Path) -> None:
         text = "def own(completions): ...\nGRPOTrainer('m', own, args=GRPOConfig(beta=b, max_steps=2)).train()\n"

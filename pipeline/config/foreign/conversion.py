@@ -89,7 +89,7 @@ def convert(trainer: Trainer, options: Mapping[str, Any], own: Mapping[str, Any]
             _carry(done, option, named.get(option.name, ""), given)
         elif option.kind == "missing":
             _miss(done, option, names, given)
-    done.lost += [f"{name}: no option that {PAGE} has" for name, row in rows.items() if row is None]
+    done.lost += [f"{name}: {_not_an_option(name)}" for name, row in rows.items() if row is None]
     done.settings |= {key: Setting(value, "") for key, value in own.items()}
     bounds_rows = "rollout.max_length" in done.settings
     for key, value, reason in trainer.always:
@@ -178,6 +178,12 @@ def _changes_nothing(option: Option, value: Any, given: Given) -> bool:
         return option.unless is not None and option.unless(value, given)
     except (NotCarriedError, *_NO_VALUE):
         return False
+
+
+def _not_an_option(name: str) -> str:
+    """Return why a name that no table has is not carried; that of a program's data set is the call that changes it."""
+    is_of_data = name.endswith(")") and not name.startswith("$")
+    return "the data are read as they are: write the result to a file" if is_of_data else f"no option that {PAGE} has"
 
 
 def _not_known(value: Any) -> str:

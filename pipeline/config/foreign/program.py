@@ -143,6 +143,8 @@ class _Values:
                 return dotted.removeprefix("torch.")
             case ast.Call(args=[folder, *_]) if _called(node) == "from_pretrained":
                 return self.of(folder)
+            case ast.Call(func=ast.Attribute(value=ast.Call() as made, attr="to" | "cuda" | "eval" | "train")):
+                return self.of(made)
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

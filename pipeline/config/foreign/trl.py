@@ -35,7 +35,7 @@ _CORRECTIONS = {
     "token_truncate": "token", "token_mask": "token_mask", "sequence_truncate": "sequence",
     "sequence_mask": "sequence_mask",
 }  # fmt: skip
-_REWARDS = {"accuracy_reward": "math"}
+_REWARDS = {"accuracy_reward": "math", "accuracy": "math"}
 _REASONING: Final = "reasoning_accuracy_reward"
 
 
@@ -208,7 +208,7 @@ def _rewards(value: Any, given: Given) -> dict[str, Any]:
             f"{_REASONING} gives 0 to a response without </think>, which math scores as any other: name a function of "
             "your own in [[rewards]], or trl.rewards:reasoning_accuracy_reward where TRL is installed"
         )
-    if any(name == "accuracy_reward" for name, _ in here):
+    if any(name in _REWARDS for name, _ in here):
         if any(":" in table["name"] for table in tables):
             # The column of the answer is none that functions get by its name.
             reasons.append(
@@ -354,9 +354,10 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("vllm_tensor_parallel_size", "rollout.tensor_parallel is the GPUs of a worker: set it", key="rollout.tensor_parallel", off=(1,)),
     missing("vllm_structured_outputs_regex", "responses are free; the reward `format`, `regex` or `json_schema` scores them", key="rewards", aliases="vllm_guided_decoding_regex"),
     missing("max_tool_calling_iterations", "rollout.max_turns bounds the turns of an environment", key="rollout.max_turns"),
+    missing("GRPOTrainer.tools GRPOTrainer.environment_factory GRPOTrainer.rollout_func", "an environment of your own answers each response (docs/environments.md)", key="rollout.environment"),
     needless("ds3_gather_for_generation pad_to_multiple_of", "workers have whole weights; rows are not padded"),
     # The rewards.
-    carried("reward_funcs", "rewards prompts.answer_column", "a function `a.b.c` is `a.b:c`; it is called as TRL calls it; `accuracy_reward` is `math`, whose parsing differs in detail, of the column `solution`; `reasoning_accuracy_reward` is missing; a path with `/` is the folder of a reward model", to=_rewards),
+    carried("reward_funcs", "rewards prompts.answer_column", "a function `a.b.c` is `a.b:c`; it is called as TRL calls it; `accuracy_reward`, and `accuracy` of Open R1's recipes, is `math`, whose parsing differs in detail, of the column `solution`; `reasoning_accuracy_reward` is missing; a path with `/` is the folder of a reward model", to=_rewards),
     carried("reward_weights", "rewards", "the weight of each table of rewards, first that of the reward model", to=lambda value, given: {}),
     carried("reward_model_name_or_path", "model.reward rewards", "a folder; with another weight than 1, or beside other models, a table of rewards", to=_reward_model),
     missing("multi_objective_aggregation", "rewards are added up before groups are compared (sum_then_normalize)", off=("sum_then_normalize",)),
@@ -416,7 +417,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("save_total_limit", "trainer.keep_checkpoints", "left out, TRL keeps all, here 3", to=lambda value, given: {"trainer.keep_checkpoints": value or 0}),
     needless("resume_from_checkpoint save_only_model save_on_each_node enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint", "a start goes on from the last checkpoint of the same run (trainer.resume); a checkpoint has all of its state", aliases="overwrite_output_dir save_safetensors"),
     carried("eval_steps", "evaluation.every", "versions, which are steps; evaluation.files has the files, of which TRL's option has no word", to=lambda value, given: dict(_steps("evaluation.every")(value, given)) if _evaluates(given) else {}),
-    missing("eval_strategy", "evaluation.files names files of held-out prompts, of which version 0 and each evaluation.every-th one are evaluated", key="evaluation.files", aliases="evaluation_strategy"),
+    missing("eval_strategy", "evaluation.files names files of held-out prompts, of which version 0 and each evaluation.every-th one are evaluated", key="evaluation.files", aliases="evaluation_strategy GRPOTrainer.eval_dataset"),
     needless("eval_on_start eval_delay do_train do_eval do_predict", "evaluation.files says whether a run is evaluated"),
     carried("num_generations_eval", "evaluation.num_generations", "left out, TRL takes num_generations, here 1"),
     needless("per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval label_names", "held-out prompts are sampled and scored as rollouts are"),
