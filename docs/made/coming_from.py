@@ -33,7 +33,7 @@ A configuration is one file of TOML ([configuration.md](configuration.md)); rewa
 _CONVERSIONS: Final = """\
 ## A conversion
 
-`rlhfd init FOLDER --from trl FILE` reads the options of a run and writes `FOLDER/grpo.toml`, or `ppo.toml`. FILE is JSON or YAML, such as the configuration of `trl grpo --config`, a
+`rlhfd init FOLDER --from trl FILE` reads the options of a run and writes `FOLDER/grpo.toml`, or `ppo.toml`. FILE is JSON or YAML, such as the configuration of `trl grpo --config` or Hydra's `config.yaml` and `overrides.yaml`, a
 shell script, such as those of verl and OpenRLHF, or the Python program of TRL that calls `GRPOTrainer`; nothing of it is executed. A comment names the option of each key, and the difference in meaning. A default of the other trainer is written
 where the run would be another one without it. The options that could not be carried are printed, each with the reason, and stand at the end of the file. `rlhfd config check` then names
 the model and the data that are not there yet.

@@ -844,6 +844,20 @@ class TestFiles:
 
         assert found == {"data.train_batch_size": 8, "algorithm.lam": 0.9}
 
+    def test_the_overrides_that_hydra_writes_are_read(self, tmp_path: Path) -> None:
+        text = "- data.train_files=['a','b']\n- +algorithm.lam=0.9\n- trainer.total_epochs=2\n"
+
+        assert self.read(tmp_path, "overrides.yaml", text, "verl") == {
+            "data.train_files": ["a", "b"], "algorithm.lam": 0.9, "trainer.total_epochs": 2,
+        }  # fmt: skip
+
+    def test_a_command_of_trl_that_names_a_file_has_its_reason(self, tmp_path: Path) -> None:
+        found = self.read(tmp_path, "run.sh", "trl grpo --config grpo.yaml", "trl")
+
+        assert lost("trl", found) == [
+            'config = "grpo.yaml": the options of that file are not read: convert it, and set those of the command'
+        ]
+
     def test_options_of_a_command_have_none_one_or_several_values(self, tmp_path: Path) -> None:
         text = (
             "ray job submit --address=x -- python3 -m openrlhf.cli.train_ppo_ray --ds.packing_samples \\\n"

@@ -121,6 +121,10 @@ def _loaded(path: Path, text: str) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply") from error
+    overrides = [_OVERRIDE.fullmatch(str(one)) for one in value] if isinstance(value, list) else []
+    if overrides and all(overrides):
+        # The file overrides.yaml of a run with Hydra.
+        value = {match[1]: scalar(match[2]) for match in overrides if match}
     if not isinstance(value, dict):
         raise ConfigError(f"{path}:1:1: must be options with their values, got {str(value)[:40]!r}")
     return {str(name): _with_numbers(inner) for name, inner in value.items()}

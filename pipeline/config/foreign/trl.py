@@ -367,6 +367,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("steps_per_generation", "trainer.mini_batches", "updates of a generation: steps_per_generation / gradient_accumulation_steps", to=lambda value, given: {"trainer.mini_batches": _mini_batches(given)}),
     carried("generation_batch_size", "trainer.mini_batches", "as steps_per_generation, in rows of all processes", to=lambda value, given: {"trainer.mini_batches": _mini_batches(given)}),
     carried("num_iterations", "trainer.epochs", "rows are dealt to updates anew in each epoch", default=1),
+    missing("config", "the options of that file are not read: convert it, and set those of the command"),
     carried("num_processes", "trainer.world_size", "of accelerate, or torchrun's nproc_per_node x nnodes: TRL's processes sample and train in turns; here the workers have GPUs of their own (`rlhfd plan`)", default=1),
     missing("accelerate_config", "the num_processes of this file is not read (8 in TRL's own): set trainer.world_size to it, buffer.sample_batch_size is the rows of one", key="trainer.world_size", aliases="config_file", unless=lambda value, given: value == "single_gpu" or "num_processes" in given),
     carried("max_steps", "trainer.max_steps", "a step has num_iterations x mini_batches updates, TRL counts updates", default=-1, to=_steps("trainer.max_steps")),
