@@ -483,7 +483,7 @@ class TestStatus:
             result = run("status", "--runtime-dir", ".")
 
         assert result.exit_code == ExitCode.UNREACHABLE
-        assert "is starting and does not answer yet" in result.stderr
+        assert "does not answer: it is starting, or runs with --serial" in result.stderr
 
     def test_answer_is_readable_at_a_glance(self) -> None:
         assert status_view.render(STATUS).splitlines() == [
