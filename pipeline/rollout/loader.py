@@ -18,7 +18,7 @@ from pipeline.config.losses import log_probs_by, worker_holds_actor
 from pipeline.config.prompts import PromptsConfig
 from pipeline.config.rewards import function_labels, reward_functions
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, RewardError
+from pipeline.errors import ConfigError, RewardError, WeightsMismatchError
 from pipeline.experience.running_moments import SCORES
 from pipeline.models.compiled_layers import Uses, compile_layers
 from pipeline.models.critic import Critic
@@ -68,6 +68,7 @@ from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.sampling import sampling_of
 from pipeline.rollout.shaping import shaping_of
 from pipeline.rollout.vision_prompts import VisionPrompts
+from pipeline.runtime.run_inputs import changed_since_start
 from pipeline.storage.weights_header import Probe, WeightsVersion
 
 # A first prompt that cannot be rendered has no tokens; the engine can be asked about any.
@@ -237,7 +238,7 @@ def _weights_of(
         return EngineWeights(engine, PublishedProbe(tokens, actor.dtype, judging), beside_actor)
     probe = ModelProbe(actor, tokens or _ANY_TOKENS, device, row_tokens=config.lengths.row, judging=judging)
     targets = {**joined({"actor": published(actor)}), **beside_actor}
-    return ModelWeights(targets, engine, weights_check(actor, tokens, device), probe)
+    return ModelWeights(targets, engine, weights_check(config, actor, tokens, device), probe)
 
 
 def new_roller(
@@ -409,13 +410,26 @@ def judging_of(config: Config, actor: Any, telemetry: Telemetry) -> Judging:
     return Judging(limit_nats, rollout.engine_gap_action, telemetry)
 
 
-def weights_check(actor: Any, tokens: Sequence[int], device: torch.device) -> Callable[[WeightsVersion], None]:
-    """Return a function that compares the actor's answer to the probe with the published one; without one it passes."""
+def weights_check(
+    config: Config, actor: Any, tokens: Sequence[int], device: torch.device
+) -> Callable[[WeightsVersion], None]:
+    """Return a function that compares the actor's answer to the probe with the published one; without one it passes.
+
+    It raises `ConfigError` where files have changed since the start: trainer and worker may have read different ones.
+    """
 
     def check_fetched(fetched: WeightsVersion) -> None:
         if fetched.probe is not None:
             own = answer(actor, tokens, device) if tokens else Probe(0.0, 0)
-            check(fetched, own, next(actor.parameters()).dtype)
+            try:
+                check(fetched, own, next(actor.parameters()).dtype)
+            except WeightsMismatchError as error:
+                if not (changed := changed_since_start(config)):
+                    raise
+                raise ConfigError(
+                    f"{', '.join(changed)} changed while the run goes on, and trainer and worker have read different "
+                    f"ones: put the former files back, or start again; {error}"
+                ) from error
 
     return check_fetched
 

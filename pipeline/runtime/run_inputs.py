@@ -155,6 +155,16 @@ def note(config: Config) -> None:
         log.warning("the run's inputs are not noted, a later change of them is not noticed: %s", error)
 
 
+def changed_since_start(config: Config) -> list[str]:
+    """Return the names of the inputs of trainer and worker that are not as at the run's last start; none if unknown."""
+    try:
+        before, now = _read(run_dir(config) / FILE_NAME), inputs_of(config)
+    except OSError:
+        return []
+    names = ("model.actor", "tokenizer", "chat template", "prompts ")
+    return [name for name in now if name.startswith(names) and before.get(name, now[name]) != now[name]]
+
+
 def digest_of_model(folder: Path) -> str:
     """Return a digest of a model's weights: every file of its folder that may hold some, its configuration not.
 

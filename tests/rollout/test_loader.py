@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.config.user_modules import FOLDER_VARIABLE
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, WeightsMismatchError
 from pipeline.models.loading import load_actor, load_tokenizer, outline_of_actor
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import adapter_of
@@ -19,6 +20,7 @@ from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
+from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.trainer import setup
 from tests.support import tiny_vision
 from tests.support.proving import prove
@@ -157,6 +159,33 @@ def test_a_first_prompt_that_the_engine_cannot_be_asked_about_has_the_actor_load
     assert (
         "the actor is loaded, the engine cannot be asked about the first prompt: tokens=0 row_tokens=24" in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "said"),
+    [
+        ([], WeightsMismatchError, r"^this model does not compute with the weights that it was given: version=3 "),
+        (
+            ["prompts /p.jsonl"],
+            ConfigError,
+            r"^prompts /p.jsonl changed while the run goes on, and trainer and worker ",
+        ),
+    ],
+)
+def test_an_answer_that_is_not_the_trainers_names_the_files_that_have_changed(monkeypatch, changed, error, said):
+    class Even:
+        def __call__(self, input_ids, attention_mask):
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 4))
+
+        def parameters(self):
+            return iter([torch.zeros(1)])
+
+    monkeypatch.setattr(loader, "changed_since_start", lambda config: changed)
+    check = loader.weights_check(None, Even(), [1, 2], CPU)
+    check(WeightsVersion(3, probe=Probe(math.log(1 / 4), 2)))
+
+    with pytest.raises(error, match=said):
+        check(WeightsVersion(3, probe=Probe(math.log(1 / 8), 2)))
 
 
 def test_vllms_process_begins_before_the_models_and_ends_with_their_error(rollers, monkeypatch):

@@ -184,6 +184,19 @@ def test_other_prompts_rewards_and_templates_are_said_once(site, caplog, file, s
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [("prompts.jsonl", "prompts {site}/prompts.jsonl"), ("actor/tokenizer.json", "tokenizer"), ("own_rewards.py", "")],
+)
+def test_what_trainer_and_worker_read_alike_is_named_once_it_is_not_as_at_the_last_start(site, file, changed):
+    of = started(site)
+    (site / file).write_text((site / file).read_text() + "\n")
+
+    assert run_inputs.changed_since_start(of) == [changed.format(site=site)] * bool(changed)
+    (run_dir(of) / run_inputs.FILE_NAME).unlink()
+    assert run_inputs.changed_since_start(of) == [], "nothing tells"
+
+
 def test_of_a_folder_of_prompts_the_files_of_its_split_count(site, caplog):
     folder = site / "rows"
     folder.mkdir()
