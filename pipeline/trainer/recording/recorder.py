@@ -92,7 +92,7 @@ class StepRecorder(TrainerHook):
         self._hold = hold
         self._clock_s = clock_s
         self._memories: list[npt.NDArray[np.uint8]] = []
-        self._is_failing = False
+        self._is_failing = self._has_made_room = False
         self._lines = StepLines(folder / LINES, after_step=after_step)
         try:
             for left in (folder / ROWS).glob("*.new"):
@@ -158,8 +158,11 @@ class StepRecorder(TrainerHook):
         except OSError as error:
             log.warning("recorded rows were not flushed: path=%s error=%s", self._folder / ROWS, error.strerror)
 
-    def give_way(self) -> bool:
+    def give_way(self, level: int = logging.WARNING) -> bool:
         """Remove the older half of the rows, for a checkpoint that found no room: without it the steps are lost.
+
+        Args:
+            level: Level of its line in the log.
 
         Returns:
             Whether any were removed.
@@ -171,8 +174,8 @@ class StepRecorder(TrainerHook):
             self._remove_down_to(before // 2)
         except OSError as error:
             log.warning("recorded rows were not removed: path=%s error=%s", self._folder / ROWS, error.strerror)
-        log.warning("the disk is full, the older half of the recorded rows is removed: bytes=%d left_bytes=%d path=%s",
-                    before - self._nbytes, self._nbytes, self._folder / ROWS)  # fmt: skip
+        message = "the disk is full, the older half of the recorded rows is removed: bytes=%d left_bytes=%d path=%s"
+        log.log(level, message, before - self._nbytes, self._nbytes, self._folder / ROWS)
         return self._nbytes < before
 
     def close(self) -> None:
@@ -210,7 +213,9 @@ class StepRecorder(TrainerHook):
             except OSError as error:
                 if error.errno not in FULL_DISK or not self._files:
                     raise
-                self.give_way()
+                # Once a start: of a disk that stays full a line each few steps would be all that the log holds soon.
+                self.give_way(logging.DEBUG if self._has_made_room else logging.WARNING)
+                self._has_made_room = True
                 nbytes, saved = extent_file.save_bytes(path, extents, {"step": str(step)})
         except OSError as error:
             if not self._is_failing:

@@ -119,6 +119,21 @@ def test_on_a_full_disk_older_rows_make_room_for_newer_ones_and_for_checkpoints(
     assert counts.nbytes == 0
 
 
+def test_rows_that_make_room_for_rows_again_and_again_are_counted_and_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = recorder_in(tmp_path, counts := Counts())
+    take(recorder, 1)
+    most_bytes = 4 * counts.nbytes + counts.nbytes // 2
+    full_disk(monkeypatch, tmp_path, lambda: most_bytes)
+
+    take(recorder, *range(2, 20))
+    recorder.close()
+
+    assert counts["kept"] == 19 and counts["removed"] >= 12
+    assert sum("the disk is full" in record.message for record in caplog.records) == 1
+
+
 def test_recorded_rows_give_way_to_the_last_checkpoint_until_it_is_written(bench: Bench, tmp_path: Path) -> None:
     folder, left = tmp_path / "recording", list[int]()
 
