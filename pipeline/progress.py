@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Literal
+
+Event = Literal["reward_errored", "number_left_out", "environment_answered", "out_of_memory", "weights_synced"]
 
 
 class Telemetry:
@@ -60,32 +63,17 @@ class Telemetry:
             tokens: All tokens of these requests.
         """
 
-    def reward_errored(self, reason: str) -> None:
-        """Count a row without a reward.
+    def count(self, event: Event, kind: str) -> None:
+        """Count an event.
 
         Args:
-            reason: "timeout", "exception" or "invalid".
-        """
-
-    def number_left_out(self, reason: str) -> None:
-        """Count a further number of a reward function that is left out.
-
-        Args:
-            reason: "invalid" for one that is no finite number, "name" where there are too many names.
-        """
-
-    def environment_answered(self, result: str) -> None:
-        """Count an answer of a row's environment.
-
-        Args:
-            result: "ok", or "tool_failed"; of a row without an answer "timeout", "exception" or "invalid".
-        """
-
-    def out_of_memory(self, during: str) -> None:
-        """Count a call that ran out of the device's memory, and is run again in halves.
-
-        Args:
-            during: "pass" or "generate".
+            event: "reward_errored", a row without a reward; "number_left_out", a further number of a reward function;
+                "environment_answered", an answer of a row's environment; "out_of_memory", a call that ran out of the
+                device's memory, and is run again in halves; "weights_synced", a weight sync.
+            kind: Of a reward "timeout", "exception" or "invalid". Of a number "invalid" for one that is not finite,
+                "name" where there are too many names. Of an answer "ok" or "tool_failed"; of a row without one as of a
+                reward. Of a call "pass" or "generate". Of a sync "ok", "refused" for differences that did not lead to
+                the published bytes, "mismatch" if the model did not compute with its weights after it.
         """
 
     def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:

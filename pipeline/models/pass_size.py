@@ -218,7 +218,7 @@ class PassSize:
             )
         # A pass whose width was rounded up has more tokens than the bound by which it was cut.
         self.most_tokens = min(rows * width, self.most_tokens or rows * width) // 2
-        self._telemetry.out_of_memory("pass")
+        self._telemetry.count("out_of_memory", "pass")
         log.warning("out of device memory, passes are halved from now on: rows=%d tokens=%d most_tokens=%d key=%s",
                     rows, rows * width, self.most_tokens, self._key)  # fmt: skip
 
@@ -296,7 +296,7 @@ class RowBound:
                 "model.dtype = bfloat16 (rollout.inference_batch_size is 1 row already)"
             )
         self._most_rows = rows // 2
-        self._telemetry.out_of_memory("generate")
+        self._telemetry.count("out_of_memory", "generate")
         log.warning("out of device memory, fewer rows are generated at once from now on: rows=%d most_rows=%d "
                     "key=rollout.inference_batch_size", rows, rows // 2)  # fmt: skip
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from pipeline.models.device import allocator_bytes
-from pipeline.progress import Telemetry
+from pipeline.progress import Event, Telemetry
 from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
 from pipeline.rollout.reward.parts import PREFIX
 from pipeline.rollout.roller import Rolled
@@ -20,6 +20,7 @@ from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.metric import NUMBER_LABELS, REWARD_LABELS
 from pipeline.telemetry.number_names import COLUMN, sums_of
 from pipeline.telemetry.slab import SlotWriter
+from pipeline.telemetry.writer import Counter
 
 ACTIVITIES = (
     "generate", "environment", "logprob", "ref_logprob", "value", "reward", "seal", "fetch_weights",
@@ -55,9 +56,6 @@ class RolloutMetrics(Telemetry):
             for label, function in zip(reward_labels, REWARD_LABELS, strict=False)
         }
         self._numbers = [writer.gauge("rlhfd_reward_function_mean", function=label) for label in NUMBER_LABELS]
-        self._numbers_left_out = _each(
-            writer.counter, "rlhfd_reward_numbers_left_out_total", reason=("invalid", "name")
-        )
         self.clock = ActivityClock(writer, ACTIVITIES)
         self._waiting_for = "wait_data"
         self._is_asleep = False
@@ -65,11 +63,19 @@ class RolloutMetrics(Telemetry):
         self._prompts = writer.counter("rlhfd_prompts_total")
         self._prompts_cut = writer.counter("rlhfd_prompts_cut_total")
         self._experiences = _each(writer.counter, "rlhfd_experiences_total", outcome=("accepted", "failed", "errored"))
-        stage_errors, reasons = "rlhfd_stage_errors_total", ("timeout", "exception", "invalid")
-        self._reward_errors = _each(functools.partial(writer.counter, stage="reward"), stage_errors, reason=reasons)
-        of_environment = functools.partial(writer.counter, stage="environment")
-        self._environment = _each(of_environment, stage_errors, reason=reasons)
-        self._environment |= _each(writer.counter, "rlhfd_environment_steps_total", result=("ok", "tool_failed"))
+        counter, reasons = writer.counter, ("timeout", "exception", "invalid")
+        of_reward, of_environment = (
+            _each(functools.partial(counter, stage=stage), "rlhfd_stage_errors_total", reason=reasons)
+            for stage in ("reward", "environment")
+        )
+        answers = _each(counter, "rlhfd_environment_steps_total", result=("ok", "tool_failed"))
+        self._events: dict[Event, dict[str, Counter]] = {
+            "reward_errored": of_reward,
+            "number_left_out": _each(counter, "rlhfd_reward_numbers_left_out_total", reason=("invalid", "name")),
+            "environment_answered": of_environment | answers,
+            "out_of_memory": _each(counter, "rlhfd_out_of_memory_total", during=("pass", "generate")),
+            "weights_synced": _each(counter, "rlhfd_weight_syncs_total", result=("mismatch", "ok", "refused")),
+        }
         self._turns = writer.histogram("rlhfd_turns")
         self._responses = _each(writer.counter, "rlhfd_responses_total", finish_reason=("stop", "length"))
         self._tokens = _each(writer.counter, "rlhfd_tokens_total", kind=("prompt", "response"))
@@ -84,7 +90,6 @@ class RolloutMetrics(Telemetry):
         self._sampled = SampledTokens(self._count_sampled)
         self._sampled_remotely = 0
         self._ticket_rows = _each(writer.gauge, "rlhfd_ticket_rows", state=("done", "all"))
-        self._out_of_memory = _each(writer.counter, "rlhfd_out_of_memory_total", during=("pass", "generate"))
         self._probes = _each(writer.counter, "rlhfd_engine_probes_total", verdict=("ok", "gap", "stale"))
         self._gaps = writer.histogram("rlhfd_engine_gap_nats", point="probe")
         self._gap_mean = writer.gauge("rlhfd_engine_gap_mean_nats")
@@ -93,7 +98,6 @@ class RolloutMetrics(Telemetry):
         self._version = writer.gauge("rlhfd_policy_version")
         self._sync_s = writer.histogram("rlhfd_weight_sync_duration_seconds", phase="load")
         self._sync_bytes = writer.counter("rlhfd_weight_sync_bytes_total", transport=transport)
-        self._syncs = _each(writer.counter, "rlhfd_weight_syncs_total", result=("mismatch", "ok", "refused"))
         sent_kinds = ("whole", "difference") if transport == "ray" else ()
         self._sent_bytes = _each(writer.counter, "rlhfd_weight_sent_bytes_total", kind=sent_kinds)
         self._sync_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
@@ -215,21 +219,9 @@ class RolloutMetrics(Telemetry):
         self._sampled_remotely = max(tokens, self._sampled_remotely)
         self._ticket_tokens.set(in_hand)
 
-    def out_of_memory(self, during: str) -> None:
-        """Count a call that ran out of the device's memory: "pass" or "generate"."""
-        self._out_of_memory[during].inc()
-
-    def reward_errored(self, reason: str) -> None:
-        """Count a row without a reward."""
-        self._reward_errors[reason].inc()
-
-    def number_left_out(self, reason: str) -> None:
-        """Count a further number of a reward function that is left out."""
-        self._numbers_left_out[reason].inc()
-
-    def environment_answered(self, result: str) -> None:
-        """Count an answer of a row's environment."""
-        self._environment[result].inc()
+    def count(self, event: Event, kind: str) -> None:
+        """Count an event; see `Telemetry.count`."""
+        self._events[event][kind].inc()
 
     def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
         """Count a probe of the engine, and observe the differences of its log-probs, in nats a token."""
@@ -277,21 +269,13 @@ class RolloutMetrics(Telemetry):
         self._version.set(version)
         self._sync_s.observe(duration_s)
         self._sync_bytes.inc(nbytes)
-        self._syncs["ok"].inc()
+        self.count("weights_synced", "ok")
         self._sync_time.set(time.time())
 
     def weights_sent(self, whole_bytes: int, difference_bytes: int) -> None:
         """Count the bytes of weights that were sent to this worker's machine, for all workers there."""
         self._sent_bytes["whole"].inc(whole_bytes)
         self._sent_bytes["difference"].inc(difference_bytes)
-
-    def weights_refused(self) -> None:
-        """Count differences that did not lead to the published bytes."""
-        self._syncs["refused"].inc()
-
-    def weights_mismatch(self) -> None:
-        """Count a weight sync after which the model did not compute with its weights."""
-        self._syncs["mismatch"].inc()
 
     def in_flight(self, rollouts: int) -> None:
         """Show the number of tickets in hand."""

@@ -239,7 +239,7 @@ class RemoteStream:
         ):
             self._metrics.weights_sent(taken.whole_bytes, taken.difference_bytes)
             if taken.is_damaged:
-                self._metrics.weights_refused()
+                self._metrics.count("weights_synced", "refused")
             if not taken.references:
                 log.warning("weights are sent again: reason=%s", taken.reason)
         if not taken.references:

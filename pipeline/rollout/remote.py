@@ -28,7 +28,7 @@ from pipeline.config.vllm_release import installed_version
 from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.copies import WeightsCopy
-from pipeline.progress import Telemetry
+from pipeline.progress import Event, Telemetry
 from pipeline.rollout.generation.interface import EngineLoad
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.sampled_tokens import SampledTokens
@@ -161,10 +161,6 @@ class NodeTelemetry(Telemetry):
         """Keep the engine's work in hand."""
         self._status.load = load
 
-    def weights_mismatch(self) -> None:
-        """Record that the engine does not compute with its weights."""
-        self._record("weights_mismatch")
-
     def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
         """Count a heartbeat; keep the progress of the stage if `rows` is above 0, and count tokens."""
         if rows:
@@ -178,21 +174,9 @@ class NodeTelemetry(Telemetry):
         """Count the response tokens of ended requests, except for those that a heartbeat has counted."""
         self._sampled.ended(tokens)
 
-    def reward_errored(self, reason: str) -> None:
-        """Record a row without a reward."""
-        self._record("reward_errored", reason)
-
-    def number_left_out(self, reason: str) -> None:
-        """Record a further number of a reward function that is left out."""
-        self._record("number_left_out", reason)
-
-    def environment_answered(self, result: str) -> None:
-        """Record an answer of a row's environment."""
-        self._record("environment_answered", result)
-
-    def out_of_memory(self, during: str) -> None:
-        """Record a call that ran out of the device's memory."""
-        self._record("out_of_memory", during)
+    def count(self, event: Event, kind: str) -> None:
+        """Record an event."""
+        self._record("count", event, kind)
 
     def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
         """Record a probe of the engine."""

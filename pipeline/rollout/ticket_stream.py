@@ -369,7 +369,7 @@ class EngineStream:
             if not weights.probe.judge(response, version):
                 return
         except WeightsMismatchError:
-            self._metrics.weights_mismatch()
+            self._metrics.count("weights_synced", "mismatch")
             raise
         weights.hand_over_again(version)
         self._ask(version)

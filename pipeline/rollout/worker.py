@@ -318,7 +318,7 @@ class RolloutWorker:
             held[-1] = self._initial
         foreign = [version for version in rolled.versions if version not in held]
         if foreign:
-            self._metrics.weights_mismatch()
+            self._metrics.count("weights_synced", "mismatch")
             raise WeightsMismatchError(
                 f"the engine sampled ticket {in_hand.ticket.ticket} with weights of version {foreign[0]}; "
                 f"the worker held {sorted(weights.version for weights in in_hand.weights)}"
@@ -393,7 +393,7 @@ class RolloutWorker:
             try:
                 self.held = self._stream.fetch(self._reader)
             except WeightsMismatchError:
-                self._metrics.weights_mismatch()
+                self._metrics.count("weights_synced", "mismatch")
                 raise
             self._metrics.fetched(self.held.version, self._reader.nbytes, self._clock() - started_s)
 

@@ -11,7 +11,7 @@ from typing import Final, get_args
 import numpy as np
 
 from pipeline.models.device import allocator_bytes
-from pipeline.progress import Telemetry
+from pipeline.progress import Event, Telemetry
 from pipeline.storage.recording import Recorded
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.metric import NUMBER_LABELS, REWARD_LABELS
@@ -150,8 +150,9 @@ class TrainerMetrics(Telemetry):
         """Set the heartbeat of a step in progress; in "reduce" the rank waits in a collective."""
         self._writer.set_in_collective(name == "reduce")
 
-    def out_of_memory(self, during: str) -> None:
-        """Count a micro-batch that ran out of the device's memory."""
+    def count(self, event: Event, kind: str) -> None:
+        """Count a micro-batch that ran out of the device's memory: the passes of a trainer have no other event."""
+        assert event == "out_of_memory"
         self._out_of_memory.inc()
 
     @contextlib.contextmanager

@@ -80,11 +80,11 @@ def test_a_part_without_memory_is_run_again_in_halves_and_the_bound_stays(caplog
     with caplog.at_level(logging.WARNING):
         size.run([4] * 7, [0] * 7, step)
     assert done == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
-    assert size.most_tokens == 6 and len(told.halved) == 2
+    assert size.most_tokens == 6 and len(told.counted["out_of_memory"]) == 2
     assert "rows=7 tokens=28 most_tokens=14 key=rollout.x" in caplog.messages[0]
 
     size.run([2] * 6, [0] * 6, done.append)  # type: ignore[arg-type]
-    assert len(told.halved) == 2, "shorter rows of the next call fit in parts of the halved bound"
+    assert len(told.counted["out_of_memory"]) == 2, "shorter rows of the next call fit in parts of the halved bound"
     assert done[7:] == [slice(0, 3), slice(3, 6)]
 
 
@@ -149,9 +149,9 @@ def test_rows_generated_at_once_are_halved_down_to_one() -> None:
         return "made"
 
     assert bound.run(9, None, call) == "made"
-    assert tried == [None, 4, 2] and len(told.halved) == 2
+    assert tried == [None, 4, 2] and len(told.counted["out_of_memory"]) == 2
     assert bound.run(9, 3, call) == bound.run(9, 1, call) == "made"
-    assert tried[3:] == [2, 1] and len(told.halved) == 2, "the lower one of both bounds holds"
+    assert tried[3:] == [2, 1] and len(told.counted["out_of_memory"]) == 2, "the lower one of both bounds holds"
 
     def full(rows: int | None) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory")

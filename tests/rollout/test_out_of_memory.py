@@ -68,12 +68,12 @@ def test_generation_without_memory_goes_on_with_half_the_rows_and_samples_the_sa
     made = made_by(maker)
 
     assert_same(made, made_by(new_maker()))
-    assert told.halved.count("generate") == 2, "8 rows, then 4, then 2"
+    assert told.counted["out_of_memory"].count("generate") == 2, "8 rows, then 4, then 2"
     assert max(rows for rows, _ in device.shapes[-4:]) <= 2
 
-    told.halved.clear()
+    told.counted["out_of_memory"].clear()
     made_by(maker)
-    assert "generate" not in told.halved, "the halved bound stays for the next ticket"
+    assert "generate" not in told.counted["out_of_memory"], "the halved bound stays for the next ticket"
 
 
 @pytest.mark.parametrize(("place", "grpo"), [("initial_model", True), ("initial_model", False), ("critic", False)])
@@ -87,7 +87,7 @@ def test_a_forward_pass_without_memory_goes_on_in_halves(place: str, grpo: bool)
     made = made_by(maker)
 
     assert_same(made, made_by(new_maker([], use_grpo=grpo)))
-    assert set(told.halved) == {"pass"}
+    assert set(told.counted["out_of_memory"]) == {"pass"}
     assert device.shapes[-1][0] * device.shapes[-1][1] <= 20
 
 

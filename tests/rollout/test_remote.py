@@ -274,7 +274,7 @@ def test_an_engine_that_keeps_its_weights_is_found_when_these_are_sent(tmp_path,
 
     assert isinstance(results[-1].error, WeightsMismatchError)
     assert "version=3" in str(results[-1].error)
-    assert [len(events_of(result.events, "weights_mismatch")) for result in results[-2:]] == [0, 1]
+    assert [len(events_of(result.events, "weights_synced")) for result in results[-2:]] == [0, 1]
     verdicts = [verdict for result in results for verdict, _ in events_of(result.events, "engine_judged")]
     assert verdicts == ["gap", "gap"], "it got the weights once more"
     reader.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.progress import Telemetry
+from pipeline.progress import Event, Telemetry
 
 
 class Told(Telemetry):
@@ -15,9 +16,7 @@ class Told(Telemetry):
         super().__init__()
         self.beats: list[tuple[int, int, int | None]] = []
         self.phases: list[str] = []
-        self.problems: list[str] = []
-        self.answers: list[str] = []
-        self.halved: list[str] = []
+        self.counted: dict[Event, list[str]] = collections.defaultdict(list)
         self.verdicts = [] if verdicts is None else verdicts
 
     def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
@@ -26,20 +25,14 @@ class Told(Telemetry):
     def phase(self, name: str) -> None:
         self.phases.append(name)
 
-    def reward_errored(self, reason: str) -> None:
-        self.problems.append(reason)
-
-    def environment_answered(self, result: str) -> None:
-        self.answers.append(result)
-
-    def out_of_memory(self, during: str) -> None:
-        self.halved.append(during)
+    def count(self, event: Event, kind: str) -> None:
+        self.counted[event].append(kind)
 
     def engine_judged(self, verdict: str, gaps: Sequence[float]) -> None:
         self.verdicts.append((verdict, gaps))
 
 
-def events_of(events: Sequence[tuple[str, tuple[Any, ...]]], method: str) -> list[Any]:
-    """Return the arguments of each of a node's events that is this method; one argument alone as it is."""
-    found = [arguments for name, arguments in events if name == method]
-    return [arguments[0] if len(arguments) == 1 else arguments for arguments in found]
+def events_of(events: Sequence[tuple[str, tuple[Any, ...]]], name: str) -> list[Any]:
+    """Return the kinds of a node's counted events of a name, or the arguments of each call of a method."""
+    counted = [kind for method, (event, *kind) in events if method == "count" and event == name]
+    return [kind for (kind,) in counted] or [arguments for method, arguments in events if method == name]

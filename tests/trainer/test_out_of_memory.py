@@ -69,12 +69,12 @@ def test_a_step_that_runs_out_of_memory_is_the_same_step(
         assert_same_stats(stats, expected)
     assert stats.rows_trained == expected.rows_trained and stats.step == 1
     assert len(stats.row_importance_ratios) == len(expected.row_importance_ratios)
-    assert told.halved, "counted"
+    assert told.counted["out_of_memory"], "counted"
     assert device.passes[-1] < max(device.passes)
 
-    before = len(told.halved)
+    before = len(told.counted["out_of_memory"])
     cut.update([experience])
-    assert len(told.halved) == before, "the halved bound stays"
+    assert len(told.counted["out_of_memory"]) == before, "the halved bound stays"
 
 
 def test_a_row_that_does_not_fit_alone_ends_training_and_names_the_keys() -> None:

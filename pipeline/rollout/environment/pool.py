@@ -143,7 +143,8 @@ class EnvironmentPool:
             if str(count := self._problems[answer.problem]).strip("0") == "1":
                 text = answer.text if self._telemetry.log_texts else answer.bare
                 log.warning("environment errored: reason=%s times=%d: %s", answer.problem, count, text)
-        self._telemetry.environment_answered(answer.problem or ("tool_failed" if answer.tool_failed else "ok"))
+        result = answer.problem or ("tool_failed" if answer.tool_failed else "ok")
+        self._telemetry.count("environment_answered", result)
         callback(answer)
 
 

@@ -153,7 +153,7 @@ class FurtherNumbers:
         return clean
 
     def _left_out(self, name: str, reason: str) -> None:
-        self._telemetry.number_left_out(reason)
+        self._telemetry.count("number_left_out", reason)
         # Keys may be of any number: those behind the first ones are counted together.
         shown = name if len(self._counts) < 4 * MOST_NUMBERS else "others"
         self._counts[shown, reason] += 1

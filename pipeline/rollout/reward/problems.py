@@ -46,7 +46,7 @@ class RewardProblems:
             problems: Number among these rows and result of each row without a reward.
         """
         for row, score in problems:
-            self._telemetry.reward_errored(score.problem)
+            self._telemetry.count("reward_errored", score.problem)
             cause = score.cause or score.problem
             if cause not in self._counts and len(self._counts) >= _MOST_CAUSES:
                 cause = _FURTHER

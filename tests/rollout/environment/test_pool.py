@@ -194,7 +194,7 @@ def test_each_row_has_an_environment_of_its_own_that_keeps_its_state(new_pool) -
     assert [answer.observation for answer in second] == ["['p', 0, {}] 2 c of 2", "['p', 1, {}] 2 wrong of 1"]
     assert [answer.reward for answer in second] == [2.0, 2.0]
     assert [answer.tool_failed for answer in second] == [False, True]
-    assert sorted(told.answers) == ["ok"] * 4 + ["tool_failed"]
+    assert sorted(told.counted["environment_answered"]) == ["ok"] * 4 + ["tool_failed"]
 
 
 def test_texts_and_numbers_of_numpy_will_do_and_no_child_holds_the_link(new_pool) -> None:
@@ -244,7 +244,7 @@ def test_a_step_that_fails_costs_its_own_row_alone(new_pool) -> None:
     for response, (problem, text) in FAILURES.items():
         rows = Rows(pool, 4)
         rows.say("a", "b", "c", "d")
-        told.answers.clear()
+        told.counted["environment_answered"].clear()
 
         answers = rows.say("e", response, "f", "g")
 
@@ -253,7 +253,9 @@ def test_a_step_that_fails_costs_its_own_row_alone(new_pool) -> None:
         assert said == text and "secret" not in answers[1].bare
         assert place.partition(":")[0].endswith("surroundings.py") == (problem == "exception" and "process" not in text)
         assert [answer.reward for answer in (answers[0], *answers[2:])] == [2.0] * 3
-        assert pool.problem is answers[1] and sorted(told.answers) == sorted(["ok"] * 3 + [problem])
+        assert pool.problem is answers[1] and sorted(told.counted["environment_answered"]) == sorted(
+            ["ok"] * 3 + [problem]
+        )
 
     (answer,) = Rows(pool, 1).say("array")
     assert answer.problem == "exception" and answer.text.startswith("ValueError: The truth value of an array")

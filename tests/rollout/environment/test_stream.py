@@ -179,7 +179,7 @@ def test_turns_are_counted(new_bench) -> None:
             row, responses, callback = self._waiting.pop()
             answer = self._answer(row, len(responses), responses[-1])
             results.append(answer.problem or ("tool_failed" if answer.tool_failed else "ok"))
-            bench.metrics.environment_answered(results[-1])
+            bench.metrics.count("environment_answered", results[-1])
             callback(answer)
 
     pool = Counting(failing)

@@ -33,6 +33,7 @@ from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.row_means import RowMeans
 from tests.rollout.reward.test_foreign import Digits
 from tests.support.folders import importable
+from tests.support.told import Told
 
 FUNCTIONS = """
 import math
@@ -74,18 +75,6 @@ def plain(**columns):
 def sometimes(input_ids, attention_mask, *, gt_answer, **_):
     return {"reward": 1.0, "hit": 4.0} if gt_answer == "12" else 0.5
 """
-
-
-class Counted(Telemetry):
-    """Keeps the reasons of numbers that are left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reasons: list[str] = []
-
-    def number_left_out(self, reason: str) -> None:
-        """Keep a reason."""
-        self.reasons.append(reason)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +122,7 @@ def test_each_style_may_return_numbers_beside_the_reward(folder: Path, name: str
 def test_what_is_no_number_is_named_and_counted_and_the_reward_stands(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    telemetry = Counted()
+    telemetry = Told()
     reward = reward_of("odd", telemetry=telemetry)
 
     scores = [reward(**given()).tolist() for _ in range(5)]
@@ -141,7 +130,7 @@ def test_what_is_no_number_is_named_and_counted_and_the_reward_stands(
     assert scores == [[1.0, 1.0]] * 5
     assert reward.numbers == [{"odd.good_one_": 2.0}] * 2
     # Ten rows, each with NaN, a text and a list; None is no number, and no error.
-    assert telemetry.reasons == ["invalid"] * 30
+    assert telemetry.counted["number_left_out"] == ["invalid"] * 30
     first = [line for line in caplog.messages if "is no finite number, the reward stands" in line]
     assert [line.rpartition("=")[2] for line in first] == ["odd.nan", "odd.text", "odd.list"]
     assert sum("left out again" in line and "times=10" in line for line in caplog.messages) == 3
@@ -150,14 +139,14 @@ def test_what_is_no_number_is_named_and_counted_and_the_reward_stands(
 def test_names_are_bounded_and_one_that_does_not_fit_is_said_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    telemetry = Counted()
+    telemetry = Told()
     reward = reward_of("many", telemetry=telemetry)
 
     for _ in range(2):
         reward(**given(("12",)))
 
     assert reward.numbers == [{f"many.n{at}": float(at) for at in range(MOST_NUMBERS)}]
-    assert telemetry.reasons == ["name"] * 8
+    assert telemetry.counted["number_left_out"] == ["name"] * 8
     said = [line for line in caplog.messages if "a further number" in line]
     assert len(said) == 4 and "name=many.n16: at most 16 names" in said[0]
 
@@ -186,7 +175,7 @@ def test_a_dict_without_a_reward_a_row_is_no_reward(folder: Path, name: str, pro
 
 def test_a_pool_returns_the_numbers_of_each_function(folder: Path, task: Path) -> None:
     names = ["own", "rows", "sometimes", "odd"]
-    telemetry = Counted()
+    telemetry = Told()
     tokenizer = load_tokenizer(str(task / "model"))
     row = tokenizer("21>12")["input_ids"] + [tokenizer.eos_token_id]
     with RewardPool(
@@ -204,7 +193,7 @@ def test_a_pool_returns_the_numbers_of_each_function(folder: Path, task: Path) -
     shared = {"own.end": 6.0, "own.format": 1.0, "rows.end": 6.0, "odd.good_one_": 2.0}
     assert scores.tolist() == [4.0, 3.5]
     assert pool.numbers == [{**shared, "sometimes.hit": 4.0}, shared]
-    assert telemetry.reasons == ["invalid"] * 6
+    assert telemetry.counted["number_left_out"] == ["invalid"] * 6
 
 
 def experience(numbers: list[dict[str, float]]) -> Experience:
@@ -295,7 +284,7 @@ def test_a_workers_metric_has_the_name_of_the_number(tmp_path: Path) -> None:
 
     made = made.with_info("cut", np.zeros(2, bool))
     metrics.rolled(Rolled(made, 0), prompts=1, group_size=2)
-    metrics.number_left_out("invalid")
+    metrics.count("number_left_out", "invalid")
     reader.name(dict(zip(NUMBER_LABELS, names.names, strict=False)))
     reading = reader.read()
     slab.close()

@@ -115,7 +115,7 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
 ) -> None:
     """Whatever happens to it: the function, a scorer that is stopped or killed, many rows that hang."""
     told = Told()
-    problems = told.problems
+    problems = told.counted["reward_errored"]
     functions = ("judges:by_answer", "judges:length")
     with RewardPool(functions, tokenizer, timeout_s=1.5, telemetry=told) as rewards:
         rewards.wait_ready()

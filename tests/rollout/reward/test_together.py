@@ -226,7 +226,7 @@ def test_rows_of_a_pool_fail_alone_where_they_can(folder: Path, task: Path) -> N
         texts = pool.problem
 
     assert scores[:2] == [20.5, 0.5] and all(map(math.isnan, scores[2:]))
-    assert told.problems == ["timeout", "exception", "exception", "invalid", "invalid", "exception"]
+    assert told.counted["reward_errored"] == ["timeout", "exception", "exception", "invalid", "invalid", "exception"]
     assert missing[0] == 20.5 and math.isnan(missing[1])
     assert texts is not None and "needs the column 'level', the prompt's row has no further columns" in texts.text
 
@@ -240,7 +240,7 @@ def test_a_batched_call_that_dies_or_hangs_costs_its_rows_and_the_next_call_is_s
         good = pool(**rows(["", ""])).tolist()
 
     assert all(map(math.isnan, dead + hung))
-    assert told.problems == ["exception"] * 2 + ["timeout"] * 2
+    assert told.counted["reward_errored"] == ["exception"] * 2 + ["timeout"] * 2
     assert good == [3.25, 3.25]
 
 
