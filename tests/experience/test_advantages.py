@@ -109,6 +109,7 @@ def test_k3_grows_with_the_improbability_under_the_reference_and_never_overflows
     assert kl[2] == pytest.approx(14.0)
     assert 1e20 < kl[3] < math.inf
     assert kl[4] == 0.0
+    assert k3_kl(torch.tensor([-60.0, -61.0])).tolist() == pytest.approx([math.exp(60)] * 2, rel=1e-5), "exact up to 60"
 
 
 def test_k3_keeps_its_digits_near_zero() -> None:
@@ -123,6 +124,14 @@ def test_the_score_is_added_to_the_last_action_only() -> None:
     rewards = action_rewards(torch.tensor([2.0, -1.0]), log_ratios, mask_of([3, 1], 4), kl_coef=0.5)
 
     assert rewards.tolist() == [[-0.5, -1.0, 0.5, 0.0], [-1.5, 0.0, 0.0, 0.0]]
+
+
+def test_rewards_of_turns_are_at_their_own_actions_and_the_rest_of_the_score_at_the_last_one() -> None:
+    of_turns = torch.tensor([[0.5, 0.0, -2.0, 0.0], [0.0, 3.0, 0.0, 0.0]])
+
+    rewards = action_rewards(torch.tensor([2.0, 3.0]), torch.zeros(2, 4), mask_of([4, 2], 4), 0.5, of_turns)
+
+    assert rewards.tolist() == [[0.5, 0.0, -2.0, 3.5], [0.0, 3.0, 0.0, 0.0]]
 
 
 def test_a_row_without_actions_is_refused_by_number() -> None:
