@@ -40,11 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in BENCHES]:
         parser.error(f"no benchmark {unknown[0]!r}, only {', '.join(BENCHES)}")
+    import torch
+
     failed, measured = [], []
     for name in options.names or [name for name in BENCHES if name not in _BY_NAME_ONLY]:
         command = f"bin/bench {'--quick ' if options.quick else ''}{name}"
         print(f"==> {command}", file=sys.stderr, flush=True)
         began_s = time.monotonic()
+        # With more, the processes of a way would compete for the cores, and on a busy machine all figures are random.
+        torch.set_num_threads(1)
         try:
             sections: Sequence[Section] = importlib.import_module(f"benches.{name.replace('-', '_')}").run(
                 quick=options.quick

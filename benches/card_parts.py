@@ -12,17 +12,16 @@ import statistics
 import string
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from benches.card_row import Place, Row
 from benches.card_run import CardRun, proportional_bytes, used_of_card
 from benches.card_sleep import PhaseMemory, rows_of
-from benches.measure import Sample, figure, interleaved
+from benches.measure import Sample, end_process, figure, interleaved, once
 from benches.report import ROOT
 from benches.sleeping_engine import HELD_BYTES
 from pipeline.config.plan import ENGINE_TERMS
@@ -30,7 +29,7 @@ from pipeline.supervisor.capacity.budgets import phases
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
     from pipeline.experience.types import Experience
 
@@ -54,9 +53,6 @@ _QWEN_7B = _QWEN_15B | {
     "num_key_value_heads": 4, "tie_word_embeddings": False,
 }  # fmt: skip
 _PAD, _EOS = 0, 1
-_QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _PROMPT_TOKENS = 64
 _TESTS_S, _TESTS_VLLM_S = 150.0, 560.0
 _STOP_S = 14.0
@@ -121,7 +117,7 @@ def of_tests(command: Sequence[str], report: Path, most_s: float) -> Iterator[Ro
             yield Row("tests that need a GPU", failed=f"not done within {most_s:g} s")
     finally:
         # It writes the report of the tests that were done.
-        _stop(process, signal.SIGINT)
+        end_process(process, _STOP_S, signal.SIGINT)
     if report.exists() or not late:
         yield from of_report(report, process.returncode)
 
@@ -155,8 +151,8 @@ def embedded(place: Place) -> Iterator[Row]:
     steps = place.size(20, 60)
     # In the first three quarters: a start takes some steps.
     kills = {round(steps * (1 + number) * 0.75 / len(_KILLED)): role for number, role in enumerate(_KILLED)}
-    with CardRun(place.folder, {"trainer.max_steps": steps, "daemon.restart_delay_s": 0.1}, kills) as run:
-        run.wait()
+    run = CardRun(place.folder, {"trainer.max_steps": steps, "daemon.restart_delay_s": 0.1}, kills)
+    run.to_end()
     yield run.ended()
     yield Row("SIGKILL in this run", ", ".join(run.killed) or "none", failed=_missing(run.left))
     rewards = [line["reward_mean"] for line in run.lines]
@@ -185,8 +181,8 @@ def vllm(place: Place) -> Iterator[Row]:
 
 
 def _engine(place: Place, settings: dict[str, object]) -> Iterator[Row]:
-    with CardRun(place.folder, {**_random_run(place, place.model), **settings}) as run:
-        run.wait()
+    run = CardRun(place.folder, {**_random_run(place, place.model), **settings})
+    run.to_end()
     yield run.ended()
     yield from run.speeds()
     yield from run.memory(on_card=bool(place.device))
@@ -244,8 +240,9 @@ def _colocated(place: Place, shape: Mapping[str, object], settings: dict[str, ob
         "trainer.max_steps": place.size(4, 6), "daemon.startup_timeout_s": 240,
     }  # fmt: skip
     read_bytes = (lambda _: used_of_card()) if place.device else proportional_bytes
-    with CardRun(place.folder, own) as run, PhaseMemory(place.folder / "run", read_bytes) as memory:
-        run.wait()
+    run, memory = CardRun(place.folder, own), PhaseMemory(place.folder / "run", read_bytes)
+    with memory.watched():
+        run.to_end()
     yield run.ended()
     terms = run.card_terms
     freed = sum(nbytes for name, nbytes in terms.items() if name.partition(": ")[2] in ENGINE_TERMS) or HELD_BYTES
@@ -356,7 +353,7 @@ class _Steps:
         """Return the row of a way: settings of the trainer, and of the model."""
         import torch
 
-        from pipeline.config.schema import Config
+        from benches.sharding import Shape, configured
         from pipeline.models.fused_kernels import fuse
         from pipeline.trainer.learner import Learner
         from pipeline.trainer.process import compile_passes, whole_models
@@ -364,15 +361,9 @@ class _Steps:
         place, device = self._place, self._device
         assert batch.attention_mask is not None
         tokens, (count, longest) = int(batch.attention_mask.sum()), batch.attention_mask.shape
-        config = Config.model_validate({
-            "model": {
-                "actor": str(model), "dtype": place.size("float32", "bfloat16"), "compile": "compiled" in name,
-                **settings,
-            },
-            "trainer": {"warmup_steps": 0, "decay_steps": 0, "learning_rate": 1e-6, **way},
-            "rollout": {"max_length": longest},
-            "buffer": {"sample_batch_size": count},
-        })  # fmt: skip
+        shape = Shape(0, 0, 0, 0, count, longest)
+        of_model = {"dtype": place.size("float32", "bfloat16"), "compile": "compiled" in name, **settings}
+        config = configured(model, shape, of_model=of_model, learning_rate=1e-6, **way)
         self.forget()
         actor = whole_models(config, device)["actor"]
         fuse([actor], device)
@@ -382,11 +373,7 @@ class _Steps:
         stats = learner.update([batch])
 
         def step() -> float:
-            began_s = time.perf_counter()
-            learner.update([batch])
-            if place.device:
-                torch.cuda.synchronize()
-            return tokens / (time.perf_counter() - began_s)
+            return tokens / once(lambda: learner.update([batch]), on_card=bool(place.device))
 
         found = Sample.of(interleaved({name: step}, place.size(1, 3))[name])
         self._first = self._first or found.median
@@ -426,15 +413,11 @@ def _product_operations_per_s(place: Place, device: torch.device) -> float:
     side, dtype = place.size(256, 8192), place.size(torch.float32, torch.bfloat16)
     one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
 
-    def product() -> float:
-        began_s = time.perf_counter()
+    def work() -> None:
         for _ in range(10):
             torch.mm(one, other)
-        if place.device:
-            torch.cuda.synchronize()
-        return 10 * 2 * side**3 / (time.perf_counter() - began_s)
 
-    return max(product() for _ in range(4))
+    return 10 * 2 * side**3 / min(once(work, on_card=bool(place.device)) for _ in range(4))
 
 
 def _head(place: Place, device: torch.device, vocabulary: int) -> Iterator[Row]:
@@ -454,14 +437,13 @@ def _head(place: Place, device: torch.device, vocabulary: int) -> Iterator[Row]:
             head.register_forward_hook(lambda _module, _inputs, output: output)
         states = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
 
-        def step(head: nn.Linear = head, states: torch.Tensor = states) -> float:
-            began_s = time.perf_counter()
+        def work(head: nn.Linear = head, states: torch.Tensor = states) -> None:
             most = place.size(100, CHUNK_ELEMENTS // vocabulary)
             head_log_probs(head, states, labels, temperature=1.0, chunk_tokens=most)[0].sum().backward()
-            if place.device:
-                torch.cuda.synchronize()
             head.zero_grad()
-            return 1e3 * (time.perf_counter() - began_s)
+
+        def step(work: Callable[[], None] = work) -> float:
+            return 1e3 * once(work, on_card=bool(place.device))
 
         step()
         if place.device:
@@ -537,34 +519,15 @@ def _write(folder: Path, shape: Mapping[str, object], place: Place) -> None:
             file.write(json.dumps({"prompt": prompt}) + "\n")
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single bytes, made as transformers makes Qwen2's: with that model it takes no other."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def _byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Return a tokenizer of single bytes: with a Qwen2 transformers takes no other class."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = sorted(ByteLevel.alphabet())
     words = {"<pad>": _PAD, "<|endoftext|>": _EOS} | {letter: 2 + place for place, letter in enumerate(letters)}
-    inner = Tokenizer(models.BPE(words, []))
-    inner.normalizer = normalizers.NFC()
-    inner.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<|endoftext|>", padding_side="left"
-    )
+    return Qwen2Tokenizer(words, [], pad_token="<pad>", padding_side="left")
 
 
 def _missing(left: Sequence[str]) -> str:
     return f"not reached: {', '.join(left)}" if left else ""
-
-
-def _stop(process: subprocess.Popen[Any], number: signal.Signals) -> None:
-    if process.poll() is None:
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-    if process.poll() is None:
-        process.kill()
-        process.wait()

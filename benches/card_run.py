@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import time
@@ -14,13 +12,12 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from benches.card_row import Row
 from benches.learning import Killer
-from benches.measure import descendants, figure
-from benches.run import rlhfd_command, trace_path
+from benches.measure import descendants, end_process, figure
+from benches.run import lines_of, rlhfd_command, trace_path
 from pipeline.config.plan import models_of
 from pipeline.config.schema import Config
 from pipeline.errors import RlhfdError
@@ -41,7 +38,7 @@ _SERIES = re.compile(r"^(rlhfd_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 class CardRun:
-    """A run; a context manager that ends it. The figures are valid once it has ended.
+    """A run. The figures are valid once `to_end` has returned.
 
     Args:
         folder: Folder of the run, which has modules of rewards.
@@ -62,38 +59,24 @@ class CardRun:
         self._config: Config | None = None
         self._used_before = used_of_card()
         self._used: dict[str, float] = defaultdict(float)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._code = 0
 
-    def __enter__(self) -> CardRun:
-        """Start it."""
+    def to_end(self) -> None:
+        """Start it, and wait until it has ended; kill what is due meanwhile. An exception ends it, too."""
         command = rlhfd_command(self._settings, self._steps)(0, self._folder)
         self._began_s = time.monotonic()
         with (self._folder / "output").open("wb") as output:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=self._folder
             )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End it, in order if it does so in time."""
-        assert self._process is not None
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-
-    def wait(self) -> None:
-        """Wait until it has ended; kill what is due meanwhile."""
-        assert self._process is not None
-        while self._process.poll() is None:
-            self._look()
-            self._killer.at_step(len(self.lines))
-            time.sleep(_POLL_S)
+        try:
+            while process.poll() is None:
+                self._look()
+                self._killer.at_step(len(self.lines))
+                time.sleep(_POLL_S)
+        finally:
+            end_process(process, _END_S)
+        self._code = process.returncode
 
     @property
     def output(self) -> str:
@@ -103,9 +86,7 @@ class CardRun:
     @property
     def lines(self) -> list[dict[str, Any]]:
         """The lines of its steps (metrics.jsonl)."""
-        path = trace_path(self._folder)
-        found = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in found if line.endswith("\n")]
+        return lines_of(self._folder)
 
     @property
     def killed(self) -> list[str]:
@@ -119,8 +100,7 @@ class CardRun:
 
     def ended(self) -> Row:
         """Return the row of its end; a run that failed says its last line."""
-        assert self._process is not None
-        code, ready = self._process.returncode, f"ready after {self._ready_s:.1f} s" if self._ready_s else "never ready"
+        code, ready = self._code, f"ready after {self._ready_s:.1f} s" if self._ready_s else "never ready"
         lines = [line for line in self.output.splitlines() if line.strip()]
         reason = f"exit code {code}; {lines[-1][-300:] if lines else 'it printed nothing'}" if code else ""
         return Row("the run", f"exit code {code}, {ready}", failed=reason)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from benches.card_row import Row
+from benches.measure import watching
 from pipeline.errors import RlhfdError
 from pipeline.runtime import lock
 from pipeline.supervisor.capacity.budgets import AWAKE_PHASE, STEP_PHASE
@@ -31,7 +30,7 @@ def phase_of(worker: str, trainer: str) -> str | None:
 
 
 class PhaseMemory:
-    """Reads the memory of a run again and again in a thread of its own; a context manager that ends it.
+    """Reads the memory of a run again and again, in a thread of its own, while it is `watched`.
 
     Args:
         runtime_dir: Runtime directory of the run.
@@ -45,20 +44,23 @@ class PhaseMemory:
         self.readings: dict[str, list[int]] = defaultdict(list)
         self._runtime_dir = runtime_dir
         self._read_bytes = read_bytes
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
 
-    def __enter__(self) -> PhaseMemory:
-        """Begin."""
-        self._thread.start()
-        return self
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Read meanwhile."""
+        with contextlib.ExitStack() as slabs:
+            slab: MetricsSlab | None = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End."""
-        self._ends.set()
-        self._thread.join()
+            def look() -> None:
+                nonlocal slab
+                with contextlib.suppress(RlhfdError, OSError):
+                    if slab is None:
+                        path = Path(lock.find(self._runtime_dir).shm_dir) / "metrics"
+                        slab = slabs.enter_context(contextlib.closing(MetricsSlab.attach(path)))
+                    self.look(slab)
+
+            with watching(look, _LOOK_S):
+                yield
 
     def look(self, slab: MetricsSlab) -> None:
         """Read once."""
@@ -71,16 +73,6 @@ class PhaseMemory:
 
     def _phase(self, slab: MetricsSlab) -> str | None:
         return phase_of(slab.progress("rollout").activity, slab.progress("trainer").activity)
-
-    def _watch(self) -> None:
-        slab: MetricsSlab | None = None
-        while not self._ends.wait(_LOOK_S):
-            with contextlib.suppress(RlhfdError, OSError):
-                if slab is None:
-                    slab = MetricsSlab.attach(Path(lock.find(self._runtime_dir).shm_dir) / "metrics")
-                self.look(slab)
-        if slab is not None:
-            slab.close()
 
 
 def rows_of(

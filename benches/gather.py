@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from benches.measure import Sample, figure, interleaved, timed
 from benches.report import Section, Table
@@ -67,8 +66,6 @@ def _table(name: str, quick: bool) -> Table:
         start = next(turns) * len(flat) % (len(arena) - len(flat))
         flat[:] = arena[start : start + len(flat)]
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     least_s = 0.1 if quick else 0.3
 
     def timing(work: Callable[[], None]) -> Callable[[], float]:
@@ -76,7 +73,6 @@ def _table(name: str, quick: bool) -> Table:
 
     ways = {"encode": encode, "check and gather": gather, "plain copy": copy}
     found = interleaved({way: timing(work) for way, work in ways.items()}, 3 if quick else 5)
-    torch.set_num_threads(threads)
     speeds = {way: Sample.of(nbytes / seconds / 1e9 for seconds in times) for way, times in found.items()}
     lines = [
         (

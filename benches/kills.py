@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import json
 import re
 import shutil
 import statistics
@@ -29,9 +28,9 @@ from benches.card_row import Row
 from benches.card_run import metrics_of, read_books
 from benches.learning import ENDS, ROWS, Kill, Killer
 from benches.measure import Sample, interleaved
-from benches.peers import TRL, NotInstallableError, python_of_trl
+from benches.peers import TRL, NotInstallableError, python_of
 from benches.report import Section, Table
-from benches.run import RunError, follow, lines_of, rlhfd_command, trace_path
+from benches.run import RunError, follow, lines_of, rlhfd_command, script_command, trace_path
 from pipeline.errors import RlhfdError
 from pipeline.runtime import lock
 from pipeline.sort_digits import directory_of
@@ -247,13 +246,13 @@ def run(*, quick: bool, seeds: int = _SEEDS) -> Sequence[Section]:
     note, peers = "", {}
     with tempfile.TemporaryDirectory(prefix="rlhfd-bench-kills-") as name:
         try:
-            peers["TRL"] = python_of_trl()
+            peers["TRL"] = python_of(TRL)
         except (NotInstallableError, OSError, subprocess.SubprocessError) as error:
             note = f"TRL could not be measured here: {error}. "
         found = measured(Path(name), plan, seeds, peers)
     text = " ".join(
         _TEXT.format(
-            rows=ROWS, steps=plan.steps, every=plan.every, trl=TRL, save=_SAVE_STEPS, note=note,
+            rows=ROWS, steps=plan.steps, every=plan.every, trl=TRL.packages[0], save=_SAVE_STEPS, note=note,
             seeds=f"{seeds} seed{'s' if seeds > 1 else ''} a way",
         ).split()
     )  # fmt: skip
@@ -368,17 +367,15 @@ def _rlhfd(folder: Path, kind: str, steps: int, at: Sequence[int], engine: str) 
 
 def _trl(python: str, folder: Path, kind: str, steps: int, at: Sequence[int], device: str) -> Callable[[], Outcome]:
     seeds = itertools.count()
+    command = script_command(
+        python, "benches.run_trl", directory_of(folder / "task"), steps, 1, save_steps=_SAVE_STEPS, device=device
+    )
 
     def way() -> Outcome:
         seed = next(seeds)
         due, kills = [*at], list[Kill]()
         place = folder / f"trl-{kind}-{seed}"
         trace_path(place).parent.mkdir(parents=True)
-        settings = {
-            "task": str(directory_of(folder / "task")), "trace": str(trace_path(place)), "steps": steps, "threads": 1,
-            "seed": seed, "folder": str(place), "save_steps": _SAVE_STEPS, "device": device,
-        }  # fmt: skip
-        command = [python, "-m", "benches.run_trl", json.dumps(settings)]
 
         def at_step(step: int, process: subprocess.Popen[bytes]) -> None:
             if due and step >= due[0]:
@@ -387,7 +384,7 @@ def _trl(python: str, folder: Path, kind: str, steps: int, at: Sequence[int], de
                 process.kill()
 
         began_unix_s = time.time()
-        follow(command, place, steps, steps, at_step=at_step, revives=True)
+        follow(command(seed, place), place, steps, steps, at_step=at_step, revives=True)
         return outcome_of(lines_of(place), began_unix_s, kills)
 
     return way

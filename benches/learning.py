@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from benches.measure import Sample, descendants, interleaved
 from benches.report import Section, Table
 from benches.run import RunError, Trace, follow, rlhfd_command
@@ -196,7 +194,6 @@ def run(*, quick: bool) -> Sequence[Section]:
     seeds = _QUICK_SEEDS if quick else _SEEDS
     with tempfile.TemporaryDirectory(prefix="rlhfd-bench-learning-") as name:
         folder = Path(name)
-        torch.set_num_threads(1)
         prepare(directory_of(folder / "task"))
         ways = {
             label: _way(way, folder, number, _QUICK_STEPS if quick else way.steps)

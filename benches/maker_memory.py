@@ -10,7 +10,6 @@ It takes 8 GiB of memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -40,24 +39,24 @@ def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
     return llama(64, 2, vocabulary, intermediate_size=128)
 
 
-def made_up_rows(options: argparse.Namespace) -> Rows:
+def made_up_rows(columns: int, vocabulary: int) -> Rows:
     """Return rows of full length, as after a generator."""
-    tokens = torch.randint(3, options.vocabulary, (_ROWS * options.columns,))
-    num_actions = options.columns - PROMPT_COLUMNS
+    tokens = torch.randint(3, vocabulary, (_ROWS * columns,))
+    num_actions = columns - PROMPT_COLUMNS
     prompts, lengths = np.full(_ROWS, PROMPT_COLUMNS), np.full(_ROWS, num_actions)
     return Rows(tokens, prompts, lengths, PROMPT_COLUMNS, num_actions, pad_token_id=0)
 
 
 @torch.no_grad()
-def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Run one variant in this process."""
-    model, rows = tiny_llama(options.vocabulary), made_up_rows(options)
-    passes = ModelPasses(None, options.variant or None, True)
+def measure(columns: int, vocabulary: int, variant: int) -> dict[str, float]:
+    """Run one variant in this process: mini-batches of so many rows, or 0 for all logits at once."""
+    model, rows = tiny_llama(vocabulary), made_up_rows(columns, vocabulary)
+    passes = ModelPasses(None, variant or None, True)
     # Not ru_maxrss: that of a new program starts at its parent's value.
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
     started_s = time.perf_counter()
-    if options.variant:
+    if variant:
         log_probs = passes.log_probs("actor", model, rows, TEMPERATURE)
     else:
         sequences, mask, _ = rows.padded(np.arange(_ROWS), trim=False)
@@ -78,10 +77,9 @@ def _peak_bytes() -> int:
 def run(*, quick: bool) -> Sequence[Section]:
     """Measure the maker in mini-batches of several sizes, and all logits at once."""
     columns, vocabulary = (128, 8192) if quick else (512, 151_936)
-    shape = f"--columns={columns} --vocabulary={vocabulary}".split()
 
     def child(variant: int) -> dict[str, float]:
-        command = [sys.executable, "-m", "benches.maker_memory", *shape, f"--variant={variant}"]
+        command = [sys.executable, "-m", "benches.maker_memory", *map(str, (columns, vocabulary, variant))]
         found: dict[str, float] = json.loads(
             subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
         )
@@ -104,14 +102,5 @@ def run(*, quick: bool) -> Sequence[Section]:
     return [Section("maker-memory", "Peak memory of log-probs at a large vocabulary", text, [table])]
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--columns", type=int, required=True)
-    parser.add_argument("--vocabulary", type=int, required=True)
-    parser.add_argument("--variant", type=int, required=True)
-    options = parser.parse_args()
-    print(json.dumps(measure(options)))
-
-
 if __name__ == "__main__":
-    _main()
+    print(json.dumps(measure(*map(int, sys.argv[1:]))))

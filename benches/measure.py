@@ -10,11 +10,14 @@ import contextlib
 import dataclasses
 import os
 import random
+import signal
 import statistics
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -116,6 +119,48 @@ def timed(
         took_s = clock() - began_s
         if done >= calls and took_s >= least_s:
             return took_s / done
+
+
+def once(work: Callable[[], object], *, on_card: bool = False) -> float:
+    """Return the seconds of a call; with those of a card up to the end of the work that it was given."""
+    import torch
+
+    def wait() -> None:
+        if on_card:
+            torch.cuda.synchronize()
+
+    wait()
+    began_s = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - began_s
+
+
+@contextlib.contextmanager
+def watching(look: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Look at something again and again meanwhile, in a thread."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(every_s):
+            look()
+
+    thread = threading.Thread(target=watch, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def end_process(process: subprocess.Popen[Any], within_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+    """End a process by a signal, in order if it does so in time."""
+    process.send_signal(number)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(within_s)
+    process.kill()
+    process.wait()
 
 
 def cpu_seconds(pid: int) -> float:

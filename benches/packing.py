@@ -14,8 +14,7 @@ from torch import Tensor
 
 from benches.measure import Sample, interleaved
 from benches.report import Section, Table
-from benches.sharding import Shape, made_up, write_model
-from pipeline.config.schema import Config
+from benches.sharding import Shape, configured, made_up, write_model
 from pipeline.experience.types import Experience
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import whole_models
@@ -99,13 +98,8 @@ def ragged(shape: Shape, seed: int) -> Experience:
 
 def run(*, quick: bool) -> Sequence[Section]:
     """Measure the ways in turns, then the activations of each."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return [_measured(Path(folder), *((_QUICK, 1) if quick else (_SHAPE, 5)))]
-    finally:
-        torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        return [_measured(Path(folder), *((_QUICK, 1) if quick else (_SHAPE, 5)))]
 
 
 def _measured(folder: Path, shape: Shape, rounds: int) -> Section:
@@ -117,16 +111,10 @@ def _measured(folder: Path, shape: Shape, rounds: int) -> Section:
     real = int(batch.attention_mask.sum())
 
     def learner(*, checkpointed: bool, **trainer: Any) -> tuple[Learner, torch.nn.Module]:
-        settings = {"warmup_steps": 0, "decay_steps": 0, "shared_prefix": False, **trainer}
-        if settings["micro_batch_size"] is None:
-            settings["micro_batch_tokens"] = tokens
-        config = Config.model_validate(
-            {
-                "model": {"actor": str(folder / "model")},
-                "trainer": {**settings, "activation_checkpointing": checkpointed},
-                "rollout": {"max_length": shape.tokens},
-                "buffer": {"sample_batch_size": shape.rows},
-            }
+        if trainer["micro_batch_size"] is None:
+            trainer["micro_batch_tokens"] = tokens
+        config = configured(
+            folder / "model", shape, shared_prefix=False, activation_checkpointing=checkpointed, **trainer
         )
         actor = whole_models(config, _CPU)["actor"]
         return Learner(config.trainer, "grpo", actor, kl_coef=config.trainer_kl_coef), actor

@@ -1,4 +1,4 @@
-"""The environments of the peers, each made at its first use: `.venv-peers/` for transport, `.venv-trl/` for TRL.
+"""The environments of the peers, each made at its first use in `.venv-peers/`.
 
 Transport has two, because reverb needs a TensorFlow and a numpy of 2023. torch has the version of constraints.txt, so
 that the build is the one that rlhfd runs on. If an environment cannot be made, only the rows of its peers are missing,
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import venv
 from pathlib import Path
 
 from benches.report import ROOT
@@ -25,12 +24,24 @@ _PINNED = ("torch", "numpy", "pyzmq", "msgspec")
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """Packages that are installed together; those of `pinned` in the versions of constraints.txt."""
+    """Packages that are installed together.
+
+    Attributes:
+        name: Name of its folder.
+        packages: Requirements with versions.
+        pinned: Names of packages in the versions of constraints.txt.
+        is_beside: Whether it has the packages of this environment too: the comparison is of the layers above them.
+    """
 
     name: str
     packages: tuple[str, ...]
-    pinned: tuple[str, ...]
-    python: str = sys.executable
+    pinned: tuple[str, ...] = ()
+    is_beside: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Its folder, which need not be there."""
+        return FOLDER / self.name
 
     @property
     def requirements(self) -> list[str]:
@@ -42,8 +53,7 @@ class Environment:
 
 RAY = Environment("ray", ("ray==2.58.0", "torchrl==0.14.1", "TransferQueue==0.1.11"), _PINNED)
 REVERB = Environment("reverb", ("dm-reverb[tensorflow]==0.14.0",), ("pyzmq",))
-TRL = "trl==1.16.0"
-TRL_FOLDER = ROOT / ".venv-trl"
+TRL = Environment("trl", ("trl==1.16.0",), is_beside=True)
 
 
 class NotInstallableError(Exception):
@@ -55,8 +65,9 @@ def python_of(environment: Environment) -> str:
 
     Raises:
         NotInstallableError: If pip fails.
+        OSError: If the environment cannot be written.
     """
-    folder = FOLDER / environment.name
+    folder = environment.folder
     python, stamp = folder / "bin" / "python", folder / "installed"
     wanted = "\n".join(environment.requirements)
     if stamp.exists() and stamp.read_text() == wanted:
@@ -64,29 +75,13 @@ def python_of(environment: Environment) -> str:
     print(f"==> installing {', '.join(environment.packages)} into {folder}: minutes", file=sys.stderr, flush=True)
     began_s = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
-    _run([environment.python, "-m", "venv", str(folder)])
+    _run([sys.executable, "-m", "venv", str(folder)])
+    if environment.is_beside:
+        (packages,) = folder.glob("lib/python*/site-packages")
+        (packages / "rlhfd.pth").write_text(sysconfig.get_path("purelib"))
     _run([str(python), "-m", "pip", "install", "--no-input", "--quiet", *environment.requirements])
     stamp.write_text(wanted)
     print(f"==> took {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
-    return str(python)
-
-
-def python_of_trl() -> str:
-    """Return the interpreter of TRL's environment, which is made first if it is missing.
-
-    It has the torch and transformers of this environment: the comparison is of the layers above them.
-
-    Raises:
-        NotInstallableError: If pip fails.
-        OSError: If the environment cannot be written.
-    """
-    python, stamp = TRL_FOLDER / "bin" / "python", TRL_FOLDER / "complete"
-    if not stamp.exists():
-        venv.create(TRL_FOLDER, with_pip=True, clear=True)
-        (shared,) = TRL_FOLDER.glob("lib/python*/site-packages")
-        (shared / "rlhfd.pth").write_text(sysconfig.get_path("purelib"))
-        _run([str(python), "-m", "pip", "install", "--no-input", "--quiet", TRL])
-        stamp.touch()
     return str(python)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benches.measure import Sample, interleaved
+from benches.measure import Sample, interleaved, once
 from benches.report import Section, Table
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 
@@ -33,14 +33,13 @@ def run(*, quick: bool) -> Sequence[Section]:
         for _ in range(2):
             publisher.publish(next(version), tensors)
             reader.fetch(tensors)
-        ways = {
-            ("from the card", "the card's own page-locked memory"): _timed(lambda: own.copy_(on_card)),
-            ("from the card", "a publish, with its fingerprint"): _timed(
-                lambda: publisher.publish(next(version), tensors)
-            ),
-            ("to the card", "the card's own page-locked memory"): _timed(lambda: on_card.copy_(own)),
-            ("to the card", "a fetch, with its fingerprint"): _timed(lambda: reader.fetch(tensors)),
+        work = {
+            ("from the card", "the card's own page-locked memory"): lambda: own.copy_(on_card),
+            ("from the card", "a publish, with its fingerprint"): lambda: publisher.publish(next(version), tensors),
+            ("to the card", "the card's own page-locked memory"): lambda: on_card.copy_(own),
+            ("to the card", "a fetch, with its fingerprint"): lambda: reader.fetch(tensors),
         }
+        ways = {way: functools.partial(once, copy, on_card=True) for way, copy in work.items()}
         found = {way: Sample.of(values) for way, values in interleaved(ways, 3 if quick else 7).items()}
         publisher.close()
         reader.close()
@@ -55,14 +54,3 @@ def run(*, quick: bool) -> Sequence[Section]:
     )
     header = ("direction", "way", "GB/s", "share")
     return [Section("pinned", _TITLE, text, [Table(header, sorted(rows))], torch.cuda.get_device_name())]
-
-
-def _timed(copy: Callable[[], object]) -> Callable[[], float]:
-    def timed() -> float:
-        torch.cuda.synchronize()
-        started_s = time.monotonic()
-        copy()
-        torch.cuda.synchronize()
-        return time.monotonic() - started_s
-
-    return timed

@@ -14,8 +14,7 @@ import torch
 
 from benches.measure import Sample, interleaved
 from benches.report import Section, Table
-from benches.sharding import SMALL, Shape, rows_of, write_model
-from pipeline.config.schema import Config
+from benches.sharding import SMALL, Shape, configured, rows_of, write_model
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.learner import Learner
@@ -88,26 +87,14 @@ class _Connection:
 def run(*, quick: bool) -> Sequence[Section]:
     """Measure the ways in turns."""
     shape, rounds = (SMALL._replace(rows=8), 1) if quick else (_SHAPE, 3)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rlhfd-bench-") as folder:
-            return [measured(Path(folder), shape, rounds)]
-    finally:
-        torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rlhfd-bench-") as folder:
+        return [measured(Path(folder), shape, rounds)]
 
 
 def measured(folder: Path, shape: Shape, rounds: int) -> Section:
     """Return the figures of all ways, with a model of a shape below a folder."""
     parameters = write_model(folder / "model", shape)
-    config = Config.model_validate(
-        {
-            "model": {"actor": str(folder / "model")},
-            "trainer": {"warmup_steps": 0, "decay_steps": 0, "micro_batch_size": shape.rows // 2},
-            "rollout": {"max_length": shape.tokens},
-            "buffer": {"sample_batch_size": shape.rows},
-        }
-    )
+    config = configured(folder / "model", shape, micro_batch_size=shape.rows // 2)
     models = whole_models(config, _CPU)
     learner = Learner(config.trainer, "grpo", models["actor"], kl_coef=config.trainer_kl_coef)
     connection, metrics = cast(Any, _Connection(folder)), _Metrics()

@@ -22,8 +22,8 @@ from transformers import LlamaForCausalLM
 
 from benches import rollout_card
 from benches import rollout_peers as peers
-from benches.measure import Sample, interleaved
-from benches.peers import TRL, NotInstallableError, python_of_trl
+from benches.measure import Sample, end_process, interleaved
+from benches.peers import TRL, NotInstallableError, python_of
 from benches.report import Section, Table
 from benches.rollout_peers import EOS, PAD, Made, Work
 from pipeline.experience.advantages import group_advantages
@@ -32,8 +32,6 @@ from pipeline.rollout.generation.interface import ResponseGenerator, Responses
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
 
-# A second thread makes each way faster on a quiet machine, and on a busy one it makes every figure random.
-_THREADS = 1
 _OURS, _GENERATE, _COATI, _TRL = "rlhfd", "transformers generate", "coati's design", "TRL"
 _TEXT = """GRPO with a KL to a reference model, {parameters} parameters in float32, vocabulary {vocabulary:,}.
 Threads: {threads}. Responses, rewards, log-probs of actor and reference, advantages. *{ours}* is the daemon's path: a
@@ -61,7 +59,7 @@ def compared(
     rounds: int,
     with_trl: bool,
     eos_strength: float = 2.6,
-    threads: int = _THREADS,
+    threads: int = 1,
 ) -> Section:
     """Compare the ways on some shapes of work.
 
@@ -111,7 +109,7 @@ def compared(
     )  # fmt: skip
     text = _TEXT.format(
         parameters=parameters, vocabulary=vocabulary, rounds=rounds, threads=threads, ours=_OURS,
-        generate=_GENERATE, coati=_COATI, trl=_TRL, package=TRL, note=note,
+        generate=_GENERATE, coati=_COATI, trl=_TRL, package=TRL.packages[0], note=note,
     )  # fmt: skip
     return Section(name, "Rollouts end to end at equal results", " ".join(text.split()), [Table(header, rows)])
 
@@ -236,7 +234,7 @@ def trl(
     Raises:
         NotInstallableError, OSError: If it cannot be installed or started.
     """
-    python = python_of_trl()
+    python = python_of(TRL)
     actor.save_pretrained(folder / "actor")
     peers.tokenizer(vocabulary).save_pretrained(folder / "actor")
     input_ids, mask = work.inputs(vocabulary)
@@ -280,11 +278,7 @@ def trl(
             yield turn
         finally:
             asks.close()
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_process(process, 10.0)
             answers.close()
 
 

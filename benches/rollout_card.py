@@ -7,14 +7,13 @@ these bytes divided by the bandwidth that a copy on the card reaches in the same
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from transformers import LlamaForCausalLM
 
 from benches.llama import llama
-from benches.measure import Sample, interleaved
+from benches.measure import Sample, interleaved, once
 from benches.report import Section, Table
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
@@ -75,11 +74,7 @@ def _ways(model: LlamaForCausalLM, batch: int, new_tokens: int) -> dict[str, Cal
     }
 
     def timed(engine: TransformersGenerator | ActorGenerator) -> float:
-        torch.cuda.synchronize()
-        began_s = time.perf_counter()
-        engine.generate(prompts, torch.ones_like(prompts), settings)
-        torch.cuda.synchronize()
-        return time.perf_counter() - began_s
+        return once(lambda: engine.generate(prompts, torch.ones_like(prompts), settings), on_card=True)
 
     for engine in engines.values():
         timed(engine)

@@ -1,6 +1,6 @@
 """TRL's own rollout in a process of its own: `GRPOTrainer` generates and scores the same prompts on request.
 
-Started by `rollout` with the Python of `.venv-trl`, over pipes: each line asks for one turn.
+Started by `rollout` with the Python of TRL's environment, over pipes: each line asks for one turn.
 """
 
 from __future__ import annotations

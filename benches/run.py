@@ -6,7 +6,6 @@ process of their own, until the mean reward of the last steps is .7 or the steps
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -22,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benches.measure import Sample, interleaved
-from benches.peers import TRL, NotInstallableError, python_of_trl, python_of_vllm
+from benches.measure import Sample, end_process, interleaved
+from benches.peers import TRL, NotInstallableError, python_of, python_of_vllm
 from benches.report import ROOT, Section, Table
 from pipeline.sort_digits import directory_of
 from pipeline.trainer.setup import prepare
@@ -104,12 +101,11 @@ def run(*, quick: bool) -> Sequence[Section]:
     note = ""
     with tempfile.TemporaryDirectory(prefix="rlhfd-bench-run-") as name:
         folder = Path(name)
-        torch.set_num_threads(1)
         prepare(directory_of(folder / "task"))
         engines, pythons = {"transformers": sys.executable}, {"plain PyTorch": sys.executable}
-        for found, peer, python_of in ((engines, "vllm", python_of_vllm), (pythons, "TRL", python_of_trl)):
+        for found, peer, make in ((engines, "vllm", python_of_vllm), (pythons, "TRL", lambda: python_of(TRL))):
             try:
-                found[peer] = python_of()
+                found[peer] = make()
             except (NotInstallableError, OSError, subprocess.SubprocessError) as error:
                 note += f"{peer} could not be measured here: {error}. "
         commands: dict[str, Callable[[int, Path], list[str]]] = {
@@ -121,7 +117,7 @@ def run(*, quick: bool) -> Sequence[Section]:
         }
         for label, python in pythons.items():
             for threads in _THREADS:
-                commands[_with_threads(label, threads)] = _script_command(
+                commands[_with_threads(label, threads)] = script_command(
                     python, _SCRIPTS[label], directory_of(folder / "task"), steps, threads
                 )
         least = steps if quick else _LEAST_STEPS
@@ -176,8 +172,8 @@ def trace_of(lines: Sequence[Mapping[str, Any]], began_unix_s: float) -> Trace:
 def _text(seeds: int, note: str) -> str:
     return " ".join(
         _TEXT.format(
-            rows=256, trl=TRL, seeds=f"{seeds} seed{'s' if seeds > 1 else ''}", first=_FIRST_STEPS, mean=_MEAN_STEPS,
-            goal=f"{GOAL:g}", note=note,
+            rows=256, trl=TRL.packages[0], seeds=f"{seeds} seed{'s' if seeds > 1 else ''}", first=_FIRST_STEPS,
+            mean=_MEAN_STEPS, goal=f"{GOAL:g}", note=note,
         ).split()
     )  # fmt: skip
 
@@ -209,11 +205,15 @@ def rlhfd_command(
     return command
 
 
-def _script_command(python: str, script: str, task: Path, steps: int, threads: int) -> Callable[[int, Path], list[str]]:
+def script_command(
+    python: str, script: str, task: Path, steps: int, threads: int, **more: object
+) -> Callable[[int, Path], list[str]]:
+    """Return the command of a script that trains; `more` has settings of that script."""
+
     def command(seed: int, folder: Path) -> list[str]:
         settings = {
             "task": str(task), "trace": str(trace_path(folder)), "steps": steps, "threads": threads, "seed": seed,
-            "folder": str(folder),
+            "folder": str(folder), **more,
         }  # fmt: skip
         return [python, "-m", script, json.dumps(settings)]
 
@@ -290,15 +290,4 @@ def follow(
                     raise RunError((folder / "output").read_text(errors="replace")[-2000:])
                 time.sleep(_POLL_S)
         finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """End a process, in order if it does so within a minute."""
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(timeout=60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            end_process(process, 60.0)

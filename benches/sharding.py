@@ -8,15 +8,13 @@ process's memory every few milliseconds. It takes 20 GB.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benches.measure import watching
 from benches.report import ROOT, Section, Table
 from pipeline.config.plan import models_of, needs, process_bytes
 from pipeline.config.schema import Config
@@ -63,7 +62,7 @@ LARGE = Shape(hidden=1024, inner=2816, layers=24, vocabulary=32_000, rows=4, tok
 
 
 class Memory:
-    """The largest memory of this process since `begin`, in bytes, read by a thread.
+    """The largest memory of this process since `begin`, in bytes.
 
     Attributes:
         own: Memory that is not shared: that of RssAnon and RssFile.
@@ -71,17 +70,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.own = self.resident = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
+        self.begin()
 
     def begin(self) -> None:
         """Forget the largest values."""
@@ -93,31 +82,32 @@ class Memory:
         anonymous, file, whole = (int(found[key].split()[0]) << 10 for key in ("RssAnon", "RssFile", "VmRSS"))
         return anonymous + file, whole
 
-    def _read(self) -> None:
-        while not self._ended.wait(_READ_EVERY_S):
-            own, resident = self.now()
-            self.own, self.resident = max(self.own, own), max(self.resident, resident)
+    def look(self) -> None:
+        """Read once."""
+        own, resident = self.now()
+        self.own, self.resident = max(self.own, own), max(self.resident, resident)
 
 
-def configured(model: Path, shape: Shape, sharding: str) -> Config:
-    """Return the configuration of the run whose ranks are measured."""
+def configured(model: Path, shape: Shape, *, of_model: Mapping[str, object] | None = None, **trainer: object) -> Config:
+    """Return the configuration of a run that trains a model on rows of a shape, with these keys of its trainer."""
     return Config.model_validate(
         {
-            "model": {"actor": str(model)},
-            # Two micro-batches: gradients of the first exist beside the activations of the second.
-            "trainer": {
-                "world_size": RANKS,
-                "sharding": sharding,
-                "warmup_steps": 0,
-                "decay_steps": 0,
-                "micro_batch_size": shape.rows // 2,
-                # Without the training state of whole ranks in shared memory: both together take 20 GB.
-                "keep_state": "disk" if sharding == "none" else "memory",
-            },
+            "model": {"actor": str(model), **(of_model or {})},
+            "trainer": {"warmup_steps": 0, "decay_steps": 0, **trainer},
             "rollout": {"max_length": shape.tokens},
             "buffer": {"sample_batch_size": shape.rows},
         }
     )
+
+
+def _of_ranks(model: Path, shape: Shape, sharding: str) -> Config:
+    """Return the configuration of the run whose ranks are measured."""
+    # Two micro-batches: gradients of the first exist beside the activations of the second. Without the training state
+    # of whole ranks in shared memory: both together take 20 GB.
+    return configured(
+        model, shape, world_size=RANKS, sharding=sharding, micro_batch_size=shape.rows // 2,
+        keep_state="disk" if sharding == "none" else "memory",
+    )  # fmt: skip
 
 
 def write_model(folder: Path, shape: Shape) -> int:
@@ -155,16 +145,15 @@ def made_up(attention_mask: Tensor, prompt_tokens: int, vocabulary: int, drawn: 
     )
 
 
-def rank_main(options: argparse.Namespace) -> None:
+def _be_rank(rank: int, shape: Shape, sharding: str, folder: Path, shared: Path) -> None:
     """Train on one rank and print what it held and how long it took, as JSON."""
     torch.set_num_threads(1)
-    shape = Shape(*options.shape)
-    folder, shared = Path(options.folder), Path(options.shared)
-    config = configured(folder / "model", shape, options.sharding)
-    store = f"file://{folder}/ranks-{options.sharding}"
-    dist.init_process_group("gloo", init_method=store, rank=options.rank, world_size=RANKS)
+    config = _of_ranks(folder / "model", shape, sharding)
+    store = f"file://{folder}/ranks-{sharding}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     found: dict[str, Any] = {"step_s": [], "waited_s": []}
-    with Memory() as memory:
+    memory = Memory()
+    with watching(memory.look, _READ_EVERY_S):
         found["bare"] = memory.now()[0]
         models = sharded_models(config, _CPU) if config.shards_trainer else whole_models(config, _CPU)
         found["load"] = memory.own
@@ -175,7 +164,7 @@ def rank_main(options: argparse.Namespace) -> None:
         for step in range(STEPS):
             memory.begin()
             started_s, waited_s = time.perf_counter(), publisher.waited_s
-            rows = rows_of(shape, seed=step * RANKS + options.rank)
+            rows = rows_of(shape, seed=step * RANKS + rank)
             learner.update([rows], before_change=publisher.finish)
             publisher.publish(step, tensors_of(learner, Progress(step)))
             found["step_s"].append(time.perf_counter() - started_s)
@@ -241,12 +230,12 @@ def measure(shape: Shape, sharding: str, folder: Path) -> dict[str, Any]:
         folder: Folder of the model.
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
-        command = [
-            sys.executable, "-m", "benches.sharding", f"--sharding={sharding}", f"--folder={folder}",
-            f"--shared={shared}", "--shape", *map(str, shape),
-        ]  # fmt: skip
+        command = [sys.executable, "-m", "benches.sharding"]
         ranks = [
-            subprocess.Popen([*command, f"--rank={rank}"], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(RANKS)
+            subprocess.Popen(
+                [*command, json.dumps([rank, shape, sharding, str(folder), shared])], cwd=ROOT, stdout=subprocess.PIPE
+            )
+            for rank in range(RANKS)
         ]
         try:
             found = [json.loads(rank.communicate(timeout=1200)[0]) for rank in ranks]
@@ -272,7 +261,7 @@ class Compared(NamedTuple):
 def compared(shape: Shape, sharding: str, folder: Path) -> Compared:
     """Measure a run and plan it; ``folder/model`` holds the model."""
     found = measure(shape, sharding, folder)
-    config = configured(folder / "model", shape, sharding)
+    config = _of_ranks(folder / "model", shape, sharding)
     planned = needs(config, models_of(config), on_cards=False)
     return Compared(
         rank_bytes=max(found["own"]),
@@ -322,14 +311,6 @@ def run(*, quick: bool) -> Sequence[Section]:
     return [Section("sharding", "Memory of a trainer rank, whole and sharded", text, [Table(header, rows)])]
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("sharding", "folder", "shared"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--shape", type=int, nargs=len(Shape._fields), required=True)
-    rank_main(parser.parse_args())
-
-
 if __name__ == "__main__":
-    _main()
+    number, sizes, kind, *folders = json.loads(sys.argv[1])
+    _be_rank(number, Shape(*sizes), kind, *map(Path, folders))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benches.measure import Sample, interleaved, percentile
+from benches.measure import Sample, interleaved, once, percentile
 from benches.report import Section, Table
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 
@@ -78,15 +78,15 @@ def _measure(nbytes: int, device: torch.device, *, rounds: int) -> list[tuple[st
         def publish() -> float:
             nonlocal version
             version += 1
-            return _timed(lambda: publisher.publish(version, trained))
+            return once(lambda: publisher.publish(version, trained))
 
         def fetch() -> float:
-            return _timed(lambda: reader.fetch(target))
+            return once(lambda: reader.fetch(target))
 
         for _ in range(_SLOTS):
             publish()
         ways: dict[str, Callable[[], float]] = {
-            "plain copy": lambda: _timed(lambda: np.copyto(plain[1], plain[0])),
+            "plain copy": lambda: once(lambda: np.copyto(plain[1], plain[0])),
             "publish": publish,
             "fetch": fetch,
         }
@@ -144,9 +144,3 @@ def _looks(reader: WeightsReader) -> str:
         reader.newest()
         times.append(time.perf_counter() - began_s)
     return f"{percentile(times, 99) * 1e6:.1f}"
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    work()
-    return time.perf_counter() - began_s

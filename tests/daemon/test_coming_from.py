@@ -86,10 +86,10 @@ def test_a_run_of_trl_is_trained(trl: Daemon) -> None:
 
 
 def test_rewards_and_advantages_of_a_step_are_those_that_trl_computes_for_its_rows(trl: Daemon) -> None:
-    if not peers.TRL_FOLDER.exists() and not os.environ.get("CI"):
+    if not peers.TRL.folder.exists() and not os.environ.get("CI"):
         pytest.skip("the environment of TRL is made by `bin/bench rollout`, and in CI")
     folder = trl.folder
-    python = peers.python_of_trl()
+    python = peers.python_of(peers.TRL)
     batch = next(recorded_batches(trl.run_dir / "recording"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "models/my-model")
     answers = {

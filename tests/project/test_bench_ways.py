@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import benches.contest
-from benches import hub
 from benches.contest import BARE, BOUND, DAEMON, OWN, RAGGED, RAW, STREAMER, Contestant, FailedError, Runner, running
 from benches.peers import RAY, REVERB
 from benches.transport import contest, floors, speed, table
@@ -119,7 +118,7 @@ def test_ways_deliver_what_was_sent(append_rows):
         results = contest(runners, "tiny", 0.05, 2)
         waits = runners[DAEMON].measure("tiny", 4, pause_s=0.001)
         # CPU seconds are counted in hundredths.
-        busy = runners[DAEMON].measure("tiny", 4000)
+        spent = [runners[way].measure("tiny", 4000) for way in (DAEMON, BARE)]
 
     assert not failed
     assert {way: len(found) for way, found in results.items()} == dict.fromkeys(ways, 2)
@@ -127,7 +126,8 @@ def test_ways_deliver_what_was_sent(append_rows):
     assert all(one["nbytes"] > 0 and one["seconds"] > 0 for found in results.values() for one in found)
     assert all(one["items"] % append_rows == 0 for found in results.values() for one in found)
     assert len(waits["latencies"]) == 2 and all(0 < wait < 60 for wait in waits["latencies"])
-    assert busy["parts"].keys() == {"buffer"} and 0 < busy["parts"]["buffer"] < busy["cpu_s"]
+    for busy in spent:
+        assert busy["parts"].keys() == {"buffer"} and 0 < busy["parts"]["buffer"] < busy["cpu_s"]
 
 
 @pytest.mark.integration
@@ -159,8 +159,3 @@ def test_ways_that_never_answer_share_one_deadline_and_leave_nothing(monkeypatch
 
     assert runners == {} and [*failed] == [way.title for way in (BOUND, BARE, RAW)]
     assert time.monotonic() - began_s < 2.5
-
-
-@pytest.mark.integration
-def test_a_hub_that_does_nothing_costs_something_and_ends():
-    assert 0 < hub.share(100, 0.5) < 1

@@ -55,9 +55,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def test_losses_and_gradients_are_those_of_trl(tmp_path: Path) -> None:
     """TRL multiplies the KL by the ratio of the policies by default (DeepSeek-V3.2): that is turned off in its part."""
-    if not peers.TRL_FOLDER.exists() and not os.environ.get("CI"):
+    if not peers.TRL.folder.exists() and not os.environ.get("CI"):
         pytest.skip("the environment of TRL is made by `bin/bench rollout`, and in CI")
-    python = peers.python_of_trl()
+    python = peers.python_of(peers.TRL)
     experience = disturbed(experience_of(tiny.llama(0), "grpo"))
     torch.save(experience, tmp_path / "experience.pt")
     (tmp_path / "cases.json").write_text(json.dumps([theirs for _, theirs in CASES.values()]))
