@@ -199,31 +199,28 @@ def test_a_step_follows_the_gradients_of_the_formulas(algorithm: Algorithm) -> N
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 8])
-def test_a_step_does_not_depend_on_micro_batches(algorithm: Algorithm, micro_batch_size: int) -> None:
+@pytest.mark.parametrize(
+    "more", [*({"micro_batch_size": rows} for rows in (1, 3, 8)),
+             *({"micro_batch_tokens": tokens} for tokens in (1, 25, 60, 10_000))], ids=str
+)  # fmt: skip
+def test_a_step_does_not_depend_on_micro_batches(algorithm: Algorithm, more: dict[str, int]) -> None:
     whole = new_learner(algorithm)
-    cut = new_learner(algorithm, TRAINER.model_copy(update={"micro_batch_size": micro_batch_size}))
+    cut = new_learner(algorithm, TRAINER.model_copy(update=more))
     experience = experience_for(whole, algorithm)
+    passes: list[int] = []
+    cut._actor.base_model.register_forward_pre_hook(
+        lambda module, words, keywords: passes.append(keywords["input_ids"].numel()), with_kwargs=True
+    )
 
     expected, stats = whole.update([experience]), cut.update([experience])
 
     assert_same(applied_gradients(cut), applied_gradients(whole))
     assert_same_stats(stats, expected)
     assert sorted(stats.row_importance_ratios) == pytest.approx(sorted(expected.row_importance_ratios))
-
-
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_a_step_does_not_depend_on_how_many_batches_bring_its_rows(algorithm: Algorithm) -> None:
-    one, two = new_learner(algorithm), new_learner(algorithm)
-    experience = experience_for(one, algorithm)
-
-    expected, stats = (
-        one.update([experience]),
-        two.update([rows_of(experience, slice(5)), rows_of(experience, slice(5, 8))]),
-    )
-
-    assert_same(applied_gradients(two), applied_gradients(one))
-    assert_same_stats(stats, expected)
+    width = PROMPT_COLUMNS + ACTION_COLUMNS
+    assert max(passes) <= max(more.get("micro_batch_tokens", 0), more.get("micro_batch_size", 1) * width)
+    if "micro_batch_tokens" in more:
+        assert stats.padding_ratio <= 0.1 < expected.padding_ratio
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])

@@ -97,21 +97,6 @@ def test_micro_batches_are_cut_by_tokens_unless_rows_are_configured() -> None:
     assert (learner._micro_batch.most_rows, learner._micro_batch.most_tokens) == (4, None)
 
 
-@pytest.mark.parametrize("most_tokens", [1, 17, 40])
-def test_a_step_does_not_depend_on_the_tokens_of_its_micro_batches(most_tokens: int) -> None:
-    whole, cut = new_learner("ppo"), new_learner("ppo")
-    cut._micro_batch.most_tokens = most_tokens
-    experience = experience_for(whole, "ppo")
-    device = Device(cut._actor)
-
-    expected, stats = whole.update([experience]), cut.update([experience])
-
-    for mine, its in zip(applied_gradients(cut), applied_gradients(whole), strict=True):
-        assert torch.allclose(mine, its, atol=1e-5, rtol=0)
-    assert_same_stats(stats, expected)
-    assert max(device.passes) <= max(most_tokens, 11)
-
-
 def test_a_rank_on_a_card_has_its_segments_grow_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoDaemonError(RlhfdError):
         pass

@@ -28,17 +28,9 @@ from tests.trainer.test_learner import (
     experience_of,
 )
 from tests.trainer.test_out_of_memory import Device
+from tests.trainer.test_shared_prefix import learner_of
 
 PACKING: dict[str, Any] = {"packing": True}
-
-
-def learner_of(build: Any, algorithm: Algorithm, **changes: Any) -> Learner:
-    actor = build()
-    critic = Critic.from_actor(actor) if algorithm == "ppo" else None
-    if critic is not None:
-        nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(3))
-    kl_coef = 0.0 if algorithm == "ppo" else 0.05
-    return Learner(TRAINER.model_copy(update=changes), algorithm, actor, critic, kl_coef=kl_coef, temperature=0.9)
 
 
 def rows_for(learner: Learner, algorithm: Algorithm, *, holes: bool = True) -> Experience:
@@ -93,35 +85,6 @@ def test_a_step_on_packed_rows_with_images_is_the_step_on_padded_ones(algorithm:
     assert_same(applied_gradients(packed), applied_gradients(padded), 1e-5)
     assert_same_stats(stats, expected)
     assert stats.padding_ratio == 0 < expected.padding_ratio
-
-
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_on_fresh_experience_packed_ratios_are_1(algorithm: Algorithm) -> None:
-    learner = learner_of(tiny.llama, algorithm, packing=True)
-    experience = experience_of(learner._actor, algorithm, critic=learner._critic, temperature=0.9)
-
-    stats = learner.update([experience])
-
-    assert stats.row_importance_ratios == pytest.approx([1.0] * 8, abs=1e-5)
-    assert stats.clipped_ratio == 0
-
-
-@pytest.mark.parametrize("most_tokens", [25, 40])
-def test_a_packed_pass_that_runs_out_of_memory_is_cut(most_tokens: int) -> None:
-    padded, packed = learner_of(tiny.llama, "grpo"), learner_of(tiny.llama, "grpo", packing=True)
-    experience = rows_for(padded, "grpo")
-    assert_cut(packed, padded, experience, most_tokens)
-
-
-def assert_cut(learner: Learner, padded: Learner, experience: Experience, most_tokens: int) -> None:
-    """Take a step on a device that holds so many tokens a pass, and compare it with one of padded passes."""
-    passes = Device(learner._actor, most_tokens=most_tokens).passes
-
-    expected, stats = padded.update([experience]), learner.update([experience])
-
-    assert_same(applied_gradients(learner), applied_gradients(padded), 1e-5)
-    assert_same_stats(stats, expected)
-    assert passes[-1] <= most_tokens < max(passes)
 
 
 class Custom(nn.Module):

@@ -29,9 +29,10 @@ from tests.trainer.test_learner import (
     disturbed,
 )
 from tests.trainer.test_learner import rows_of as rows_at
-from tests.trainer.test_packing import assert_cut
+from tests.trainer.test_out_of_memory import Device
 
 GROUPS = [4, 3, 4, 1]
+FLAT: list[dict[str, Any]] = [{"shared_prefix": True}, {"packing": True, "shared_prefix": False}]
 TOKENS_ONCE, TOKENS = 52, 79
 """Tokens of passes over `grouped` without the rows' last tokens: with each prompt once, and with all rows whole."""
 
@@ -135,9 +136,10 @@ def test_by_default_a_cpu_computes_a_prompt_once_where_that_saves_enough() -> No
     assert passes == [int(experience.attention_mask[[0, 11]].any(dim=0).sum()) * 2], "padded: two prompts"
 
 
+@pytest.mark.parametrize("more", FLAT, ids=str)
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_on_fresh_experience_ratios_with_shared_prompts_are_1(algorithm: Algorithm) -> None:
-    learner = learner_of(tiny.llama, algorithm, shared_prefix=True)
+def test_on_fresh_experience_ratios_of_flat_passes_are_1(algorithm: Algorithm, more: Any) -> None:
+    learner = learner_of(tiny.llama, algorithm, **more)
 
     stats = learner.update([grouped(learner, algorithm)])
 
@@ -161,12 +163,19 @@ def test_recomputed_log_probs_and_those_of_the_reference_are_computed_with_share
     assert stats.row_importance_ratios == pytest.approx([1.0] * sum(GROUPS), abs=1e-5)
 
 
+@pytest.mark.parametrize("more", FLAT, ids=str)
 @pytest.mark.parametrize("most_tokens", [25, 40])
-def test_a_pass_with_shared_prompts_that_runs_out_of_memory_is_cut(most_tokens: int) -> None:
+def test_a_flat_pass_that_runs_out_of_memory_is_cut(most_tokens: int, more: Any) -> None:
     padded = learner_of(tiny.llama, "grpo", shared_prefix=False)
-    shared = learner_of(tiny.llama, "grpo", shared_prefix=True)
+    flat = learner_of(tiny.llama, "grpo", **more)
     experience = disturbed(grouped(padded, "grpo"))
-    assert_cut(shared, padded, experience, most_tokens)
+    passes = Device(flat._actor, most_tokens=most_tokens).passes
+
+    expected, stats = padded.update([experience]), flat.update([experience])
+
+    assert_same(applied_gradients(flat), applied_gradients(padded), 1e-5)
+    assert_same_stats(stats, expected)
+    assert passes[-1] <= most_tokens < max(passes)
 
 
 def test_with_a_critic_or_an_actor_that_cannot_none_shares() -> None:

@@ -18,7 +18,6 @@ from tests.trainer.test_learner import (
     TRAINER,
     Algorithm,
     applied_gradients,
-    assert_same,
     assert_same_stats,
     experience_for,
     new_learner,
@@ -95,23 +94,6 @@ def test_a_row_keeps_its_tokens_and_actions() -> None:
     assert len(seen) == len(there) == 40
     for one, other in zip(seen, there, strict=True):
         assert all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-@pytest.mark.parametrize("tokens", [1, 25, 60, 10_000])
-def test_a_step_does_not_depend_on_the_token_budget(algorithm: Algorithm, tokens: int) -> None:
-    whole = new_learner(algorithm)
-    cut = new_learner(algorithm, TRAINER.model_copy(update={"micro_batch_tokens": tokens}))
-    experience = experience_for(whole, algorithm)
-    device = Device(cut._actor)
-
-    expected, stats = whole.update([experience]), cut.update([experience])
-
-    assert_same(applied_gradients(cut), applied_gradients(whole))
-    assert_same_stats(stats, expected)
-    assert sorted(stats.row_importance_ratios) == pytest.approx(sorted(expected.row_importance_ratios))
-    assert stats.padding_ratio <= 0.1 < expected.padding_ratio
-    assert max(device.passes) <= max(tokens, 11)
 
 
 def test_the_learner_fills_passes_by_tokens_on_a_card_and_where_it_is_configured() -> None:
