@@ -12,17 +12,7 @@ from pipeline.buffer.admission import Limits
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.tables import PromptRange
-
-LIMITS = Limits(
-    sample_batch_size=8,
-    rows_per_version=8,
-    group_size=2,
-    prompts_per_ticket=2,
-    max_staleness=0,
-    limit_batches=0,
-    world_size=1,
-    row_bytes=100,
-)
+from tests.support.protocol import LIMITS
 
 
 def ledger_at(version=0):

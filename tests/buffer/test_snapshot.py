@@ -19,8 +19,7 @@ from pipeline.experience import codec
 from pipeline.runtime.messages import Credit, Drain, Hello, Lease, Published, Ticket, WantTickets
 from pipeline.storage import extent_file
 from pipeline.storage.tables import PromptRange
-from tests.buffer.test_spool import LIMITS, Start, checkpoint, starts  # noqa: F401 - a fixture
-from tests.storage.test_ledger import DyingMemory, Killed
+from tests.buffer.test_spool import LIMITS, Start, assert_taken_in_once, checkpoint, starts  # noqa: F401 - a fixture
 from tests.support.told import Told
 
 NEVER_S = 1e9
@@ -290,24 +289,8 @@ def test_a_buffer_killed_at_any_store_of_the_taking_in_takes_every_row_in_once(s
     serving(first)
     write(first)
     checkpoint(first, position=0, fingerprint=f"{11:016x}")
-    reference = starts("reference", journal_interval_s=1.0)
-    reference.take_in()
-    stores, killed = 0, True
-    while killed:
-        dying = starts(f"killed-{stores}", journal_interval_s=1.0)
-        budget, journal = [stores], dying.ledger.memory.redo_log
-        journal.memory = DyingMemory(journal.memory, budget)
-        journal.marks = DyingMemory(journal.marks, budget)
-        try:
-            dying.take_in()
-            killed = False
-        except Killed:
-            survivor = starts("", arena=dying.arena_path, journal_interval_s=1.0)
-            survivor.take_in()
-            assert survivor.view()[:5] == reference.view()[:5], f"killed at store {stores}"
-        journal.memory, journal.marks = journal.memory.memory, journal.marks.memory
-        stores += 1
-    assert stores > 20
+
+    assert_taken_in_once(starts, lambda start: start.view()[:5], journal_interval_s=1.0)
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "rename"])

@@ -28,28 +28,24 @@ from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
 from pipeline.storage.tables import MOST_LEASES
+from tests.support import protocol
 
 LAYOUT = LedgerLayout(extents=64, rows_per_extent=8)
 
 
-class Bench:
+class Bench(protocol.Bench):
     """A queue, the memory that outlives it, and the messages that it sent."""
 
     def __init__(self, *, sample_batch_size=4, limit=0, capacity_bytes=1 << 16, layout=LAYOUT):
-        self.layout = layout
-        self.memory = memoryview(bytearray(layout.nbytes))
-        self.options = {"sample_batch_size": sample_batch_size, "limit": limit}
-        self.capacity_bytes = capacity_bytes
         self.remembered = {}
-        self.sent = []
-        self.now_s = 0.0
         self.servers = 0
-        self.start()
+        super().__init__(limits=(sample_batch_size, limit), capacity_bytes=capacity_bytes, layout=layout)
 
-    def start(self):
+    def restart(self):
         self.servers += 1
         self.ledger = Ledger(self.memory, self.layout)
-        self.queue = ReplayQueue(
+        sample_batch_size, limit = self.limits
+        self.buffer = ReplayQueue(
             self.ledger,
             ExtentAllocator(self.capacity_bytes),
             lambda peer, message: self.sent.append((peer, message)),
@@ -57,23 +53,9 @@ class Bench:
             remember=self.remembered.__setitem__,
             owner="the test",
             incarnation=self.servers,
-            **self.options,
+            sample_batch_size=sample_batch_size,
+            limit=limit,
         )
-
-    def send(self, *messages):
-        for message in messages:
-            self.queue.handle(message, self.now_s)
-        self.queue.step(self.now_s)
-
-    def received(self, client, kind):
-        found = [message for name, message in self.sent if name == client and isinstance(message, kind)]
-        self.sent = [(n, m) for n, m in self.sent if not (n == client and isinstance(m, kind))]
-        return found
-
-    @property
-    def balanced(self):
-        totals = self.ledger.totals
-        return totals.sealed == totals.trained + sum(totals.dropped) + self.ledger.ready + self.ledger.leased
 
 
 class Client:
@@ -88,15 +70,15 @@ class Client:
 
     def join(self, **held):
         self.incarnation += 1
-        self.bench.send(Join(self.name, self.incarnation, "socket", self.bench.servers, **held))
+        self.bench.say(Join(self.name, self.incarnation, "socket", self.bench.servers, **held))
 
     def want_room(self, rows=1, nbytes=256, deadline_s=math.inf):
         self.request += 1
-        self.bench.send(WantRoom(self.name, self.incarnation, self.request, rows, nbytes, deadline_s))
+        self.bench.say(WantRoom(self.name, self.incarnation, self.request, rows, nbytes, deadline_s))
         return self.one(Ticket)
 
     def seal(self, ticket, rows=1, nbytes=100):
-        self.bench.send(Sealed(self.name, ticket.ticket, rows, nbytes, 1, 0, 0))
+        self.bench.say(Sealed(self.name, ticket.ticket, rows, nbytes, 1, 0, 0))
         assert self.one(Settled) == Settled(self.incarnation, ticket.ticket)
 
     def append(self, rows=1):
@@ -105,23 +87,23 @@ class Client:
 
     def want_batch(self, deadline_s=math.inf):
         self.request += 1
-        self.bench.send(WantBatch(self.name, self.incarnation, self.request, deadline_s))
+        self.bench.say(WantBatch(self.name, self.incarnation, self.request, deadline_s))
         return self.one(Lease)
 
     def ack(self, lease):
-        self.bench.send(Ack(self.name, lease.lease))
+        self.bench.say(Ack(self.name, lease.lease))
         assert self.one(Delivered) == Delivered(self.incarnation, lease.lease)
 
     def ask(self, what):
         self.request += 1
-        self.bench.send(Ask(self.name, self.incarnation, self.request, what, math.inf))
+        self.bench.say(Ask(self.name, self.incarnation, self.request, what, math.inf))
         return self.one(Books)
 
     def refused(self):
         return self.one(Refused)
 
     def one(self, kind):
-        found = self.bench.received(self.name, kind)
+        found = self.bench.heard(self.name, kind)
         assert len(found) <= 1
         return found[0] if found else None
 
@@ -142,7 +124,7 @@ def test_a_batch_is_the_oldest_rows_and_each_row_is_delivered_once():
 
     assert rows_of(first) + rows_of(second) == rows
     assert consumer.want_batch() is None
-    assert (bench.ledger.totals.trained, bench.ledger.ready, bench.queue._allocator.free_bytes) == (8, 0, 1 << 16)
+    assert (bench.ledger.totals.trained, bench.ledger.ready, bench.buffer._allocator.free_bytes) == (8, 0, 1 << 16)
 
 
 def test_who_waits_longest_is_served_first():
@@ -165,7 +147,7 @@ def test_a_batch_of_a_dead_consumer_goes_whole_to_the_next_before_younger_rows()
     rows = producer.append(2) + producer.append(2)
     assert rows_of(dying.want_batch()) == rows[:2]
 
-    bench.send(PeerDied("client-1"))
+    bench.say(PeerDied("client-1"))
 
     assert rows_of(next_one.want_batch()) == rows[:2]
     assert bench.balanced
@@ -177,8 +159,8 @@ def test_batches_of_dead_consumers_keep_their_order_whoever_died_first():
     rows = producer.append() + producer.append()
     first.want_batch(), second.want_batch()
 
-    bench.send(PeerDied("client-2"))
-    bench.send(PeerDied("client-1"))
+    bench.say(PeerDied("client-2"))
+    bench.say(PeerDied("client-1"))
 
     assert rows_of(next_one.want_batch()) == rows[:1]
 
@@ -188,11 +170,11 @@ def test_room_of_a_dead_producer_is_free_again_and_its_rows_never_appear():
     dying, consumer = Client(bench, 0), Client(bench, 1)
     ticket = dying.want_room(1)
 
-    bench.send(PeerDied("client-0"))
-    bench.send(Sealed("client-0", ticket.ticket, 1, 200, 1, 0, 0))
+    bench.say(PeerDied("client-0"))
+    bench.say(Sealed("client-0", ticket.ticket, 1, 200, 1, 0, 0))
 
     assert consumer.want_batch() is None
-    assert bench.ledger.totals.sealed == 0 and bench.queue._allocator.free_bytes == 1 << 16
+    assert bench.ledger.totals.sealed == 0 and bench.buffer._allocator.free_bytes == 1 << 16
 
 
 def test_a_successor_of_the_same_name_ends_what_its_predecessor_held():
@@ -278,14 +260,14 @@ def test_a_wait_ends_at_its_deadline_and_takes_nothing():
     producer, other, consumer = (Client(bench, index) for index in range(3))
     producer.append(1)
     assert consumer.want_batch(deadline_s=5.0) is None
-    assert bench.queue.next_deadline_s() == 5.0
+    assert bench.buffer.next_deadline_s() == 5.0
 
     bench.now_s = 5.0
-    bench.send()
+    bench.say()
     producer.append(1)
     producer.want_room(1, deadline_s=6.0)
     bench.now_s = 6.0
-    bench.send()
+    bench.say()
 
     assert consumer.refused().reason == "1 rows wait, a batch takes 2"
     assert producer.refused().reason == "no room for 1 rows: 1 batches are queued, the limit is 1"
@@ -350,7 +332,7 @@ def test_the_end_wakes_all_who_wait_and_refuses_whoever_comes():
     writing.want_room(2)
     assert producer.want_room() is None and consumer.want_batch() is None
 
-    bench.send(PeerDied("owner"))
+    bench.say(PeerDied("owner"))
     late.want_batch()
 
     for client in (producer, consumer, late):
@@ -369,11 +351,11 @@ def test_drain_takes_no_more_rows_and_ends_when_the_last_was_taken():
     consumer.ack(first)
     producer.seal(under_way)
     last = consumer.want_batch()
-    assert not bench.queue.closed
+    assert not bench.buffer.closed
     consumer.ack(last)
 
     assert [len(rows_of(first)), len(rows_of(last))] == [2, 1]
-    assert bench.queue.closed == "drained and closed by the test"
+    assert bench.buffer.closed == "drained and closed by the test"
     assert owner.one(Books).trained == 3
 
 
@@ -382,10 +364,10 @@ def test_a_failed_append_gives_its_room_back():
     producer = Client(bench)
     ticket = producer.want_room(4, nbytes=4096)
 
-    bench.send(Failed(producer.name, ticket.ticket, "no such field", retry=False))
+    bench.say(Failed(producer.name, ticket.ticket, "no such field", retry=False))
 
     assert producer.one(Settled) is not None
-    assert bench.queue._allocator.free_bytes == 1 << 16
+    assert bench.buffer._allocator.free_bytes == 1 << 16
 
 
 def test_damaged_rows_are_dropped_and_counted_and_the_others_come_again():
@@ -394,7 +376,7 @@ def test_damaged_rows_are_dropped_and_counted_and_the_others_come_again():
     rows = producer.append(2) + producer.append(2) + producer.append(1)
     lease = consumer.want_batch()
 
-    bench.send(Damaged(consumer.name, lease.lease, [rows[0][0]], "checksum"))
+    bench.say(Damaged(consumer.name, lease.lease, [rows[0][0]], "checksum"))
 
     assert consumer.one(Delivered) is not None
     assert rows_of(consumer.want_batch()) == rows[2:]
@@ -405,11 +387,11 @@ def test_requests_are_answered_once_however_often_they_are_repeated():
     bench = Bench(sample_batch_size=1)
     producer, consumer = Client(bench, 0), Client(bench, 1)
     want = WantRoom(producer.name, producer.incarnation, 7, 1, 256, math.inf)
-    bench.send(want, want)
-    bench.send(want)
-    (ticket,) = bench.received(producer.name, Ticket)
+    bench.say(want, want)
+    bench.say(want)
+    (ticket,) = bench.heard(producer.name, Ticket)
     sealed = Sealed(producer.name, ticket.ticket, 1, 200, 1, 0, 0)
-    bench.send(sealed, sealed)
+    bench.say(sealed, sealed)
     lease = consumer.want_batch()
     consumer.ack(lease)
     consumer.ack(lease)
@@ -420,11 +402,11 @@ def test_requests_are_answered_once_however_often_they_are_repeated():
 def test_who_has_not_joined_this_server_is_asked_to():
     bench = Bench()
 
-    bench.send(WantBatch("client-0", 5, 1, math.inf))
-    bench.send(Join("client-0", 5, "socket", server=0))
-    bench.send(WantBatch("client-0", 5, 2, math.inf))
+    bench.say(WantBatch("client-0", 5, 1, math.inf))
+    bench.say(Join("client-0", 5, "socket", server=0))
+    bench.say(WantBatch("client-0", 5, 2, math.inf))
 
-    assert bench.received("client-0", Welcome) == [Welcome(1)] * 3
+    assert bench.heard("client-0", Welcome) == [Welcome(1)] * 3
 
 
 def test_the_next_server_knows_who_holds_what():
@@ -434,11 +416,11 @@ def test_the_next_server_knows_who_holds_what():
     held, _, _ = holder.want_batch(), gone.want_batch(), lost.want_batch()
     ticket = writer.want_room()
 
-    bench.start()
-    assert bench.queue.clients == {"client-0", "client-1", "client-2", "client-3"}
+    bench.restart()
+    assert bench.buffer.clients == {"client-0", "client-1", "client-2", "client-3"}
     writer.join(ticket=ticket.ticket)
     holder.join(lease=held.lease)
-    bench.send(PeerDied("client-2"))
+    bench.say(PeerDied("client-2"))
     # The lease was in flight when the server died: the client joins without it.
     lost.join()
 
@@ -457,12 +439,12 @@ def test_the_next_server_knows_the_holder_of_a_batch_after_rows_were_dropped(bef
         writer.ask("flush"), writer.ask("clear")
     else:
         damaged = holder.want_batch()
-        bench.send(Damaged(holder.name, damaged.lease, [damaged.parts[0].ticket], "checksum"))
+        bench.say(Damaged(holder.name, damaged.lease, [damaged.parts[0].ticket], "checksum"))
         assert holder.one(Delivered) is not None
     rows = writer.append()
     held = holder.want_batch()
 
-    bench.start()
+    bench.restart()
     other.join()
 
     assert other.want_batch() is None
@@ -476,11 +458,11 @@ def test_a_dead_consumers_batch_comes_before_rows_that_were_appended_after_a_cle
     writer, first, second, next_one = (Client(bench, index) for index in range(4))
     rows = writer.append() + writer.append()
     first.want_batch(), second.want_batch()
-    bench.send(PeerDied(first.name))
+    bench.say(PeerDied(first.name))
     writer.ask("clear")
     writer.append(), writer.ask("flush")
 
-    bench.send(PeerDied(second.name))
+    bench.say(PeerDied(second.name))
 
     assert rows_of(next_one.want_batch()) == rows[1:]
 
@@ -506,7 +488,7 @@ def test_flushed_batches_survive_the_server():
     rows = client.append(2)
     client.ask("flush")
 
-    bench.start()
+    bench.restart()
     client.join()
 
     assert rows_of(client.want_batch()) == rows
@@ -524,12 +506,12 @@ def test_each_row_is_delivered_once_whoever_dies(seed):
         client = clients[index]
         match rng.choice(["room", "batch", "finish", "finish", "finish", "die", "restart", "flush"]):
             case "die" if rng.random() < 0.2:
-                bench.send(PeerDied(client.name))
+                bench.say(PeerDied(client.name))
                 bench.sent = [(name, message) for name, message in bench.sent if name != client.name]
                 clients[index] = Client(bench, index, incarnation * 1000)
                 tickets.pop(index, None), leases.pop(index, None), waiting.discard(index)
             case "restart" if rng.random() < 0.2:
-                bench.start()
+                bench.restart()
                 bench.sent.clear()
                 for number, other in clients.items():
                     held = {"ticket": tickets[number].ticket} if number in tickets else {}

@@ -6,7 +6,7 @@ from pipeline.experience import codec
 from pipeline.experience.types import Experience, ExperienceVL
 
 
-def stored(experience, nbytes=1 << 20):
+def stored(experience, nbytes=1 << 24):
     """Return the reader of an extent that holds the experience."""
     memory = memoryview(bytearray(nbytes))
     encoded = codec.encode(experience, memory)

@@ -8,6 +8,7 @@ The replay buffer has a protocol of its own, and so a crew of its own (`tests.su
 """
 
 import collections
+import dataclasses
 
 from pipeline.buffer.admission import Limits
 from pipeline.buffer.buffer import Buffer
@@ -35,16 +36,7 @@ LIMITS = Limits(
 )
 LAYOUT = LedgerLayout(extents=32, rows_per_extent=8)
 HOUSE_LAYOUT = LedgerLayout(extents=16, rows_per_extent=4)
-HOUSE_LIMITS = Limits(
-    sample_batch_size=8,
-    rows_per_version=8,
-    group_size=1,
-    prompts_per_ticket=4,
-    max_staleness=4,
-    limit_batches=0,
-    world_size=1,
-    row_bytes=4096,
-)
+HOUSE_LIMITS = dataclasses.replace(LIMITS, group_size=1, prompts_per_ticket=4, max_staleness=4, row_bytes=4096)
 
 
 class Counts:
@@ -83,8 +75,9 @@ class Counts:
 class Bench:
     """A buffer, the memory that outlives it, and the messages it has sent."""
 
-    def __init__(self, limits=LIMITS, *, capacity_bytes=1 << 20, **options):
-        self.memory = memoryview(bytearray(LAYOUT.nbytes))
+    def __init__(self, limits=LIMITS, *, capacity_bytes=1 << 20, layout=LAYOUT, **options):
+        self.layout = layout
+        self.memory = memoryview(bytearray(layout.nbytes))
         self.limits = limits
         self.capacity_bytes = capacity_bytes
         self.options = {"workers": 2, **options}
@@ -94,7 +87,7 @@ class Bench:
         self.restart()
 
     def restart(self):
-        self.ledger = Ledger(self.memory, LAYOUT)
+        self.ledger = Ledger(self.memory, self.layout)
         self.buffer = Buffer(
             self.ledger,
             ExtentAllocator(self.capacity_bytes),

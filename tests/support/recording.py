@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.experience import codec
 from pipeline.experience.types import Experience
 from pipeline.runtime.messages import ExtentRows
 from pipeline.storage import sealed_json
@@ -19,7 +18,7 @@ from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.connection import Batch
 from pipeline.trainer.recording.recorder import StepRecorder
 from pipeline.trainer.state import Progress
-from tests.support.experiences import made_up
+from tests.support.experiences import made_up, through
 from tests.support.items import assert_equal
 
 MOST_BYTES = 1 << 30
@@ -44,15 +43,8 @@ def recorder_in(
                         hold=counts.hold, clock_s=lambda: 5.0)  # fmt: skip
 
 
-def gathered(experience: Experience) -> Experience:
-    """Return a batch as a trainer gets it: padded on the left alone."""
-    memory = memoryview(bytearray(1 << 24))
-    nbytes = codec.encode(experience, memory).nbytes
-    return codec.gather_padded([(codec.ExtentReader(memory[:nbytes]), range(len(experience.sequences)))])
-
-
 def batch_of(step: int, experience: Experience | None = None) -> Batch:
-    experience = gathered(made_up(seed=step)) if experience is None else experience
+    experience = through(made_up(seed=step)) if experience is None else experience
     parts = [ExtentRows(0, 64, 0, step - 1, 9, [0, 1, 3], 40, 2), ExtentRows(64, 64, 0, step - 1, 10, [5])]
     return Batch(experience, step + 100, step - 1, position=7, parts=parts)
 

@@ -17,8 +17,8 @@ from pipeline.storage.recording import (
     recording_of,
     rows_path,
 )
-from tests.support.experiences import made_up
-from tests.support.recording import equal, gathered, recorder_in, take
+from tests.support.experiences import made_up, through
+from tests.support.recording import equal, recorder_in, take
 
 
 def test_no_flipped_byte_of_recorded_rows_goes_unnoticed(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_no_flipped_byte_of_recorded_rows_goes_unnoticed(tmp_path: Path) -> None
             (found,) = batches_of(recording, 1)
         except DecodeError:
             continue
-        equal(found.padded(), gathered(made_up(seed=1)))
+        equal(found.padded(), through(made_up(seed=1)))
 
 
 def parts_of(recording: Recording) -> list[tuple[str, int, object]]:

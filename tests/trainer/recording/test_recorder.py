@@ -24,8 +24,8 @@ from pipeline.trainer.process import forget_undone_steps, open_recorder
 from pipeline.trainer.recording.recorder import StepRecorder, cut, versions
 from pipeline.trainer.resume import Start
 from pipeline.trainer.state import Progress
-from tests.support.experiences import made_up, made_up_vl
-from tests.support.recording import MOST_BYTES, START, Counts, batch_of, equal, gathered, recorder_in, take
+from tests.support.experiences import made_up, made_up_vl, through
+from tests.support.recording import MOST_BYTES, START, Counts, batch_of, equal, recorder_in, take
 from tests.trainer.test_trainer import Bench, bench
 
 __all__ = ["bench"]
@@ -34,7 +34,7 @@ __all__ = ["bench"]
 def test_a_step_is_recorded_with_its_rows_their_origin_and_both_digests(tmp_path: Path) -> None:
     recorder = recorder_in(tmp_path)
     take(recorder, 1)
-    two = [batch_of(2), batch_of(3, gathered(made_up_vl(seed=5)))]
+    two = [batch_of(2), batch_of(3, through(made_up_vl(seed=5)))]
     recorder.record(2, two, Progress(2, 0xABC))
     recorder.close()
 
@@ -49,7 +49,7 @@ def test_a_step_is_recorded_with_its_rows_their_origin_and_both_digests(tmp_path
     assert recording.start_of(1) == START and recording.has_rows(2) and not recording.has_rows(3)
     found = [*recorded_batches(tmp_path)]
     assert len(found) == 3 and recording.steps[2].experiences == f"{0xABC:016x}"
-    equal(found[0], gathered(made_up(seed=1)))
+    equal(found[0], through(made_up(seed=1)))
     equal(found[1], two[0].experience)
     equal(found[2], two[1].experience)
     assert [len(each.sequences) for each in recorded_batches(tmp_path, first=2, last=2)] == [4, 4]
@@ -70,8 +70,8 @@ def test_without_rows_a_step_has_its_line_alone(tmp_path: Path) -> None:
 def test_equal_batches_have_equal_digests(tmp_path: Path) -> None:
     recorder = recorder_in(tmp_path)
     for step in (1, 2):
-        recorder.record(step, [batch_of(1, gathered(made_up(9, 30, 60, seed=1, holes=True)))], Progress(step))
-        recorder.record(step + 2, [batch_of(1, gathered(made_up(9, 40, 60, seed=2)))], Progress(step + 2))
+        recorder.record(step, [batch_of(1, through(made_up(9, 30, 60, seed=1, holes=True)))], Progress(step))
+        recorder.record(step + 2, [batch_of(1, through(made_up(9, 40, 60, seed=2)))], Progress(step + 2))
     recorder.close()
 
     steps = read_recording(tmp_path).steps
@@ -80,7 +80,7 @@ def test_equal_batches_have_equal_digests(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_any_size_is_encoded(tmp_path: Path) -> None:
-    large = gathered(made_up(64, 900, 900))
+    large = through(made_up(64, 900, 900))
     recorder = recorder_in(tmp_path)
     recorder.record(1, [batch_of(1, large)], Progress(1))
     recorder.close()
