@@ -255,32 +255,6 @@ def test_a_gpu_that_cannot_be_used_ends_the_start(tmp_path: Path, task: Path, ar
 # Prompts that leave no room.
 
 
-def test_prompt_that_fills_max_length_is_set_aside_and_counted(tmp_path: Path, task: Path) -> None:
-    too_long = json.dumps({"prompt": "1" * (MAX_LENGTH - 1) + ">", "answer": ""})
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join([PROMPT, PROMPT, too_long, PROMPT, ""]))
-
-    settings = (*SMALL, f"prompts.path={path}", f"rollout.max_length={MAX_LENGTH}")
-    with Daemon(tmp_path, *settings, task=task) as daemon:
-        daemon.wait_step(3)
-
-        # Counted one after the other, so a scrape may fall in between.
-        def all_accounted_for() -> bool:
-            metrics = daemon.metrics()
-            failed = total(metrics, "rlhfd_experiences_total", outcome="failed")
-            accepted = total(metrics, "rlhfd_experiences_total", outcome="accepted")
-            return failed > 0 and total(metrics, "rlhfd_prompts_total") * 4 == failed + accepted
-
-        daemon.wait_until(all_accounted_for, "each response of each prompt is counted", 20.0)
-        failed = total(daemon.metrics(), "rlhfd_experiences_total", outcome="failed")
-        assert failed % 4 == 0
-        assert re.search(rf"prompt set aside: position=\d+ line=3 reason={MAX_LENGTH} tokens leave", daemon.errors)
-        assert not re.search(r"prompt set aside: position=\d+ line=[124] ", daemon.errors)
-        assert total(daemon.metrics(), "rlhfd_items_unaccounted") == 0
-        daemon.signal(signal.SIGTERM)
-        assert daemon.wait() == 0
-
-
 def test_file_of_which_no_prompt_leaves_room_ends_the_start(tmp_path: Path, task: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "1" * MAX_LENGTH}) + "\n")

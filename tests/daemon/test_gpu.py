@@ -48,6 +48,7 @@ from tests.support.experiences import made_up
 from tests.support.padded_passes import log_probs_by_packing
 from tests.support.protocol import House
 from tests.support.slabs import SLOTS, begun, value
+from tests.support.tiny import Tokenizer
 from tests.support.told import Told
 from tests.trainer.test_learner import TRAINER, experience_for, new_learner
 
@@ -112,11 +113,6 @@ def test_growing_segments_hold_little_more_than_the_tensors_of_ragged_passes():
 
     assert growing < 1.1
     assert growing < fixed
-
-
-class Tokenizer:
-    pad_token_id = tiny.PAD
-    eos_token_id = tiny.EOS
 
 
 def test_a_batch_for_the_gpu_is_gathered_into_page_locked_memory():

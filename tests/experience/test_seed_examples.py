@@ -22,6 +22,7 @@ from pipeline import (
 )
 from pipeline.errors import FieldError
 from tests.support import tiny
+from tests.support.tiny import Tokenizer
 
 
 def tensors_of(experience: Any) -> dict[str, Tensor]:
@@ -43,10 +44,6 @@ def test_a_maker_of_ones_own_is_a_subclass() -> None:
     )  # fmt: skip
     with pytest.raises(TypeError, match="abstract"):
         ExperienceMaker(None, None, None, None)  # type: ignore[abstract]
-
-
-class Tokenizer:
-    pad_token_id, eos_token_id = tiny.PAD, tiny.EOS
 
 
 def score(input_ids: Tensor, response_start: Tensor, response_end: Tensor, **_: Any) -> Tensor:

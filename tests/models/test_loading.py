@@ -29,8 +29,6 @@ from transformers import (
 from pipeline.config.model_files import problem_of_model
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ShapeError
-from pipeline.experience.batching import make_experience_batch
-from pipeline.experience.types import BufferItem
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import position_ids_from_mask
 from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer, refuse_large_tokenizer
@@ -232,25 +230,6 @@ def test_shapes_that_disagree_are_refused() -> None:
         action_values(lambda input_ids, attention_mask: torch.zeros(1, 7, 1), sequences, mask, 3)
 
 
-@torch.no_grad()
-def test_a_packed_batch_gives_the_log_probs_of_its_rows() -> None:
-    """`position_ids` of a packed batch keep the rows apart in one forward pass of a transformers model."""
-    model = tiny.llama()
-    rows = [ROW, ROW[:4], ROW[2:]]
-    items = [BufferItem(sequences=torch.tensor(row), action_log_probs=torch.zeros(2)) for row in rows]
-    batch = make_experience_batch(items, packing_samples=True)
-
-    flat = torch.cat(list(batch.sequences)).unsqueeze(0)
-    logits = model(input_ids=flat, position_ids=batch.position_ids, use_cache=False).logits[0]
-
-    assert batch.cu_seqlens is not None
-    for row, start, end in zip(rows, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-        log_probs = torch.log_softmax(logits[end - 3 : end - 1], dim=-1)
-        packed = [log_probs[0, row[-2]].item(), log_probs[1, row[-1]].item()]
-        assert packed == pytest.approx(slow_log_probs(model, row, 2), abs=1e-5)
-        assert end - start == len(row)
-
-
 def test_a_new_critic_says_zero_and_shares_nothing_with_the_actor() -> None:
     actor = tiny.llama()
     actor.requires_grad_(False)
@@ -395,13 +374,7 @@ def encoder_reward(kind: str, seed: int = 3) -> Any:
             T5ForSequenceClassification,
         ),
     }[kind]  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = model_class(config)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0.0, 0.5)
-    return model.eval()
+    return tiny.seeded(model_class, config, seed)
 
 
 # transformers' own xlnet takes no 16 bits.

@@ -8,18 +8,18 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import BufferItem, Experience, ExperienceVL
-from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
 from pipeline.models.packing import packed_action_log_probs, packed_action_values
 from pipeline.trainer.loss.losses import masked_mean, policy_loss, value_loss
 from tests.models.test_chunked_log_probs import gemma2
+from tests.models.test_varlen_attention import critic_of
 from tests.support import tiny
 from tests.support.experiences import made_up
 
@@ -47,12 +47,6 @@ def both_forms(experience: Experience) -> tuple[Experience, Experience]:
     """The same rows as a padded and as a packed batch."""
     items = remove_padding_in_sequences(split_experience_batch(experience))
     return make_experience_batch(items), make_experience_batch(items, packing_samples=True)
-
-
-def critic_of(actor: PreTrainedModel) -> Critic:
-    critic = Critic.from_actor(actor)
-    nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
-    return critic
 
 
 def flat(rows: Tensor | list[Tensor] | None) -> Tensor:

@@ -53,7 +53,7 @@ def config_of(rope: str) -> LlamaConfig:
 
 
 def seeded(model_class: Any, config: Any) -> Any:
-    model = tiny._seeded(model_class, config, 1)
+    model = tiny.seeded(model_class, config, 1)
     return model
 
 

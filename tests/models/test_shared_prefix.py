@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.models import prefix_attention
-from pipeline.models.critic import Critic
 from pipeline.models.flat_rows import FlatRows
-from pipeline.models.log_probs import action_log_probs_and_entropies, action_values
 from pipeline.models.shared_prefix import (
     PromptGroups,
     SharedRows,
@@ -26,10 +24,10 @@ from pipeline.models.varlen_attention import uses_varlen_attention
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.interface import Request, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
-from tests.models.test_varlen_attention import assert_same_gradients
+from tests.models.test_varlen_attention import assert_as_padded
 from tests.support import tiny
 from tests.support.fake_card import CARD, fake_card
-from tests.support.padded_passes import flat_rows_of, log_probs_by_packing, values_by_packing
+from tests.support.padded_passes import flat_rows_of, log_probs_by_packing
 
 CPU = torch.device("cpu")
 BUILDS = [tiny.llama, tiny.qwen2, tiny.gpt2]
@@ -65,12 +63,6 @@ def rows_of(groups: list[int], *, holes: bool = False, seed: int = 0) -> Rows:
     return (ids * real)[order], real.long()[order], actions[order]
 
 
-def critic_of(actor: Any) -> Critic:
-    critic = Critic.from_actor(actor)
-    nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
-    return critic
-
-
 def shared(*models: nn.Module) -> None:
     prepare_shared_prefix(models, CPU, True, key="trainer.shared_prefix")
 
@@ -82,30 +74,13 @@ def shared(*models: nn.Module) -> None:
 def test_log_probs_values_and_gradients_are_those_of_the_padded_batch(
     build: Any, groups: list[int], holes: bool, dtype: torch.dtype
 ) -> None:
-    sequences, mask, actions = rows_of(groups, holes=holes)
-    weights = torch.randn(actions.shape, generator=torch.Generator().manual_seed(5)) * actions
     plain, model = build().to(dtype), build().to(dtype)
     if dtype == torch.float32:
         # Logits of some tens, as of these models else, have a rounding error of 1e-5 by themselves.
         for parameter in [*plain.parameters(), *model.parameters()]:
             parameter.data.mul_(0.5)
-    plain_critic, critic = critic_of(plain), critic_of(model)
-    shared(model, critic)
 
-    expected, entropies = action_log_probs_and_entropies(plain, sequences, mask, ACTIONS, temperature=0.7)
-    values = action_values(plain_critic, sequences, mask, ACTIONS)
-    found, found_entropies = log_probs_by_packing(
-        model, sequences, mask, actions, temperature=0.7, with_entropy=True, shared=True
-    )
-    found_values = values_by_packing(critic, sequences, mask, actions, shared=True)
-
-    assert found_entropies is not None
-    for one, other in ((found, expected), (found_entropies, entropies), (found_values, values)):
-        torch.testing.assert_close(one, other.masked_fill(~actions, 0), atol=1e-5, rtol=1e-5)
-    for loss in (expected + entropies, values, found + found_entropies, found_values):
-        (loss * weights).masked_fill(~actions, 0).sum().backward()
-    assert_same_gradients(model, plain)
-    assert_same_gradients(critic, plain_critic)
+    assert_as_padded(plain, model, shared, rows_of(groups, holes=holes), 0.7, shared=True)
 
 
 @pytest.mark.parametrize("build", BUILDS)

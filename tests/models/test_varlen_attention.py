@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -52,34 +53,45 @@ def assert_same_gradients(mine: nn.Module, its: nn.Module) -> None:
         torch.testing.assert_close(parameter.grad, other.grad, atol=1e-5 * largest, rtol=0, msg=name)
 
 
+def assert_as_padded(
+    plain: Any,
+    model: Any,
+    prepare: Callable[..., object],
+    rows: tuple[Tensor, Tensor, Tensor],
+    temperature: float,
+    **shared: bool,
+) -> Critic:
+    """Compare two equal models and critics over a padded batch, one pair by padded passes; return the other critic."""
+    sequences, mask, actions = rows
+    weights = torch.randn(actions.shape, generator=torch.Generator().manual_seed(5)) * actions
+    plain_critic, critic = critic_of(plain), critic_of(model)
+    prepare(model, critic)
+
+    expected, entropies = action_log_probs_and_entropies(plain, sequences, mask, ACTIONS, temperature=temperature)
+    values = action_values(plain_critic, sequences, mask, ACTIONS)
+    found, found_entropies = log_probs_by_packing(model, *rows, temperature=temperature, with_entropy=True, **shared)
+    found_values = values_by_packing(critic, *rows, **shared)
+
+    assert found_entropies is not None
+    for one, other in ((found, expected), (found_entropies, entropies), (found_values, values)):
+        rtol = 0.0 if one.dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(one, other.masked_fill(~actions, 0), atol=1e-5, rtol=rtol)
+    for loss in (expected + entropies, values, found + found_entropies, found_values):
+        (loss * weights).masked_fill(~actions, 0).sum().backward()
+    assert_same_gradients(model, plain)
+    assert_same_gradients(critic, plain_critic)
+    return critic
+
+
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_values_and_gradients_are_those_of_the_padded_batch(build: Any, temperature: float) -> None:
-    sequences, mask, actions = padded()
-    weights = torch.randn(actions.shape, generator=torch.Generator().manual_seed(5)) * actions
     # In float64: each processor rounds a sum of float32 in its own way.
     plain, packing = build().double(), build().double()
-    plain_critic, critic = critic_of(plain), critic_of(packing)
-    prepare_packing([packing, critic], CPU)
 
-    expected, expected_entropies = action_log_probs_and_entropies(
-        plain, sequences, mask, ACTIONS, temperature=temperature
-    )
-    expected_values = action_values(plain_critic, sequences, mask, ACTIONS)
-    log_probs, entropies = log_probs_by_packing(
-        packing, sequences, mask, actions, temperature=temperature, with_entropy=True
-    )
-    values = values_by_packing(critic, sequences, mask, actions)
+    critic = assert_as_padded(plain, packing, lambda *each: prepare_packing(each, CPU), padded(), temperature)
 
     assert uses_varlen_attention(packing) and uses_varlen_attention(critic.backbone)
-    torch.testing.assert_close(log_probs, expected.masked_fill(~actions, 0), atol=1e-5, rtol=0)
-    torch.testing.assert_close(values, expected_values.masked_fill(~actions, 0), atol=1e-5, rtol=0)
-    assert entropies is not None
-    torch.testing.assert_close(entropies, expected_entropies.masked_fill(~actions, 0), atol=1e-5, rtol=0)
-    for loss in (expected + expected_entropies, expected_values, log_probs + entropies, values):
-        (loss * weights).masked_fill(~actions, 0).sum().backward()
-    assert_same_gradients(packing, plain)
-    assert_same_gradients(critic, plain_critic)
 
 
 @pytest.mark.parametrize("build", BUILDS)

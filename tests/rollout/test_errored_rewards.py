@@ -20,15 +20,11 @@ from pipeline.rollout.maker import NaiveExperienceMaker
 from tests.rollout.test_loader import rollers  # noqa: F401 - a fixture
 from tests.support import tiny
 from tests.support.daemon import SMALL, Daemon, total
+from tests.support.tiny import Tokenizer
 from tests.support.told import events_of
 
 PROMPTS = torch.tensor([[0, 5, 6], [4, 5, 7], [3, 8, 9]])
 MASK = torch.tensor([[0, 1, 1], [1, 1, 1], [1, 1, 1]])
-
-
-class Tokenizer:
-    pad_token_id = tiny.PAD
-    eos_token_id = tiny.EOS
 
 
 class Judge:

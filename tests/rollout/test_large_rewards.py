@@ -26,10 +26,7 @@ from pipeline.rollout.shaping import Shaping, shaping_of
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support import tiny
 from tests.support.slabs import SLOTS, begun, value
-
-
-class Tokenizer:
-    pad_token_id, eos_token_id = tiny.PAD, tiny.EOS
+from tests.support.tiny import Tokenizer
 
 
 def rewarding(*rewards: float) -> Callable[..., float]:

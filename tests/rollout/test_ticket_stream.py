@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,25 +18,19 @@ from pipeline.experience import codec
 from pipeline.experience.types import Experience
 from pipeline.models.weights.store import WeightsPublisher, flatten
 from pipeline.progress import Telemetry
-from pipeline.prompts.source import PromptSource
 from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.interface import Engine, EngineLoad, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.shaping import Shaping
 from pipeline.rollout.ticket_stream import EngineStream, new_stream, tickets_ahead
-from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Failed, Faulty, Hello, Sealed, Settled, Ticket, WantTickets, Welcome
-from pipeline.storage.arena import Arena
-from pipeline.telemetry.metric import SlotName
-from pipeline.telemetry.reader import MetricsReader
-from pipeline.telemetry.slab import MetricsSlab
-from tests.rollout.test_worker import Sent
+from tests.rollout.test_worker import Around
 from tests.support import tiny
 from tests.support.row_stream import RowStream
+from tests.support.tiny import Letters
 
 GROUP = 4
 PROMPTS = ("AB", "CDEF", "BCD", "EA", "FFD", "QAB", "DA", "BEEF")
@@ -46,19 +38,12 @@ SLOW = ord("Q") - 60
 EXTENT = 1 << 12
 
 
-class Letters:
-    pad_token_id, eos_token_id = tiny.PAD, tiny.EOS
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [(ord(letter) - 60) for letter in text]}
-
-
 def share_of_even_tokens(*, input_ids: Any, response_start: Any, response_end: Any, **_row: Any) -> torch.Tensor:
     rows = zip(input_ids, response_start.tolist(), response_end.tolist(), strict=True)
     return torch.stack([(ids[start:end] % 2 == 0).float().mean() for ids, start, end in rows])
 
 
-class Bench:
+class Bench(Around):
     """A worker over a tiny model, with everything around it."""
 
     def __init__(
@@ -70,37 +55,24 @@ class Bench:
         in_flight: bool = False,
         reward: Any = share_of_even_tokens,
     ) -> None:
-        path = folder / "prompts.jsonl"
-        path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-        Arena.create(folder / "arena", payload_bytes=1 << 16, ledger_bytes=4096, layout=1)
-        self.arena = Arena(folder / "arena")
-        self.slab = MetricsSlab.create(folder / "metrics", [SlotName("supervisor"), SlotName("rollout", 0)])
-        self.slab.begin("rollout", 0)
-        self.sent, self.now_s = Sent(), 0.0
-        self.source = PromptSource(path, 0)
+        super().__init__(folder, [{"prompt": prompt} for prompt in PROMPTS])
         self.actor = tiny.llama()
         self.tensors = flatten(actor=self.actor.state_dict())
-        self.publisher = WeightsPublisher(folder / "weights", self.tensors)
+        self.publisher = WeightsPublisher(self.weights, self.tensors)
         self.publish(0, tiny.llama())
         self.engine: Any = new_engine(self.actor)
         maker = NaiveExperienceMaker(
-            self.actor, None, reward, tiny.llama(seed=3), SimpleNamespace(pad_token_id=tiny.PAD, eos_token_id=tiny.EOS),
+            self.actor, None, reward, tiny.llama(seed=3), tiny.Tokenizer(),
             use_grpo=True, num_generation=GROUP, reuse_sampling_log_probs=True, drop_errored=True,
             refuse_not_finite=False, shaping=Shaping(marks_cut=True),
         )  # fmt: skip
-        self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
         self.roller = LocalRoller(
             maker, self.source, Letters(), ModelWeights(self.tensors, self.engine), seed=7,
             lengths=Lengths(14, 13, None), template="none", vocabulary=tiny.VOCABULARY_SIZE,
             sampling=Sampling(max_length=14, pad_token_id=tiny.PAD, eos_token_ids=(tiny.EOS,)),
         )  # fmt: skip
         self.stream = EngineStream(self.roller, self.metrics, ahead, updates_in_flight=in_flight)
-        self.worker = RolloutWorker(
-            self.stream, self.arena, folder / "weights", self.sent, self.metrics,
-            index=0, clock=lambda: self.now_s, group_size=GROUP,
-        )  # fmt: skip
-        self.worker.handle(Welcome(1))
-        self.incarnation = self.sent.of(Hello)[0].incarnation
+        self.work(self.stream, group_size=GROUP)
 
     def publish(self, version: int, model: Any, **options: Any) -> Any:
         return self.publisher.publish(version, flatten(actor=model.state_dict()), **options)
@@ -128,15 +100,6 @@ class Bench:
         (sealed,) = [message for message in self.sent.of(Sealed) if message.ticket == number]
         reader = codec.ExtentReader(self.arena.extent(number * EXTENT, sealed.nbytes), checksum=sealed.checksum)
         return codec.gather_padded([(reader, list(range(sealed.rows)))])
-
-    def value(self, name: str, **labels: str) -> Any:
-        return MetricsReader(self.slab).read().value(name, **labels)
-
-    def close(self) -> None:
-        self.worker.close()
-        self.publisher.close()
-        self.slab.close()
-        self.arena.close()
 
 
 @pytest.fixture

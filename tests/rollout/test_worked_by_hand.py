@@ -22,7 +22,8 @@ from torch import Tensor
 
 from pipeline.experience.types import Experience
 from pipeline.rollout.maker import NaiveExperienceMaker
-from tests.support.tables import EOS, PAD, TableActor, TableCritic, TableReward, Tokenizer
+from tests.support.tables import EOS, PAD, TableActor, TableCritic, TableReward
+from tests.support.tiny import Tokenizer
 
 ACTOR = {4: (0.1, 0.8, 0.1), 5: (0.2, 0.4, 0.4), 2: (0.5, 0.1, 0.4), 3: (0.8, 0.1, 0.1)}
 REFERENCE = {4: (0.2, 0.4, 0.4), 5: (0.2, 0.4, 0.4), 2: (0.25, 0.55, 0.2), 3: (0.8, 0.1, 0.1)}

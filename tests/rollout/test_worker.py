@@ -45,19 +45,10 @@ from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.experiences import made_up
 from tests.support.roll_stream import RollStream
+from tests.support.tiny import Letters
 
 MAX_LENGTH = 11
 VOCABULARY = 99
-
-
-class Letters:
-    """A tokenizer: a letter a token, a tilde none."""
-
-    pad_token_id = 0
-    eos_token_id = 1
-
-    def __call__(self, text):
-        return {"input_ids": [ord(letter) - 60 for letter in text if letter != "~"]}
 
 
 class Maker:
@@ -109,39 +100,26 @@ class Sent(list):
         return [message for message in self if isinstance(message, kind)]
 
 
-class Bench:
-    """A worker with everything around it."""
+class Around:
+    """What a worker has around it; a subclass has a publisher and lets it work."""
 
-    def __init__(self, folder, prompts=("AB", "ABCD", "ABCDEFGHIJKLM"), max_length=MAX_LENGTH):
+    def __init__(self, folder, prompts):
         path = folder / "prompts.jsonl"
-        path.write_text("".join(json.dumps({"prompt": p, "answer": p.lower()}) + "\n" for p in prompts))
+        path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
         Arena.create(folder / "arena", payload_bytes=1 << 16, ledger_bytes=4096, layout=1)
-        self.arena = Arena(folder / "arena")
+        self.arena, self.weights = Arena(folder / "arena"), folder / "weights"
         self.slab = MetricsSlab.create(folder / "metrics", [SlotName("supervisor"), SlotName("rollout", 0)])
         self.slab.begin("rollout", 0)
-        self.maker, self.sent, self.now_s = Maker(), Sent(), 0.0
-        self.held_out = HeldOut()
-        self.source = PromptSource(path, 0)
-        self.model = {"actor.w": torch.zeros(2)}
-        self.publisher = WeightsPublisher(folder / "weights", self.model)
-        self.publisher.publish(0, {"actor.w": torch.zeros(2)})
-        self.roller = LocalRoller(
-            self.maker, self.source, Letters(), ModelWeights(self.model, BlockingEngine(Threes())), seed=7,
-            lengths=Lengths(max_length, max_length - 1, None),
-            template="none", sampling=SAMPLING, vocabulary=VOCABULARY, evaluations=[self.held_out],
-        )  # fmt: skip
         self.metrics = RolloutMetrics(self.slab.writer("rollout", 0), reward_source="function")
+        self.sent, self.now_s = Sent(), 0.0
+        self.source = PromptSource(path, 0)
+
+    def work(self, stream, **options):
         self.worker = RolloutWorker(
-            RollStream(self.roller), self.arena, folder / "weights", self.sent, self.metrics,
-            index=0, clock=lambda: self.now_s,
-        )  # fmt: skip
+            stream, self.arena, self.weights, self.sent, self.metrics, index=0, clock=lambda: self.now_s, **options
+        )
         self.worker.handle(Welcome(1))
         self.incarnation = self.sent.of(Hello)[0].incarnation
-
-    def ticket(self, number=0, *, prompts=2, version=0, deadline_s=100.0):
-        self.worker.handle(
-            Ticket(self.incarnation, number, number * prompts, prompts, 1, 0, 1 << 15, version, deadline_s)
-        )
 
     def value(self, name, **labels):
         return MetricsReader(self.slab).read().value(name, **labels)
@@ -152,6 +130,28 @@ class Bench:
         self.source.close()
         self.slab.close()
         self.arena.close()
+
+
+class Bench(Around):
+    """A worker with everything around it."""
+
+    def __init__(self, folder, prompts=("AB", "ABCD", "ABCDEFGHIJKLM"), max_length=MAX_LENGTH):
+        super().__init__(folder, [{"prompt": prompt, "answer": prompt.lower()} for prompt in prompts])
+        self.maker, self.held_out = Maker(), HeldOut()
+        self.model = {"actor.w": torch.zeros(2)}
+        self.publisher = WeightsPublisher(self.weights, self.model)
+        self.publisher.publish(0, {"actor.w": torch.zeros(2)})
+        self.roller = LocalRoller(
+            self.maker, self.source, Letters(), ModelWeights(self.model, BlockingEngine(Threes())), seed=7,
+            lengths=Lengths(max_length, max_length - 1, None),
+            template="none", sampling=SAMPLING, vocabulary=VOCABULARY, evaluations=[self.held_out],
+        )  # fmt: skip
+        self.work(RollStream(self.roller))
+
+    def ticket(self, number=0, *, prompts=2, version=0, deadline_s=100.0):
+        self.worker.handle(
+            Ticket(self.incarnation, number, number * prompts, prompts, 1, 0, 1 << 15, version, deadline_s)
+        )
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_prompts_go_with_their_answers(bench):
     assert batch.prompt_columns == max(map(len, texts))
 
 
-def test_a_prompt_that_fills_max_length_is_set_aside_and_counted(bench):
+def test_a_prompt_that_fills_max_length_is_set_aside_and_counted(bench, caplog):
     bench.ticket(prompts=3)
     bench.worker.step()
 
@@ -231,6 +231,8 @@ def test_a_prompt_that_fills_max_length_is_set_aside_and_counted(bench):
     assert (sealed.rows, sealed.prompts_failed) == (2, 1)
     assert bench.value("rlhfd_experiences_total", outcome="failed") == 1
     assert bench.value("rlhfd_experiences_total", outcome="accepted") == 2
+    (line,) = caplog.messages
+    assert " line=3 reason=13 tokens leave no room for a response: rollout.max_length is 11" in line
 
 
 def test_a_ticket_of_nothing_but_such_prompts_fails_for_good(tmp_path):

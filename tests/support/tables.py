@@ -15,13 +15,6 @@ from torch import Tensor
 PAD, EOS = 0, 1
 
 
-class Tokenizer:
-    """The two ids that the maker reads."""
-
-    pad_token_id = PAD
-    eos_token_id = EOS
-
-
 class TableActor:
     """A language model whose next token depends on the last one: row t of `logits` is for the successor of token t.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     Gemma3ForCausalLM,
@@ -22,6 +24,20 @@ PAD = 0
 EOS = 1
 
 
+class Tokenizer:
+    """As much of a tokenizer as the maker reads."""
+
+    pad_token_id: int | None = PAD
+    eos_token_id: int | None = EOS
+
+
+class Letters(Tokenizer):
+    """A tokenizer: a letter a token, a tilde none."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 60 for letter in text if letter != "~"]}
+
+
 def llama(seed: int = 0, **changes: int | bool) -> LlamaForCausalLM:
     """A Llama whose distributions are far from uniform."""
     settings = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, **changes}
@@ -33,7 +49,7 @@ def llama(seed: int = 0, **changes: int | bool) -> LlamaForCausalLM:
         eos_token_id=EOS,
         **settings,
     )
-    return _seeded(LlamaForCausalLM, config, seed)
+    return seeded(LlamaForCausalLM, config, seed)
 
 
 def gpt2(seed: int = 0, *, positions: int = 128) -> GPT2LMHeadModel:
@@ -48,7 +64,7 @@ def gpt2(seed: int = 0, *, positions: int = 128) -> GPT2LMHeadModel:
         bos_token_id=None,
         eos_token_id=EOS,
     )
-    return _seeded(GPT2LMHeadModel, config, seed)
+    return seeded(GPT2LMHeadModel, config, seed)
 
 
 def qwen2(seed: int = 0) -> Qwen2ForCausalLM:
@@ -66,7 +82,7 @@ def qwen2(seed: int = 0) -> Qwen2ForCausalLM:
         bos_token_id=None,
         eos_token_id=EOS,
     )
-    return _seeded(Qwen2ForCausalLM, config, seed)
+    return seeded(Qwen2ForCausalLM, config, seed)
 
 
 def mistral(seed: int = 0, *, window: int = 4) -> MistralForCausalLM:
@@ -84,7 +100,7 @@ def mistral(seed: int = 0, *, window: int = 4) -> MistralForCausalLM:
         bos_token_id=None,
         eos_token_id=EOS,
     )
-    return _seeded(MistralForCausalLM, config, seed)
+    return seeded(MistralForCausalLM, config, seed)
 
 
 def gemma3(seed: int = 0, *, window: int = 5) -> Gemma3ForCausalLM:
@@ -104,7 +120,7 @@ def gemma3(seed: int = 0, *, window: int = 5) -> Gemma3ForCausalLM:
         bos_token_id=None,
         eos_token_id=EOS,
     )
-    return _seeded(Gemma3ForCausalLM, config, seed)
+    return seeded(Gemma3ForCausalLM, config, seed)
 
 
 def with_windows_in_masks_alone(model: PreTrainedModel) -> PreTrainedModel:
@@ -121,11 +137,12 @@ def with_windows_in_masks_alone(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _seeded(model_class: type[PreTrainedModel], config: object, seed: int) -> PreTrainedModel:
+def seeded(model_class: Any, config: Any, seed: int, spread: float = 0.5) -> Any:
+    """A model whose matrices are drawn with this deviation."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.data.normal_(0.0, 0.5)
+                parameter.data.normal_(0.0, spread)
     return model.eval()

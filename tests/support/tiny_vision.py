@@ -24,6 +24,7 @@ from transformers import (
 
 from pipeline.experience.types import ExperienceVL
 from pipeline.experience.vision_rows import VisionRows
+from tests.support import tiny
 
 SYMBOLS = (
     "<pad>", "<eos>", "<unk>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
@@ -67,7 +68,7 @@ def model(seed: int = 0, patch: int = PATCH) -> Qwen2VLForConditionalGeneration:
         vision_config={**SIGHT, "depth": 1, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "patch_size": patch},
         **TOKENS,
     )
-    return seeded(Qwen2VLForConditionalGeneration, config, seed)
+    return tiny.seeded(Qwen2VLForConditionalGeneration, config, seed, 0.15)
 
 
 def relative(kind: str, seed: int = 0, depth: int = 2) -> PreTrainedModel:
@@ -84,21 +85,11 @@ def relative(kind: str, seed: int = 0, depth: int = 2) -> PreTrainedModel:
         windows = {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
         text = {**TEXT, "rope_parameters": ROTATION}
         config: Any = Qwen2_5_VLConfig(text_config=text, vision_config={**sight, **windows}, **TOKENS)
-        return seeded(Qwen2_5_VLForConditionalGeneration, config, seed)
+        return tiny.seeded(Qwen2_5_VLForConditionalGeneration, config, seed, 0.15)
     deep = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text = {**TEXT, "head_dim": 16, "rope_parameters": {**ROTATION, "mrope_interleaved": True}}
     config = Qwen3VLConfig(text_config=text, vision_config={**sight, **deep}, **TOKENS)
-    return seeded(Qwen3VLForConditionalGeneration, config, seed)
-
-
-def seeded(model_class: Any, config: Any, seed: int) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        made = model_class(config)
-        for parameter in made.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0.0, 0.15)
-    return made.eval()
+    return tiny.seeded(Qwen3VLForConditionalGeneration, config, seed, 0.15)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

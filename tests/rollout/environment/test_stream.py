@@ -20,8 +20,9 @@ from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.runtime.messages import Failed, Faulty, Sealed
 from pipeline.telemetry.reader import MetricsReader
 from tests.rollout.environment.test_turns import InProcess
-from tests.rollout.test_ticket_stream import GROUP, Bench, Letters
+from tests.rollout.test_ticket_stream import GROUP, Bench
 from tests.support.row_stream import RowStream
+from tests.support.tiny import Letters
 
 ENGINES = {
     "blocking": lambda actor: BlockingEngine(TransformersGenerator(actor)),

@@ -35,6 +35,7 @@ from pipeline.telemetry.slab import MetricsSlab
 from tests.rollout.test_worker import Sent
 from tests.support import tiny, whole_rows
 from tests.support.daemon import SMALL, Daemon, telling_reward
+from tests.support.tiny import Letters
 from tests.support.whole_rows import WholeRows
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
@@ -92,13 +93,6 @@ def test_a_factory_gets_the_configuration_only_if_it_names_it(tmp_path, monkeypa
     made = engine_named(f"wrappers_of_engines:{factory}", tiny.llama(), daemon={"name": "of-the-test"})
 
     assert isinstance(made, WholeRows)
-
-
-class Letters:
-    pad_token_id, eos_token_id = tiny.PAD, tiny.EOS
-
-    def __call__(self, text):
-        return {"input_ids": [ord(letter) - 60 for letter in text]}
 
 
 def test_a_worker_pauses_its_engine_hands_it_the_weights_and_rolls_out_with_them(tmp_path):

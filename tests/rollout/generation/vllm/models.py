@@ -22,7 +22,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from tests.support import tiny_vision
+from tests.support import tiny, tiny_vision
 
 VOCABULARY_SIZE, EOS = 48, 1
 
@@ -34,13 +34,7 @@ def small_llama(seed, **changes):
         vocab_size=VOCABULARY_SIZE, max_position_embeddings=512, pad_token_id=0, bos_token_id=None,
         eos_token_id=EOS, tie_word_embeddings=True, **settings,
     )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0.0, 0.15)
-    return model.eval()
+    return tiny.seeded(LlamaForCausalLM, config, seed, 0.15)
 
 
 MIXTURES = {
@@ -64,13 +58,7 @@ def small_mixture(kind, seed):
         num_experts_per_tok=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=None, eos_token_id=EOS,
         tie_word_embeddings=False, **settings,
     )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = model_class(config)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0.0, 0.15)
-    return model.eval()
+    return tiny.seeded(model_class, config, seed, 0.15)
 
 
 def small_vl(kind, seed, patch=tiny_vision.PATCH):
@@ -91,7 +79,7 @@ def small_vl(kind, seed, patch=tiny_vision.PATCH):
         sight |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         configuration, model_class = Qwen3VLConfig, Qwen3VLForConditionalGeneration
     config = configuration(text_config=text, vision_config=sight, **tiny_vision.TOKENS)
-    return tiny_vision.seeded(model_class, config, seed)
+    return tiny.seeded(model_class, config, seed, 0.15)
 
 
 @torch.no_grad()
