@@ -5,7 +5,6 @@ import typing
 
 import pytest
 
-from pipeline.buffer.admission import Limits
 from pipeline.errors import GaveUpError
 from pipeline.runtime.messages import (
     Ack,
@@ -30,6 +29,12 @@ from pipeline.runtime.messages import (
 from pipeline.storage.records import DROP_REASONS, Item
 from pipeline.storage.tables import PromptRange
 from tests.support.protocol import LIMITS, Bench, one_step, seal_of, sealed, trainer, worker
+
+
+def issued(bench, **worker_options):
+    """The first weights are published, and a worker gets its tickets."""
+    bench.say(Published(0, 9, 0), *worker(**worker_options))
+    return bench.heard("worker-0", Ticket)
 
 
 def test_no_ticket_before_weights_and_the_worker_is_told_why():
@@ -76,8 +81,7 @@ def test_two_workers_share_the_tickets():
 
 def test_a_dead_workers_ticket_goes_to_another_with_the_same_prompts():
     bench = Bench()
-    bench.say(Published(0, 9, 0), *worker(0, tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
 
     bench.say(PeerDied("worker-0", working_on=ticket.ticket), *worker(1))
 
@@ -88,8 +92,7 @@ def test_a_dead_workers_ticket_goes_to_another_with_the_same_prompts():
 
 def test_only_the_ticket_that_a_worker_died_of_has_had_its_attempt():
     bench = Bench()
-    bench.say(Published(0, 9, 0), *worker(0, tickets=2))
-    first, second = bench.heard("worker-0", Ticket)
+    first, second = issued(bench, tickets=2)
 
     bench.say(PeerDied("worker-0", working_on=first.ticket), *worker(1, tickets=2))
 
@@ -101,8 +104,7 @@ def test_only_the_ticket_that_a_worker_died_of_has_had_its_attempt():
 
 def test_deaths_of_another_cause_use_up_no_attempt():
     bench = Bench(limits(max_attempts=2))
-    bench.say(Published(0, 9, 0), *worker(0, incarnation=1, tickets=2))
-    first, second = bench.heard("worker-0", Ticket)
+    first, second = issued(bench, incarnation=1, tickets=2)
 
     for incarnation in range(2, 9):
         # Killed from outside, then as a worker whose supervisor was killed: no death is reported.
@@ -139,8 +141,7 @@ def test_a_restarted_worker_does_not_keep_its_predecessors_ticket():
 
 def test_a_seal_from_a_worker_that_lost_its_ticket_changes_nothing():
     bench = Bench()
-    bench.say(Published(0, 9, 0), *worker(0, tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
     bench.say(PeerDied("worker-0"), *worker(1))
 
     bench.say(sealed(ticket, "worker-0"))
@@ -151,8 +152,7 @@ def test_a_seal_from_a_worker_that_lost_its_ticket_changes_nothing():
 
 def test_a_repeated_seal_is_settled_again_and_counted_once():
     bench = Bench()
-    bench.say(Published(0, 9, 0), *worker())
-    ticket, _ = bench.heard("worker-0", Ticket)
+    ticket, _ = issued(bench)
 
     bench.say(sealed(ticket), sealed(ticket))
 
@@ -176,8 +176,7 @@ def test_prompts_that_fail_every_time_are_set_aside():
 
 def test_an_epoch_without_any_experience_ends_the_run_and_says_so():
     bench = Bench(limits(prompts_in_source=4))
-    bench.say(Published(0, 9, 0), *worker(0, tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
     bench.say(Failed("worker-0", ticket.ticket, "too long", retry=False))
     (ticket,) = bench.heard("worker-0", Ticket)
 
@@ -262,7 +261,7 @@ def test_an_acknowledgement_is_counted_once():
 
 
 def test_ranks_take_turns():
-    bench = Bench(Limits(**{**LIMITS.__dict__, "world_size": 2, "rows_per_version": 16, "max_staleness": 1}))
+    bench = Bench(limits(world_size=2, rows_per_version=16, max_staleness=1))
     bench.say(Published(0, 9, 0), *worker(tickets=8), *trainer(rank=0), *trainer(rank=1))
     for ticket in bench.heard("worker-0", Ticket):
         bench.say(sealed(ticket))
@@ -323,7 +322,7 @@ def leased(bench):
 
 
 def limits(**changes):
-    return Limits(**{**LIMITS.__dict__, **changes})
+    return dataclasses.replace(LIMITS, **changes)
 
 
 @pytest.mark.parametrize(
@@ -340,8 +339,7 @@ def limits(**changes):
 )
 def test_a_seal_of_impossible_size_is_refused_and_its_prompts_are_rolled_again(wrong):
     bench = Bench()
-    bench.say(Published(0, 9, 0), *worker(tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
     fields = {"rows": 4, "nbytes": 200, "checksum": 1, "policy_version": 0, "fingerprint": 9, **wrong}
 
     bench.say(Sealed("worker-0", ticket.ticket, **fields))
@@ -356,8 +354,7 @@ def test_a_seal_of_impossible_size_is_refused_and_its_prompts_are_rolled_again(w
 def test_experience_of_weights_that_nobody_published_is_refused():
     kept = []
     bench = Bench(quarantine=lambda chosen, reason, detail: kept.append((*chosen[0], reason, detail)))
-    bench.say(Published(0, 9, 0), *worker(tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
 
     bench.say(Sealed("worker-0", ticket.ticket, 4, 200, 1, 0, 8))
 
@@ -372,8 +369,7 @@ def test_experience_of_weights_that_nobody_published_is_refused():
 def test_what_did_not_pass_the_gate_is_kept_and_counted_by_reason_and_its_prompts_are_rolled_again(reason):
     kept = []
     bench = Bench(quarantine=lambda chosen, reason, detail: kept.append((*chosen[0], reason, detail)))
-    bench.say(Published(0, 9, 0), *worker(tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
     faulty = Faulty("worker-0", ticket.ticket, reason, "row 1: nan", 4, 200, 1, 0, 9)
 
     bench.say(faulty)
@@ -411,8 +407,7 @@ def test_what_did_not_pass_the_gate_is_given_up_after_its_attempts_and_said_agai
 def test_what_came_of_an_earlier_attempt_is_counted_once_though_its_worker_has_the_ticket_again(kind):
     """The buffer dies after it has handed the ticket out again and before anybody heard of it."""
     bench = Bench(limits(max_attempts=9))
-    bench.say(Published(0, 9, 0), *worker(0, tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
     word = {
         "faulty": Faulty("worker-0", ticket.ticket, "not_finite", "", 4, 200, 1, 0, 9, attempt=1),
         "failed": Failed("worker-0", ticket.ticket, "deadline passed", retry=True, attempt=1),
@@ -441,8 +436,7 @@ def test_what_came_of_an_earlier_attempt_is_counted_once_though_its_worker_has_t
 def test_what_could_not_be_written_or_is_of_impossible_size_is_counted_without_a_copy(wrong):
     kept = []
     bench = Bench(quarantine=lambda *case: kept.append(case))
-    bench.say(Published(0, 9, 0), *worker(tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
     fields = {"rows": 4, "nbytes": 200, "checksum": 1, "policy_version": 0, "fingerprint": 9, **wrong}
 
     bench.say(Faulty("worker-0", ticket.ticket, "lengths", "row 1", **fields))
@@ -454,8 +448,7 @@ def test_what_could_not_be_written_or_is_of_impossible_size_is_counted_without_a
 
 def test_a_seal_that_is_here_before_word_of_its_weights_waits_for_it():
     bench = Bench()
-    bench.say(Published(0, 9, 0), *worker(tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
     early = Sealed("worker-0", ticket.ticket, 4, 200, 1, 1, 10)
     bench.say(early)
     assert bench.ledger.totals.sealed == 0
@@ -469,8 +462,7 @@ def test_a_seal_that_is_here_before_word_of_its_weights_waits_for_it():
 
 def test_word_of_the_weights_that_never_comes_is_not_waited_for_beyond_a_minute():
     bench = Bench()
-    bench.say(Published(0, 9, 0), *worker(tickets=1))
-    (ticket,) = bench.heard("worker-0", Ticket)
+    (ticket,) = issued(bench, tickets=1)
     bench.say(Sealed("worker-0", ticket.ticket, 4, 200, 1, 1, 10))
 
     bench.now_s = 61.0
@@ -480,29 +472,19 @@ def test_word_of_the_weights_that_never_comes_is_not_waited_for_beyond_a_minute(
     assert len(bench.heard("worker-0", Ticket)) == 1
 
 
-def test_damage_costs_its_extent_and_nothing_else():
-    bench = Bench()
-    (lease,) = leased(bench)
-
-    bench.say(Damaged("trainer-0", lease.lease, [1], "torn", incarnation=2))
-
-    assert bench.ledger.totals.dropped[DROP_REASONS.index("quarantined")] == 4
-    assert bench.counts.aside == {"checksum": 4}
-    (ticket,) = bench.heard("worker-0", Ticket)
-    bench.say(sealed(ticket))
-    (again,) = bench.heard("trainer-0", Lease)
-    assert (again.lease, again.to, again.for_version) == (lease.lease, 2, 0)
-    assert [part.ticket for part in again.parts] == [0, 2]
-
-
-def test_damage_that_is_told_twice_counts_once():
+def test_damage_costs_its_extent_once_and_nothing_else():
     bench = Bench()
     (lease,) = leased(bench)
 
     bench.say(*[Damaged("trainer-0", lease.lease, [1], "torn", incarnation=2)] * 2)
 
-    assert bench.counts.aside == {"checksum": 4}
-    assert bench.counts.duplicates == 1
+    assert bench.ledger.totals.dropped[DROP_REASONS.index("quarantined")] == 4
+    assert (bench.counts.aside, bench.counts.duplicates) == ({"checksum": 4}, 1)
+    (ticket,) = bench.heard("worker-0", Ticket)
+    bench.say(sealed(ticket))
+    (again,) = bench.heard("trainer-0", Lease)
+    assert (again.lease, again.to, again.for_version) == (lease.lease, 2, 0)
+    assert [part.ticket for part in again.parts] == [0, 2]
 
 
 def test_a_batch_at_which_its_trainer_died_twice_is_quarantined_with_its_reason():
@@ -685,9 +667,8 @@ def test_a_restarted_buffer_does_not_take_a_living_trainer_for_a_new_one():
 
 
 def test_paused_hands_out_no_ticket_and_leases_what_is_there():
-    bench = Bench(dataclasses.replace(LIMITS, max_staleness=4))
-    bench.say(Published(0, 9, 0), *worker(0, tickets=3))
-    first, second, third = bench.heard("worker-0", Ticket)
+    bench = Bench(limits(max_staleness=4))
+    first, second, third = issued(bench, tickets=3)
     bench.buffer.paused = True
 
     # One that comes to nothing is not handed out again, and no new one is for the worker that has none.
@@ -708,8 +689,7 @@ def test_paused_hands_out_no_ticket_and_leases_what_is_there():
 
 def test_other_limits_hold_for_tickets_from_then_on():
     bench = Bench(limits(max_attempts=1, ticket_timeout_s=10.0))
-    bench.say(Published(0, 9, 0), *worker(0, tickets=1))
-    (before,) = bench.heard("worker-0", Ticket)
+    (before,) = issued(bench, tickets=1)
 
     bench.buffer.limit(max_attempts=2, ticket_timeout_s=20.0)
     bench.say(Failed("worker-0", before.ticket, "boom", retry=True))
@@ -751,10 +731,9 @@ def test_each_trainer_is_told_once_that_the_passes_are_over_and_so_is_its_succes
 
 def test_prompts_that_come_again_beyond_the_last_pass_keep_no_batch_waiting():
     """A run that was stopped in its third pass is gone on with under `trainer.max_epochs` = 2, with K = 0."""
-    bench = Bench(dataclasses.replace(LIMITS, rows_per_version=16))
+    bench = Bench(limits(rows_per_version=16))
     bench.ledger.resume(position=10, redo=[], versions=[], spool=0)
-    bench.say(Published(0, 9, 0), *worker(tickets=4))
-    cut, *tickets = bench.heard("worker-0", Ticket)
+    cut, *tickets = issued(bench, tickets=4)
     bench.say(*map(sealed, tickets[:2]))
     bench.ledger.abandon(bench.ledger.extents[cut.ticket], redo=PromptRange(cut.position, cut.prompts))
     bench.ledger.abandon(bench.ledger.extents[tickets[2].ticket])

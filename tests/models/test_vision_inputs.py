@@ -60,18 +60,6 @@ def answered(made: dict[str, Tensor], lengths: list[int], seed: int = 1) -> tupl
     )
 
 
-def test_log_probs_are_those_of_each_row_by_itself() -> None:
-    model, made = tiny_vision.model(), tiny_vision.prompts(*MIXED)
-    vision = tiny_vision.vision_of(made)
-    ids, mask = answered(made, [5, 2, 4, 1])
-
-    found = action_log_probs(model, ids, mask, ACTIONS, vision=vision)
-
-    real = mask[:, -ACTIONS:] != 0
-    expected = reference_log_probs(model, ids, mask, vision)[:, -ACTIONS:]
-    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(("kind", "rows"), [("qwen2_vl", MIXED), ("qwen2_5_vl", MIXED), ("qwen3_vl", MIXED[:3])])
 def test_packed_rows_give_the_numbers_and_gradients_of_padded_ones(kind: str, rows: Any) -> None:
     model = tiny_vision.model() if kind == "qwen2_vl" else tiny_vision.relative(kind)
@@ -121,10 +109,11 @@ def test_packed_rows_do_not_see_the_images_of_others() -> None:
         prepare_shared_prefix([model], torch.device("cpu"), True, key="k")
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("qwen2_5_vl", MIXED), ("qwen3_vl", MIXED[:3])])
-def test_its_relatives_are_sampled_and_read_alike(kind: str, rows: Any) -> None:
+@pytest.mark.parametrize(("kind", "rows"), [("qwen2_vl", MIXED), ("qwen2_5_vl", MIXED), ("qwen3_vl", MIXED[:3])])
+def test_log_probs_are_those_of_each_row_by_itself_of_its_relatives_and_of_sampling_too(kind: str, rows: Any) -> None:
     # Qwen3-VL has its videos in frames with a time before each: another prompt than that of `tiny_vision`.
-    model, made = tiny_vision.relative(kind), tiny_vision.prompts(*rows)
+    model = tiny_vision.model() if kind == "qwen2_vl" else tiny_vision.relative(kind)
+    made = tiny_vision.prompts(*rows)
     vision = tiny_vision.vision_of(made)
     ids, mask = answered(made, [5, 2, 4, 1][: len(rows)])
     sampling = Sampling(made["input_ids"].shape[1] + 12, PAD, ENDING, seed=3)

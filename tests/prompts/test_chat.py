@@ -209,26 +209,21 @@ def test_the_content_of_a_tool_in_either_form_is_its_text(template: str, expecte
     assert f"<|im_start|>tool\n{expected}<|im_end|>" in text_of(messages, tokenizer_of(template))
 
 
-def test_arguments_that_are_no_json_stay() -> None:
-    calls: Any = [{"function": {"name": "f", "arguments": "{broken"}}]
-    messages: list[Message] = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "content": "y"},
-    ]
-
-    assert '<call>f "{broken"</call>' in text_of(messages, tokenizer_of(AS_JSON))
-
-
-def test_a_content_of_null_is_not_printed() -> None:
-    calls: Any = [{"function": {"name": "f", "arguments": {"a": None}}}]
+@pytest.mark.parametrize(
+    ("content", "arguments", "call"),
+    [("", "{broken", '<call>f "{broken"</call>'), (None, {"a": None}, '<call>f {"a": null}</call>')],
+)
+def test_arguments_that_are_no_json_stay_and_a_content_of_null_is_not_printed(
+    content: str | None, arguments: Any, call: str
+) -> None:
+    calls: Any = [{"function": {"name": "f", "arguments": arguments}}]
     messages: list[Message] = [
         {"role": "user", "content": "None"},
-        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "content": content, "tool_calls": calls},
         {"role": "tool", "content": "y"},
     ]
 
-    assert '<|im_start|>assistant\n<call>f {"a": null}</call>' in text_of(messages, tokenizer_of(AS_JSON))
+    assert f"<|im_start|>assistant\n{call}" in text_of(messages, tokenizer_of(AS_JSON))
 
 
 @pytest.mark.parametrize(

@@ -256,27 +256,21 @@ def test_a_score_that_is_no_number_costs_its_row_alone() -> None:
     assert all(isinstance(error, RewardError) for error in found[1:5])
 
 
-def test_an_answer_that_is_nested_without_end_costs_the_rows_of_its_request_alone() -> None:
+@pytest.mark.parametrize(
+    ("answer", "reason"), [(b"[" * (1 << 19), ".*"), (NoGzip(b'{"scores": [1]}'), "DecodingError.*")],
+    ids=["nested without end", "not encoded as it says"],
+)  # fmt: skip
+def test_an_answer_that_cannot_be_read_costs_the_rows_of_its_request_alone(answer: bytes, reason: str) -> None:
     def reply(server: Server, number: int, body: dict[str, Any]) -> Any:
-        return b"[" * (1 << 19) if body["rows"][0]["response"] == "deep" else lengths(server, number, body)
-
-    with served(reply) as server:
-        found = results(settings(server.url, batch_size=1), ["deep", "fine"])
-
-    assert found[1] == 4.0
-    with pytest.raises(RewardError, match=r"^reward:remote: the service answered in another form: .* for row 0$"):
-        raise found[0]
-
-
-def test_an_answer_that_is_not_encoded_as_it_says_costs_the_rows_of_its_request_alone() -> None:
-    def reply(server: Server, number: int, body: dict[str, Any]) -> Any:
-        return NoGzip(b'{"scores": [1]}') if body["rows"][0]["response"] == "bad" else lengths(server, number, body)
+        return answer if body["rows"][0]["response"] == "bad" else lengths(server, number, body)
 
     with served(reply) as server:
         found = results(settings(server.url, batch_size=1), ["bad", "fine"])
 
     assert found[1] == 4.0 and len(server.requests) == 2
-    with pytest.raises(RewardError, match=r"the service answered in another form: DecodingError.* for row 0$"):
+    with pytest.raises(
+        RewardError, match=rf"^reward:remote: the service answered in another form: {reason} for row 0$"
+    ):
         raise found[0]
 
 
