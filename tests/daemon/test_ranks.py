@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.telemetry.slab import MetricsSlab
 from tests.daemon.test_kills import balanced
-from tests.support.daemon import SMALL, Daemon, telling_reward
+from tests.support.daemon import SMALL, Daemon, telling_reward, total
 from tests.support.endings import Ending, endings
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -106,7 +106,10 @@ def test_a_killed_rank_buffer_and_worker_change_no_rows_of_any_rank(tmp_path, ta
         daemon.wait_step(daemon.status()["step"] + 1)
         late = strike(daemon, "rollout-0", "generate", signal.SIGSTOP)
         daemon.wait_until(lambda: rows_here(daemon) >= ROWS_OF_HALF_A_VERSION, "the other worker's rows are there")
-        assert balanced(daemon.metrics())
+        metrics = daemon.metrics()
+        assert balanced(metrics)
+        leased, trained = (total(metrics, "rlhfd_rank_imbalance_ratio", rows=rows) for rows in ("leased", "trained"))
+        assert 0 < trained <= leased
         os.kill(late, signal.SIGKILL)
 
         assert finished(daemon) == undisturbed
