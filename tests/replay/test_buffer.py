@@ -654,29 +654,18 @@ def test_a_batch_in_hand_survives_the_server(crew):
         assert numbers_of(buffer.sample()) == [0, 1]
 
 
-def test_room_of_a_killed_producer_is_given_back(crew):
+def test_room_of_a_killed_producer_is_given_back_and_its_socket_is_gone(crew):
     with buffer_of(1) as buffer:
-        free_bytes = buffer.stats().free_bytes
+        free_bytes, own = buffer.stats().free_bytes, {*buffer.path.glob("client-*.sock")}
         member = crew.start("hang_in_append", path=str(buffer.path), number=5)
         crew.wait(member, "writing")
         assert buffer.stats().free_bytes < free_bytes
+        assert len({*buffer.path.glob("client-*.sock")} - own) == 1
 
         crew.kill(member)
 
         until(lambda: buffer.stats().free_bytes == free_bytes)
         assert buffer.stats().sealed == 0
-
-
-def test_a_killed_client_leaves_no_socket(crew):
-    with buffer_of(1) as buffer:
-        assert buffer.stats().sealed == 0
-        own = {*buffer.path.glob("client-*.sock")}
-        member = crew.start("hang_in_append", path=str(buffer.path), number=5)
-        crew.wait(member, "writing")
-        assert len({*buffer.path.glob("client-*.sock")} - own) == 1
-
-        crew.kill(member)
-
         until(lambda: {*buffer.path.glob("client-*.sock")} == own)
 
 
@@ -733,7 +722,7 @@ def test_a_killed_owner_takes_server_and_folder_along(crew):
 
 
 def test_an_owner_that_ends_without_closing_leaves_nothing(crew):
-    owner = crew.start("own_and_end", sample_batch_size=2)
+    owner = crew.start("own", sample_batch_size=2, ends=True)
     ((path, server),) = crew.wait(owner, "made")
     crew.wait(owner, "done")
 

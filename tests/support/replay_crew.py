@@ -176,25 +176,15 @@ def wait_for(path, call):
         say("error", [type(error).__name__, str(error)])
 
 
-def own(sample_batch_size):
-    """Make a buffer and hold it until killed."""
-    from pipeline.replay.buffer import DetachedReplayBuffer
-
-    buffer = DetachedReplayBuffer(sample_batch_size, arena_bytes=1 << 20)
-    buffer.append(numbered([7]))
-    say("made", [str(buffer.path), buffer._server.pid])
-    signal.pause()
-
-
-def own_and_end(sample_batch_size):
-    """Make a buffer and end without closing it."""
+def own(sample_batch_size, ends=False):
+    """Make a buffer, and hold it until killed or end without closing it."""
     from pipeline.replay.buffer import DetachedReplayBuffer
 
     buffer = DetachedReplayBuffer(sample_batch_size, arena_bytes=1 << 20)
     buffer.append(numbered([7]))
     say("made", [str(buffer.path), buffer._server.pid])
     # As at the end of the interpreter.
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs() if ends else signal.pause()
 
 
 def fork_and_append(path, first):
