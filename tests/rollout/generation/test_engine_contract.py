@@ -28,6 +28,7 @@ from tests.support.vllm_engines import forked_engine
 from tests.support.whole_rows import WholeRows
 
 NewEngine = Callable[[Any], Engine]
+Ended = dict[int, tuple[Response, ...]]
 
 
 ENGINES: dict[str, NewEngine] = {
@@ -127,10 +128,10 @@ def submit(engine: Engine, requests: Sequence[Request]) -> None:
         engine.submit(request)
 
 
-def to_the_end(engine: Engine, requests: Sequence[Request] = ()) -> dict[int, tuple[Response, ...]]:
+def to_the_end(engine: Engine, requests: Sequence[Request] = ()) -> Ended:
     """Submit requests, and step until the engine has none; return the responses by key."""
     submit(engine, requests)
-    ended: dict[int, tuple[Response, ...]] = {}
+    ended: Ended = {}
     for _ in range(1000):
         if not in_hand(engine):
             return ended
@@ -140,7 +141,7 @@ def to_the_end(engine: Engine, requests: Sequence[Request] = ()) -> dict[int, tu
     raise AssertionError(f"requests without an end: {engine.load}")
 
 
-def tokens(ended: dict[int, tuple[Response, ...]]) -> dict[int, list[list[int]]]:
+def tokens(ended: Ended) -> dict[int, list[list[int]]]:
     return {key: [response.token_ids.tolist() for response in responses] for key, responses in ended.items()}
 
 
@@ -218,36 +219,45 @@ def test_a_finish_reason_tells_a_stop_from_used_up_room(engine: Engine, ends: tu
     assert found - {*ends[1:]} == {tiny.EOS, "length"} and (len(found) > 2) is (len(ends) > 1)
 
 
+def assert_stopped(ended: Ended, plain: Ended, is_end: Callable[[list[int]], bool]) -> None:
+    """Each response is the plain one up to the first token with which it ends, and one of the middle prompt ends so."""
+    for key, responses in ended.items():
+        for response, whole in zip(responses, plain[key], strict=True):
+            ids = whole.token_ids.tolist()
+            end = next((number for number in range(1, len(ids) + 1) if is_end(ids[:number])), None)
+            assert response.token_ids.tolist() == ids[:end]
+            assert response.finish_reason == ("length" if end is None else "stop")
+            assert response.spans == (Span(-1, 0, len(response.token_ids)),)
+            if whole.log_probs is not None:
+                torch.testing.assert_close(response.log_probs, whole.log_probs[:end], rtol=0, atol=1e-4)
+    assert ended[1][0].finish_reason == "stop"
+
+
 @pytest.mark.parametrize("room", [4, ROOM])
 def test_a_stop_sequence_ends_a_response_and_belongs_to_it(engine: Engine, room: int) -> None:
-    """Also one that ends with the last token that there is room for."""
-    plain = tokens(to_the_end(engine, ticket(4, 0, eos_token_ids=(), room=room)))
-    stop = tuple(plain[1][0][2:4])
+    """Also one that ends with the last token that there is room for; the first of several counts."""
+    plain = to_the_end(engine, ticket(5, 0, eos_token_ids=(), room=room))
+    first, other = plain[1][0].token_ids.tolist(), plain[2][1].token_ids.tolist()
+    # One of several tokens ends the first response of the middle prompt, one of a single token another response.
+    stops = tuple(first[2:4]), (next(token for token in other if token not in first),)
 
-    ended = to_the_end(engine, ticket(4, 0, eos_token_ids=(), room=room, stop_sequences=(stop,)))
+    ended = to_the_end(engine, ticket(5, 0, eos_token_ids=(), room=room, stop_sequences=stops))
 
-    response = ended[1][0]
-    assert (response.token_ids.tolist(), response.finish_reason) == (plain[1][0][:4], "stop")
+    assert_stopped(ended, plain, lambda ids: any(tuple(ids[-len(stop) :]) == stop for stop in stops))
 
 
 @pytest.mark.parametrize("room", [4, ROOM])
 def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine: Engine, room: int) -> None:
     """Also one that ends with the last token that there is room for, and one that begins inside of a token."""
-    plain = tokens(to_the_end(engine, ticket(5, 0, eos_token_ids=(), room=room)))
+    plain = to_the_end(engine, ticket(5, 0, eos_token_ids=(), room=room))
     # The first response of the middle prompt completes it with its fourth token, or before; none ends in padding.
-    string = "".join(SYMBOLS[token] for token in plain[1][0][2:4])[1:]
+    string = "".join(SYMBOLS[token] for token in plain[1][0].token_ids.tolist()[2:4])[1:]
 
     ended = to_the_end(
         engine, ticket(5, 0, eos_token_ids=(), room=room, stop_strings=StopStrings([string], tokenizer()))
     )
 
-    for key, responses in ended.items():
-        for response, whole in zip(responses, plain[key], strict=True):
-            texts = ["".join(SYMBOLS[token] for token in whole[:end]) for end in range(1, len(whole) + 1)]
-            end = next((number for number, text in enumerate(texts, start=1) if string in text), None)
-            assert response.token_ids.tolist() == whole[:end]
-            assert response.finish_reason == ("length" if end is None else "stop")
-    assert ended[1][0].finish_reason == "stop"
+    assert_stopped(ended, plain, lambda ids: string in "".join(SYMBOLS[token] for token in ids))
 
 
 def test_a_request_has_its_own_room(engine: Engine) -> None:
@@ -286,7 +296,7 @@ def test_a_cancelled_ticket_never_ends_and_changes_no_other_one(engine: Engine) 
 
     assert {key: value for key, value in ended.items() if key < 20} == alone
     assert not ended.keys() & {40, 41, 42}
-    assert in_hand(engine) == 0
+    assert in_hand(engine) == 0 and engine.load.free_cache == 1.0
     assert tokens(to_the_end(engine, ticket(4, 40))) == {key + 40: value for key, value in alone.items()}, "free again"
 
 

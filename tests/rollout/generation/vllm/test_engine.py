@@ -125,44 +125,11 @@ def test_filters_bound_the_tokens_and_there_are_no_log_probs_of_before_them(engi
             assert float(before.max()) < 0.4
 
 
-def test_a_stop_sequence_of_several_tokens_ends_a_response_and_belongs_to_it(engine, models):
-    plain = run(engine, request(room=30, eos_token_ids=()))[0]
-    stops = tuple(tuple(response.token_ids[10:12].tolist()) for response in plain[:2])
-    stops += ((int(plain[2].token_ids[7]),),)
-
-    stopped = run(engine, request(room=30, eos_token_ids=(), stop_sequences=stops))[0]
-
-    for before, after in zip(plain, stopped, strict=True):
-        whole = before.token_ids.tolist()
-        ends = [
-            end for stop in stops for end in range(len(stop), 31) if tuple(whole[end - len(stop) : end]) == stop
-        ]  # fmt: skip
-        length = min(ends, default=30)
-        assert after.token_ids.tolist() == whole[:length]
-        assert after.finish_reason == ("stop" if ends else "length")
-        torch.testing.assert_close(after.log_probs, before.log_probs[:length], rtol=0, atol=1e-4)
-        assert after.spans == (Span(0, 0, length),)
-    assert {response.finish_reason for response in stopped[:3]} == {"stop"}
-
-
 def test_without_requests_a_step_returns_at_once(engine):
     started_s = time.monotonic()
 
     assert [engine.step() for _ in range(400)] == [[]] * 400
     assert time.monotonic() - started_s < 10, "a step with requests waits for .05 s, which would be 20 s"
-
-
-def test_a_cancelled_request_never_comes_out_and_its_key_is_free_again(engine):
-    engine.submit(request(0, room=380, eos_token_ids=()))
-    engine.submit(request(1, room=8))
-    engine.cancel([0, 17])
-    engine.submit(request(0, room=4, eos_token_ids=()))
-
-    ended = finish(engine, 2)
-
-    assert [len(response.token_ids) for response in ended[0]] == [4, 4, 4, 4]
-    wait_until(lambda: (engine.step(), engine.load.running == 0)[1], 30, "nothing runs")
-    assert engine.load.free_cache == 1.0
 
 
 def test_the_load_counts_what_runs_what_waits_and_the_free_cache(engine):
