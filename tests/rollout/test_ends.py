@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,7 @@ EOS, FOUR = 1, 7
 @pytest.fixture
 def folder(task: Path, tmp_path: Path) -> Path:
     """A copy of the embedded task's model."""
-    made = tmp_path / "model"
-    made.mkdir()
-    for file in (task / "model").iterdir():
-        (made / file.name).write_bytes(file.read_bytes())
-    return made
+    return Path(shutil.copytree(task / "model", tmp_path / "model"))
 
 
 def config_of(folder: Path, task: Path, **sections: dict[str, Any]) -> Config:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from pipeline.runtime.messages import Faulty, Sealed
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.telemetry.reader import HistogramReading, MetricsReader
 from tests.rollout.test_ticket_stream import Bench
+from tests.rollout.test_ticket_stream import new_bench as new_stream  # noqa: F401 - a fixture
 from tests.support import tiny, tiny_vision
 from tests.support.proving import prove
 from tests.support.row_stream import RowStream
@@ -94,25 +95,23 @@ HONEST: dict[str, Callable[[Any], Engine]] = {
 
 
 @pytest.fixture
-def new_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
+def new_bench(
+    new_stream: Callable[..., Bench],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Bench]:
     monkeypatch.chdir(tmp_path)
 
     def make(
         new_engine: Callable[[Any], Engine], action: Any = "resync", limit: float = LIMIT, **options: Any
     ) -> Bench:
-        folder = tmp_path / str(len(benches))
-        folder.mkdir()
-        bench = Bench(folder, new_engine, **options)
+        bench = new_stream(new_engine, **options)
         judging = Judging(limit, action, bench.metrics)
         probe = ModelProbe(bench.actor, TOKENS, CPU, row_tokens=14, judging=judging)
         bench.roller.weights = dataclasses.replace(bench.roller.weights, probe=probe)
-        benches.append(bench)
         return bench
 
-    yield make
-    for bench in benches:
-        bench.close()
+    return make
 
 
 def verdicts(bench: Bench) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,7 @@ from pipeline.rollout.start_check import findings
 @pytest.fixture
 def folder(task: Path, tmp_path: Path) -> Path:
     """A copy of the embedded task's model, under a name of the user's."""
-    made = tmp_path / "model"
-    made.mkdir()
-    for file in (task / "model").iterdir():
-        (made / file.name).write_bytes(file.read_bytes())
+    made = Path(shutil.copytree(task / "model", tmp_path / "model"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "73>", "answer": "37"}\n')
     return made
 

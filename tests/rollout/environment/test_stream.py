@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from pipeline.runtime.messages import Failed, Faulty, Sealed
 from pipeline.telemetry.reader import MetricsReader
 from tests.rollout.environment.test_turns import InProcess
 from tests.rollout.test_ticket_stream import GROUP, Bench
+from tests.rollout.test_ticket_stream import new_bench as new_stream  # noqa: F401 - a fixture
 from tests.support.row_stream import RowStream
 from tests.support.tiny import Letters
 
@@ -54,21 +54,14 @@ def answering(row: int, turn: int, response: str) -> Answer:
 
 
 @pytest.fixture
-def new_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
-
+def new_bench(new_stream: Callable[..., Bench]) -> Callable[..., Bench]:  # noqa: F811
     def make(new_engine: Callable[[Any], Engine], pool: Any) -> Bench:
-        folder = tmp_path / str(len(benches))
-        folder.mkdir()
-        bench = Bench(folder, new_engine)
-        benches.append(bench)
+        bench = new_stream(new_engine)
         bench.roller.turns = TurnSettings(pool, 3, 3)
         bench.roller.tokenizer = bench.roller.maker.tokenizer = Speaking()
         return bench
 
-    yield make
-    for bench in benches:
-        bench.close()
+    return make
 
 
 def texts(experience: Experience) -> list[list[int]]:
