@@ -429,7 +429,8 @@ def test_a_step_with_nan_changes_nothing_but_the_count(algorithm: Algorithm) -> 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_weights_and_state_change_only_once_they_may(algorithm: Algorithm) -> None:
     """Another thread may copy them until then."""
-    learner = new_learner(algorithm, TRAINER.model_copy(update={"kl_coef_target": 1e-9}), kl_coef=0.1)
+    more = {"kl_coef_target": 1e-9, "normalize_values": algorithm == "ppo"}
+    learner = new_learner(algorithm, TRAINER.model_copy(update=more), kl_coef=0.1)
     live = [*weights(learner), *learner.tensors().values()]
     before, seen = [tensor.clone() for tensor in live], []
 
@@ -440,13 +441,16 @@ def test_weights_and_state_change_only_once_they_may(algorithm: Algorithm) -> No
     assert all(torch.equal(then, now) for then, now in zip(before, seen[0], strict=True))
     assert not all(torch.equal(then, now) for then, now in zip(before, live, strict=True))
     assert "kl_coef" in learner.tensors()
+    assert algorithm == "grpo" or learner.tensors()["return_moments"].all()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_learner_goes_on_bit_for_bit_where_another_left_off(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [*({"optimizer": name} for name in OPTIMIZERS), {"normalize_values": True}], ids=str)
+def test_a_learner_goes_on_bit_for_bit_where_another_left_off(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Else the matrices of the tiny model are too small for moments of 8 bits.
     monkeypatch.setattr(update_rules, "_LEAST", 64)
-    settings = TRAINER.model_copy(update={"optimizer": optimizer})
+    settings = TRAINER.model_copy(update=more)
     first, second = new_learner("ppo", settings), new_learner("ppo", settings, seed=5)
     batches = [experience_for(first, "ppo", seed) for seed in range(3)]
     for batch in batches[:2]:

@@ -165,28 +165,6 @@ def test_returns_of_scale_1_train_as_without_normalization_but_for_their_deviati
         torch.testing.assert_close(mine, others / stats.return_stddev**power, rtol=1e-4, atol=1e-6)
 
 
-def test_a_learner_goes_on_bit_for_bit_where_another_left_off() -> None:
-    first, second = plain.new_learner("ppo", NORMALIZED), plain.new_learner("ppo", NORMALIZED, seed=5)
-    batches = [experience_of(first, step) for step in range(3)]
-    for batch in batches[:2]:
-        first.update([batch])
-    plain.go_on_from(second, first)
-
-    expected, stats = first.update([batches[2]]), second.update([batches[2]])
-
-    assert (stats.return_mean, stats.return_stddev) == (expected.return_mean, expected.return_stddev)
-    assert all(torch.equal(a, b) for a, b in zip(plain.weights(second), plain.weights(first), strict=True))
-
-
-def test_moments_change_only_once_they_may() -> None:
-    learner, seen = plain.new_learner("ppo", NORMALIZED), []
-    live = learner.tensors()["return_moments"]
-
-    learner.update([experience_of(learner, 0)], before_change=lambda: seen.append(live.clone()))
-
-    assert not seen[0].any() and live.all()
-
-
 def test_a_learner_without_normalization_has_no_moments() -> None:
     assert "return_moments" not in plain.new_learner("ppo").tensors()
     assert "return_moments" not in Learner(NORMALIZED, "grpo", tiny.llama(), kl_coef=0.0).tensors()

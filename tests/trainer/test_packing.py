@@ -1,9 +1,8 @@
-"""A step on packed rows is the step on padded ones, for any budget, with and without checkpointed activations."""
+"""Which models and rows are packed, and steps on rows with images; test_shared_prefix.py has those on rows of text."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import ConfigError, FieldError
-from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.experience.types import ExperienceVL
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.packing import prepare_packing
@@ -24,40 +23,11 @@ from tests.trainer.test_learner import (
     applied_gradients,
     assert_same,
     assert_same_stats,
-    disturbed,
-    experience_of,
+    experience_for,
 )
-from tests.trainer.test_out_of_memory import Device
 from tests.trainer.test_shared_prefix import learner_of
 
 PACKING: dict[str, Any] = {"packing": True}
-
-
-def rows_for(learner: Learner, algorithm: Algorithm, *, holes: bool = True) -> Experience:
-    made = disturbed(experience_of(learner._actor, algorithm, critic=learner._critic, temperature=0.9))
-    if holes:
-        assert made.action_mask is not None
-        kept = torch.rand(made.action_mask.shape, generator=torch.Generator().manual_seed(2)) < 0.8
-        made = replace(made, action_mask=made.action_mask & kept)
-    return made
-
-
-@pytest.mark.parametrize("build", [tiny.llama, tiny.qwen2, tiny.gpt2])
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-@pytest.mark.parametrize("more", [{}, {"micro_batch_tokens": 30}, {"activation_checkpointing": True}], ids=str)
-def test_a_step_on_packed_rows_is_the_step_on_padded_ones(build: Any, algorithm: Algorithm, more: Any) -> None:
-    padded, packed = learner_of(build, algorithm), learner_of(build, algorithm, packing=True, **more)
-    experience = rows_for(padded, algorithm)
-    passes = Device(packed._actor).passes
-
-    expected, stats = padded.update([experience]), packed.update([experience])
-
-    assert_same(applied_gradients(packed), applied_gradients(padded), 1e-5)
-    assert_same_stats(stats, expected)
-    assert stats.clipped_ratio == expected.clipped_ratio > 0
-    assert stats.padding_ratio == 0 < expected.padding_ratio
-    assert max(passes) <= more.get("micro_batch_tokens", 2048)
-    assert (len(passes) > 2) == ("micro_batch_tokens" in more)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -126,7 +96,7 @@ def test_models_of_which_one_cannot_be_packed_are_padded_as_before() -> None:
 
     assert not prepare_packing([actor, critic], torch.device("cpu"), None)
     learner = Learner(TRAINER.model_copy(update={"packing": None}), "ppo", actor, critic)
-    stats = learner.update([rows_for(learner, "ppo")])
+    stats = learner.update([experience_for(learner, "ppo")])
 
     assert stats.padding_ratio > 0
 
@@ -137,4 +107,4 @@ def test_models_and_rows_that_cannot_be_packed_are_refused() -> None:
     learner = learner_of(tiny.llama, "grpo", packing=True)
     pixels: Any = {"pixel_values": torch.ones(32, 2), "image_grid_thws": torch.tensor([[1, 2, 2]] * 8)}
     with pytest.raises(FieldError, match="images for a LlamaForCausalLM: not a vision-language model"):
-        learner.update([ExperienceVL(**vars(rows_for(learner, "grpo")), **pixels)])
+        learner.update([ExperienceVL(**vars(experience_for(learner, "grpo")), **pixels)])

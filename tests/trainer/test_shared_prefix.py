@@ -1,4 +1,4 @@
-"""A step whose passes compute each prompt once is the step on padded rows, for any cut of rows and groups."""
+"""A step of flat passes, packed or with each prompt computed once, is the step on padded rows, for any cut of them."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def grouped(learner: Learner, algorithm: Algorithm, *, holes: bool = False) -> E
     )  # fmt: skip
 
 
-def actor_passes(learner: Learner) -> list[int]:
+def actor_passes(learner: Learner, *, shared: bool = True) -> list[int]:
     """The tokens of each pass of the actor from now on, but for those that look at the model."""
-    log_probs_by_packing(learner._actor, *rows_of([2]), shared=True)
+    log_probs_by_packing(learner._actor, *rows_of([2]), shared=shared)
     passes: list[int] = []
     learner._actor.base_model.register_forward_pre_hook(
         lambda module, words, keywords: passes.append(keywords["input_ids"].numel()), with_kwargs=True
@@ -84,15 +84,17 @@ def actor_passes(learner: Learner) -> list[int]:
 
 @pytest.mark.parametrize("build", [tiny.llama, tiny.qwen2, tiny.gpt2])
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("flat", [*FLAT, {"packing": True, "shared_prefix": True}], ids=str)
 @pytest.mark.parametrize(
-    "more", [{}, {"packing": True}, {"micro_batch_tokens": 30}, {"micro_batch_size": 3},
-             {"activation_checkpointing": True}], ids=str
-)  # fmt: skip
-def test_a_step_with_shared_prompts_is_the_step_on_padded_rows(build: Any, algorithm: Algorithm, more: Any) -> None:
+    "more", [{}, {"micro_batch_tokens": 30}, {"micro_batch_size": 3}, {"activation_checkpointing": True}], ids=str
+)
+def test_a_step_of_flat_passes_is_the_step_on_padded_rows(
+    build: Any, algorithm: Algorithm, flat: Any, more: Any
+) -> None:
     padded = learner_of(build, algorithm, shared_prefix=False)
-    shared = learner_of(build, algorithm, shared_prefix=True, **more)
+    shared = learner_of(build, algorithm, **flat, **more)
     experience = disturbed(grouped(padded, algorithm, holes=True))
-    passes = actor_passes(shared)
+    passes = actor_passes(shared, shared=flat["shared_prefix"])
 
     expected, stats = padded.update([experience]), shared.update([experience])
 
