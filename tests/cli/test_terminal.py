@@ -246,7 +246,7 @@ class TestLastErrors:
         its = Config.model_validate({"daemon": {"state_dir": tmp_path / "its", "log_texts": True}})
         run.mkdir()
         with process(run, SERVE):
-            (run / "config.json").write_text(its.model_dump_json())
+            (run / "shm" / "config.json").write_text(its.model_dump_json())
             told = collect(path, (), {}, run)
 
         (left_out,) = told["last warnings and errors"]
