@@ -59,14 +59,18 @@ def use_varlen_attention(model: Any) -> bool:
 
 def uses_varlen_attention(model: Any) -> bool:
     """Return whether a model's packed rows go through a kernel of this module."""
+    return getattr(_text_config_of(model), "_attn_implementation", None) == NAME
+
+
+def _text_config_of(model: Any) -> Any:
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    return getattr(text, "_attn_implementation", None) == NAME
+    return config.get_text_config() if hasattr(config, "get_text_config") else None
 
 
 def windows_of(model: Any) -> list[int | None]:
-    """Return the tokens of the sliding window of each layer of a model of transformers, None for whole rows."""
-    text = model.config.get_text_config()
+    """Return the tokens of the sliding window of each layer, None for whole rows; of transformers' models alone."""
+    if (text := _text_config_of(model)) is None:
+        return []
     # 0 for none, too.
     window = getattr(text, "sliding_window", None) or None
     kinds = getattr(text, "layer_types", None) or [_SLIDING] * text.num_hidden_layers
@@ -96,14 +100,14 @@ def problem_of_attention(
         # Rows below a chunk would pass the check.
         return "its attention counts tokens from the start of a pass"
     was_chosen = uses_varlen_attention(owner)
-    if was_chosen:
-        return _problem_inside(model, lambda: check(backbone), inside)
     problem: str | None = "its attention is not sdpa over whole rows or sliding windows"
-    if use_varlen_attention(owner):
-        problem = _problem_inside(model, lambda: _check_windows(owner, lambda: check(backbone)), inside)
-        if problem is not None:
+    if was_chosen or use_varlen_attention(owner):
+        problem = _problem_inside(
+            model, lambda: _check_kernel(owner, lambda: check(backbone), is_new=not was_chosen), inside
+        )
+        if problem is not None and not was_chosen:
             owner.set_attn_implementation("sdpa")
-    if problem is None or needs_kernel:
+    if problem is None or needs_kernel or was_chosen:
         return problem
     return _problem_inside(model, lambda: check(backbone), inside)
 
@@ -120,30 +124,47 @@ def _problem_inside(
     return None
 
 
-def _check_windows(model: Any, check: Callable[[], None]) -> None:
-    """Call a check, and compare the windows that layers give to the attention with those of the configuration.
+def _check_kernel(model: Any, check: Callable[[], None], *, is_new: bool) -> None:
+    """Call a check of passes by `varlen_attention`.
 
-    A layer of some models has its window in its mask alone, which a packed pass does not make.
+    The windows that layers give to it are compared with those of the configuration: a layer of some models has its
+    window in its mask alone, which a packed pass does not make.
+
+    Args:
+        model: The model.
+        check: The check; of a model that it knows already it makes no pass.
+        is_new: Whether the model has had no such passes yet.
 
     Raises:
-        FieldError: If they differ; and what the check raises.
+        FieldError: If windows differ, the attention refuses a layer, or the check raises it.
     """
     from transformers import AttentionInterface
 
     given: list[int | None] = []
+    refused: list[FieldError] = []
 
-    def attention(*arguments: Any, **keywords: Any) -> Any:
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **keywords: Any) -> Any:
         given.append(keywords.get("sliding_window") or None)
-        return varlen_attention(*arguments, **keywords)
+        try:
+            return varlen_attention(module, query, key, value, *others, **keywords)
+        except FieldError as error:
+            # An error that leaves a layer would leave its shards whole.
+            refused.append(error)
+            return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(NAME, attention)
     try:
         check()
+    except FieldError as error:
+        # The numbers of a refused layer are none.
+        raise refused[0] if refused else error from None
     finally:
         AttentionInterface.register(NAME, varlen_attention)
+    if refused:
+        raise refused[0]
     windows = windows_of(model)
     slides = any(windows) or any(given)
-    if slides and (not given or given != windows * (len(given) // len(windows))):
+    if slides and ((is_new and not given) or given != windows * (len(given) // len(windows))):
         raise FieldError(f"{type(model).__name__} does not give the windows of its layers to the attention")
 
 

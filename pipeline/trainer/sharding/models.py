@@ -80,14 +80,20 @@ def inside(model: nn.Module, call: Callable[[], _Result]) -> _Result:
 
 
 def call_inside(model: nn.Module, call: Callable[[], None]) -> None:
-    """Call a function as `inside` does, without gradients."""
+    """Call a function as `inside` does, without gradients; its error comes out once the model is in shards again."""
+    failed: list[Exception] = []
 
     def called() -> Tensor:
-        call()
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed.append(error)
         return torch.empty(0)
 
     with torch.no_grad():
         inside(model, called)
+    if failed:
+        raise failed[0]
 
 
 def _reshard(model: Any) -> None:

@@ -87,9 +87,12 @@ VARIANTS = ("tokens", "packed", "lora-bfloat16")
 
 
 def write_model(folder: Path, name: str) -> None:
-    """Write the model of a case: with tied embeddings, and of odd sizes, in two of them."""
+    """Write the model of a case: with tied embeddings, and of odd sizes, in two of them.
+
+    That of packed rows slides a window: its passes with shared prompts are refused in a layer, which has shards.
+    """
     changes = {"tie_word_embeddings": True, "intermediate_size": 23} if name in ("grpo", "lora-head") else {}
-    model = tiny.llama(1, **changes)
+    model = tiny.mistral(1) if "packed" in name else tiny.llama(1, **changes)
     if "bfloat16" in name:
         # Small weights: rounding is then not amplified, and gradients of rows in other micro-batches agree.
         for parameter in model.parameters():

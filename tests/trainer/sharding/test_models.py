@@ -131,7 +131,7 @@ def test_a_checkpoint_of_shards_is_one_of_a_whole_trainer(
     actor = load_actor(path, dtype=settings.dtype, device=crew.CPU)
 
     assert Progress(*state["progress"].tolist()) == Progress(crew.STEPS, 7, 11)
-    assert actor.config.architectures == ["LlamaForCausalLM"]
+    assert actor.config.architectures == [type(whole["actor"]).__name__]
     if settings.lora_rank:
         adapter = load_adapter(path)
         assert adapter.keys() == adapter_of(whole["actor"]).keys()
