@@ -193,7 +193,11 @@ def packs_scored_rows(model: object) -> bool:
 
 def _kernel_for(owner: Any, device: torch.device) -> str:
     text = owner.config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size, heads = getattr(text, "head_dim", None), getattr(text, "num_attention_heads", None)
+    if not size and not heads:
+        # Layers without attention.
+        return BY_ROWS
+    size = size or text.hidden_size // heads
     # The dtype of passes, which the shards of a model do not have.
     dtype = getattr(owner.config, "dtype", None) or next(owner.parameters()).dtype
     return kernel_of(device, dtype, size, any(windows_of(owner)))

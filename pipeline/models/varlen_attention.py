@@ -73,7 +73,7 @@ def windows_of(model: Any) -> list[int | None]:
         return []
     # 0 for none, too.
     window = getattr(text, "sliding_window", None) or None
-    kinds = getattr(text, "layer_types", None) or [_SLIDING] * text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or [_SLIDING] * getattr(text, "num_hidden_layers", 1)
     return [window if kind == _SLIDING else None for kind in kinds]
 
 
@@ -148,15 +148,14 @@ def _check_kernel(model: Any, check: Callable[[], None], *, is_new: bool) -> Non
         try:
             return varlen_attention(module, query, key, value, *others, **keywords)
         except FieldError as error:
-            # An error that leaves a layer would leave its shards whole.
+            # An error that leaves a layer would leave its shards whole. No check takes NaN for a number.
             refused.append(error)
-            return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
+            return value.new_full((len(query), query.shape[2], query.shape[1], value.shape[3]), torch.nan), None
 
     AttentionInterface.register(NAME, attention)
     try:
         check()
     except FieldError as error:
-        # The numbers of a refused layer are none.
         raise refused[0] if refused else error from None
     finally:
         AttentionInterface.register(NAME, varlen_attention)

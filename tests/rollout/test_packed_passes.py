@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import MambaConfig, MambaForCausalLM
 
 from pipeline.models import packing
 from pipeline.models.critic import Critic
@@ -113,6 +114,9 @@ def test_without_a_kernel_and_for_a_model_that_cannot_passes_stay_padded(monkeyp
     pack_scored_rows([other], CPU)
 
     assert not packs_scored_rows(other) and other.config._attn_implementation == "sdpa"
+    without_attention = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4))
+    pack_scored_rows([without_attention], CPU)
+    assert not packs_scored_rows(without_attention)
 
 
 @pytest.mark.usefixtures("kernel")
