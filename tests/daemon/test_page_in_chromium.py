@@ -83,7 +83,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Seen]
     with Browser() as browser:
         with Daemon(folder, *settings) as daemon:
             daemon.wait_step(3)
-            daemon.wait_until(lambda: live(daemon)["history"], "a point of history is whole")
+            # Two points of each start: a line has the width of a point then, however fast the start was.
+            daemon.wait_until(lambda: len(live(daemon)["history"]) >= 2, "two points of history are whole")
             first = live(daemon)
             daemon.signal(signal.SIGTERM)
             assert daemon.wait() == 0
@@ -94,6 +95,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory, task: Path) -> Iterator[Seen]
             daemon.wait_ready()
             daemon.wait_step(daemon.status()["step"] + 2)
             daemon.wait_until(lambda: {"21>", "7302>"} <= sampled(daemon), "both prompts are among the rollouts kept")
+            points = len(first["history"]) + 2
+            daemon.wait_until(lambda: len(live(daemon)["history"]) >= points, "two points of this start are whole")
             # From here on no value changes, and the page can be compared with the metrics.
             for name in ("rollout-0", "trainer-0"):
                 daemon.signal(signal.SIGSTOP, name)
