@@ -235,7 +235,7 @@ class TrainerConfig(LossSection):
     packing: bool | None = None
     """Whether training passes hold rows of text end to end, without padding, each row attending to itself alone; losses
     and gradients are the same except for rounding; left out: where the models can; unless it is false so do the
-    workers' passes for log-probs and values on a GPU in 16 bits."""
+    workers' passes for log-probs, values and scores on a GPU in 16 bits."""
     shared_prefix: bool | None = None
     """Whether training passes, and the workers' log-prob passes of the policy and of the reference, compute a prompt
     once for all its responses in a pass; losses and gradients are the same except for rounding; left out: on a CPU,

@@ -26,7 +26,7 @@ from pipeline.models.attention_kernels import chooses_kernels, without_cudnn_att
 from pipeline.models.card_attention import BY_ROWS, kernel_of
 from pipeline.models.chunked_log_probs import head_log_probs, logits_log_probs, plain_head
 from pipeline.models.critic import Critic
-from pipeline.models.flat_rows import FlatRows, on_device, ranges
+from pipeline.models.flat_rows import FlatRows, Index, on_device, ranges
 from pipeline.models.inputs import accepted_keywords, backbone_of
 from pipeline.models.position_limits import check_rows
 from pipeline.models.shared_prefix import SharedRows
@@ -292,6 +292,22 @@ def values_of_rows(critic: Critic, rows: FlatRows, *, shared: bool = False, visi
     packed = SharedRows.of_flat(rows) if shared else PackedRows.of_model(critic, rows, vision)
     values: Tensor = critic.value_head(packed_states(critic.backbone, packed).float()).squeeze(-1)
     return values
+
+
+def last_states(model: nn.Module, tokens: Tensor, lengths: Index) -> Tensor:
+    """Return the hidden states of a model's backbone at the last token of each row, ``(B, H)``; see `packed_states`.
+
+    Args:
+        model: A model of transformers with a backbone.
+        tokens: ``(T,)`` int64, the tokens of the rows.
+        lengths: ``(B,)`` int64, tokens of each row, at least 1.
+    """
+    # A pass leaves out the last token of a row, the action: one more stands for it.
+    ends = np.cumsum(lengths)
+    with_one = on_device(np.insert(np.arange(int(ends[-1])), ends, ends - 1), tokens.device)
+    longer = lengths + 1
+    rows = FlatRows.of(tokens[with_one], longer, np.cumsum(longer) - 1, np.arange(len(lengths)))
+    return packed_states(backbone_of(model), PackedRows.of_flat(rows))
 
 
 @chooses_kernels

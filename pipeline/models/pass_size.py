@@ -131,7 +131,7 @@ class PassSize:
             own.
         most_padding: Largest share of padding in a pass; None for no bound.
         packed: Whether rows are packed: a pass then has the tokens of its rows, and no padding.
-        telemetry: Counts each time that the bound is halved.
+        telemetry: Told of each part of `run`; counts each time that the bound is halved.
 
     Attributes:
         most_rows: As above, now.
@@ -186,7 +186,7 @@ class PassSize:
         step: Callable[[slice], None],
         groups: Sequence[int] | None = None,
     ) -> None:
-        """Call `step` for each part of `parts`; a part that runs out of memory is run again in halves.
+        """Call `step` for each part of `parts`, and tell the progress; a part without memory is run again in halves.
 
         Raises:
             DeviceMemoryError: If a single row does not fit.
@@ -196,6 +196,7 @@ class PassSize:
             part = slice(first, self._end(first, lefts, rights, groups))
             if _fits(step, part):
                 first = part.stop
+                self._telemetry.progress(rows_done=first, rows=len(lefts))
             else:
                 rows, width = part.stop - first, max(lefts[part]) + max(rights[part])
                 if groups is not None:

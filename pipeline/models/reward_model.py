@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline.errors import FieldError
 from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.inputs import accepted_keywords, position_ids_from_mask
+from pipeline.models.packing import last_states, packs_scored_rows
+from pipeline.models.pass_size import PassSize, width_multiple
 from pipeline.models.position_limits import check_rows
 
 if TYPE_CHECKING:
@@ -32,18 +35,33 @@ class SequenceReward:
             model's own ``logits`` come from the token before the last one equal to the pad token, which may be the
             stop. Another model gets rows padded on the right, or on the left if its scores are of each row alone there,
             and counts their positions by itself: those of some encoders do not begin at 0.
+
+    Attributes:
+        model: As above.
+        reads_last_token: Whether the model has a ``score`` head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.reads_last_token = hasattr(model, "score")
         self._scores: Callable[[Tensor, Tensor], Tensor] | None = None
-        if hasattr(model, "score"):
+        if self.reads_last_token:
             self._scores = self._at_last_token
+        self.bound(PassSize("rollout.inference_batch_size"), None)
+
+    def bound(self, size: PassSize, multiple: int | None) -> None:
+        """Set the bound of a pass, and the multiple to which the width of a padded one is rounded up.
+
+        Args:
+            size: The bound; without a call there is none.
+            multiple: As for `width_multiple`.
+        """
+        self._size, self._multiple = size, width_multiple(self.model.device, multiple)
 
     @without_cudnn_attention()
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, **_ignored: Any) -> Tensor:
-        """Return the scores of rows.
+        """Return the scores of rows, in passes of rows of similar length.
 
         Args:
             input_ids: ``(B, S)`` int64.
@@ -53,16 +71,44 @@ class SequenceReward:
             ``(B,)`` float32.
 
         Raises:
+            DeviceMemoryError: If a single row does not fit into the device's memory.
             FieldError: If the positions of a row would depend on the rows beside it; from the first call of a model
                 without a ``score`` head as `check`.
         """
-        device = self.model.device
-        input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
-        check_rows(self.model, (attention_mask != 0).sum(dim=1))
+        ids, mask = input_ids.cpu(), attention_mask.cpu() != 0
+        lengths = mask.sum(dim=1)
+        check_rows(self.model, lengths)
         if self._scores is None:
             self.check()
+        order, scores = lengths.argsort(stable=True), torch.zeros(len(ids))
+
+        def step(part: slice) -> None:
+            some = order[part]
+            scores[some] = self._of_pass(ids[some], mask[some]).float().cpu()
+
+        sizes = lengths[order].tolist(), [0] * len(ids)
+        if packs_scored_rows(self.model):
+            # Each row is a group of its own.
+            self._size.run(*sizes, step, range(len(ids)))
+        else:
+            self._size.run(*sizes, step)
+        return scores.to(self.model.device)
+
+    def _of_pass(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the scores of rows of one pass, ``(b,)``."""
         assert self._scores is not None
-        return self._scores(input_ids, attention_mask).float()
+        model: Any = self.model
+        if packs_scored_rows(model):
+            states = last_states(model, ids[mask].to(model.device), mask.sum(dim=1).numpy())
+            scores: Tensor = model.score(states)
+            return scores[:, 0]
+        # Without the columns that are padding in all of the rows.
+        seen = mask.any(dim=0).long()
+        first, end = int(seen.argmax()), len(seen) - int(seen.flip(0).argmax())
+        ids, mask = (
+            functional.pad(columns[:, first:end], (0, (first - end) % self._multiple)) for columns in (ids, mask.long())
+        )
+        return self._scores(ids.to(model.device), mask.to(model.device))
 
     @without_cudnn_attention()
     @torch.no_grad()
@@ -74,7 +120,7 @@ class SequenceReward:
         """
         if getattr(self.model.config, "is_encoder_decoder", False):
             raise FieldError(f"a {type(self.model).__name__} scores rows that end with its stop token alone")
-        ways = [self._at_last_token] if self._scores else [self._padded_right, self._padded_left]
+        ways = [self._at_last_token] if self.reads_last_token else [self._padded_right, self._padded_left]
         gap, most, way = min(((*self._gap(way), way) for way in ways), key=lambda found: found[0])
         # Also where a gap is NaN.
         if not gap <= most:

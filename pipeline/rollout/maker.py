@@ -42,7 +42,7 @@ from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
 from pipeline.rollout.model_passes import ModelPasses, eval_mode
 from pipeline.rollout.prompt_batch import PromptBatch, read_sampling
-from pipeline.rollout.reward.parts import OnParts, RewardParts, repeated
+from pipeline.rollout.reward.row_rewards import RowRewards
 from pipeline.rollout.rows import Rows, check_prompts, check_tokens, rows_with_reward
 from pipeline.rollout.shaping import Shaping
 
@@ -344,8 +344,8 @@ class NaiveExperienceMaker(ExperienceMaker):
             FieldError: If pixels, grids and image tokens do not match.
         """
         group_size = group_size or (self.num_generation if self.use_grpo else 1)
-        answers = repeated("gt_answer", gt_answer, len(prompts), group_size)
-        row_columns = None if columns is None else repeated("columns", columns, len(prompts), group_size)
+        answers = _repeated("gt_answer", gt_answer, len(prompts), group_size)
+        row_columns = None if columns is None else _repeated("columns", columns, len(prompts), group_size)
         if (backbone := vision_backbone(self.actor)) is not None:
             vision = vision or VisionRows.none(len(prompts))
             padded = pad_sequence(list(prompts), batch_first=True)
@@ -354,16 +354,11 @@ class NaiveExperienceMaker(ExperienceMaker):
         return PromptBatch(prompts, prompt_columns, group_size, answers, vision, sampling, row_columns)
 
     @torch.no_grad()
-    def scores(self, batch: PromptBatch, rows: Rows, *, on_parts: OnParts = lambda parts, numbers: None) -> Tensor:
+    def scores(self, batch: PromptBatch, rows: Rows) -> Tensor:
         """Return the raw rewards alone, ``(B,)``, with `drop_errored` NaN where there is none; see `finish`."""
         with eval_mode(self.reward_model), self.telemetry.activity("reward"):
             return self._passes.scores(
-                self.reward_model,
-                rows,
-                batch.answers,
-                keep_errored=self.drop_errored,
-                columns=batch.columns,
-                on_parts=on_parts,
+                self.reward_model, rows, batch.answers, keep_errored=self.drop_errored, columns=batch.columns
             )
 
     @torch.no_grad()
@@ -387,12 +382,11 @@ class NaiveExperienceMaker(ExperienceMaker):
         """
         if is_transformers_model(self.actor):
             check_tokens(rows, self.actor.config.get_text_config().vocab_size)
-        temperature, parts = batch.sampling.temperature, RewardParts()
+        temperature, kept = batch.sampling.temperature, None
         with eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
-            scores = self.scores(batch, rows, on_parts=parts.append)
+            scores = self.scores(batch, rows)
             if self.drop_errored and (kept := rows_with_reward(scores, batch.group_size)) is not None:
                 rows, scores = rows.rows(kept), scores[kept]
-                parts.keep(torch.from_numpy(kept))
                 on_kept(kept)
             log_probs = self._log_probs(rows, temperature)
             base_log_probs = None
@@ -404,7 +398,8 @@ class NaiveExperienceMaker(ExperienceMaker):
                 log_ratios = rows.columns(log_probs - base_log_probs)
             learned = (self._group_fields if self.use_grpo else self._critic_fields)(rows, scores, log_ratios)
         info = learned.pop("info") | self.shaping.marks(rows, batch.sampling)
-        info |= parts.info(self.reward_model, has_turns=rows.turns is not None)
+        if isinstance(self.reward_model, RowRewards):
+            info |= self.reward_model.info(kept, has_turns=rows.turns is not None)
         if rows.vision is not None:
             info |= rows.vision.counts()
         by_columns = {name for name, values in learned.items() if values.dim() == 2}
@@ -491,3 +486,15 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     def _group_fields(self, rows: Rows, scores: Tensor, log_ratios: Tensor) -> dict[str, Any]:
         return self.shaping.group_fields(rows, scores, log_ratios, kl_coef=self.kl_coef, group_size=self.num_generation)
+
+
+def _repeated(name: str, given: Sequence[Any] | None, prompts: int, group_size: int) -> list[Any]:
+    """Return one element a row of one element a prompt, the G rows of a prompt contiguous; None: each is None.
+
+    Raises:
+        ShapeError: If there is not one element a prompt.
+    """
+    elements = [None] * prompts if given is None else list(given)
+    if len(elements) != prompts:
+        raise ShapeError(f"{name} has {len(elements)} elements, input_ids has {prompts} rows")
+    return [element for element in elements for _ in range(group_size)]

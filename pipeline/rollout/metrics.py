@@ -13,7 +13,7 @@ from typing import TypeVar
 from pipeline.models.device import allocator_bytes
 from pipeline.progress import Event, Telemetry
 from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
-from pipeline.rollout.reward.parts import PREFIX
+from pipeline.rollout.reward.row_rewards import PREFIX
 from pipeline.rollout.roller import Rolled
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.telemetry.activity import ActivityClock

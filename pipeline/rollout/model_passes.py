@@ -29,7 +29,6 @@ from pipeline.models.reward_model import SequenceReward
 from pipeline.models.shared_prefix import groups_to_share, may_share_prompts
 from pipeline.progress import Telemetry
 from pipeline.rollout.reward.functions import checked_scores, vision_keywords
-from pipeline.rollout.reward.parts import OnParts
 from pipeline.rollout.reward.row_rewards import RowRewards
 from pipeline.rollout.reward.signatures import parameters_of
 from pipeline.rollout.reward.summed import SummedReward
@@ -118,7 +117,6 @@ class ModelPasses:
             some, actions = flat.rows(order[part])
             numbers = of_flat(some, shared=groups is not None, vision=rows.vision_of(order[part]))
             found[torch.from_numpy(actions)] = numbers.float().cpu()
-            self.telemetry.progress(rows_done=part.stop, rows=len(flat))
 
         lefts, rights, of_row = sizes
         self._size(model).run(lefts, rights, step, of_row)
@@ -149,7 +147,6 @@ class ModelPasses:
                 vision=rows.vision_of(index),
             )
             _put(result, rows, index, log_probs, np.zeros_like(index))
-            self.telemetry.progress(rows_done=part.stop, rows=len(order))
 
         self._size(model).run(prompts, responses, step)
         return result
@@ -163,18 +160,16 @@ class ModelPasses:
         *,
         keep_errored: bool,
         columns: Sequence[Mapping[str, Any]] | None = None,
-        on_parts: OnParts = lambda parts, numbers: None,
     ) -> Tensor:
         """Return the raw rewards, and those of an environment's turns.
 
         Args:
-            reward_model: Called with right-padded rows; None if the environment alone gives rewards.
+            reward_model: Called with right-padded rows: one of this project with all of them, its networks cut their
+                own passes; None if the environment alone gives rewards.
             rows: The sampled rows.
             answers: Ground truth passed to the reward model, one element a row.
             keep_errored: Whether a NaN or infinite score is returned unchanged.
             columns: Further columns of each row's prompt, passed only to a reward model that names them.
-            on_parts: Called with the `parts` of a reward model that has them, ``(b, functions)``, in the order of rows,
-                and with its `numbers`, one element a row.
 
         Returns:
             ``(B,)``, float64 of a reward model that has `exact`, else float32.
@@ -188,16 +183,17 @@ class ModelPasses:
             return of_turns
         device = _device_of(reward_model)
         name = type(reward_model).__qualname__
-        trim = isinstance(reward_model, SequenceReward | RowRewards)
-        # Functions read the rows themselves.
-        reads_rows = isinstance(reward_model, SequenceReward | SummedReward)
-        multiple = width_multiple(device, self.width_multiple) if reads_rows else 1
+        networks = reward_model.models if isinstance(reward_model, SummedReward) else [reward_model]
+        for network in networks:
+            if isinstance(network, SequenceReward):
+                network.bound(self._size(network.model, scores=True), self.width_multiple)
+        is_own = isinstance(reward_model, SequenceReward | RowRewards)
         takes_columns = "columns" in parameters_of(reward_model)
         scores: list[Tensor] = []
 
         def step(part: slice) -> None:
             index = np.arange(len(rows))[part]
-            ids, mask = rows.right_padded(index, trim=trim, multiple=multiple)
+            ids, mask = rows.right_padded(index, trim=is_own)
             part_scores = reward_model(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
@@ -209,11 +205,11 @@ class ModelPasses:
             )
             part_scores = _exact(reward_model, part_scores)
             scores.append(checked_scores(part_scores, len(ids), name, keep_errored=keep_errored).cpu())
-            if isinstance(parts := getattr(reward_model, "parts", None), Tensor):
-                on_parts(parts, getattr(reward_model, "numbers", None) or [{}] * len(parts))
-            self.telemetry.progress(rows_done=part.stop, rows=len(answers))
 
-        self._size(reward_model, scores=True).run([0] * len(answers), _widths(rows, trim=trim), step)
+        if is_own:
+            step(slice(0, len(rows)))
+        else:
+            self._size(reward_model, scores=True).run([0] * len(rows), _widths(rows, trim=False), step)
         return torch.cat(scores) if of_turns is None else torch.cat(scores) + of_turns
 
     def values(self, critic: Any, rows: Rows, *, coati: bool) -> Tensor:
@@ -255,7 +251,6 @@ class ModelPasses:
             # The state before an action is that after the token before it.
             first = np.full_like(index, values.shape[1] - rows.num_actions) if coati else rows.prompts[index] - 1
             _put(result, rows, index, values, first)
-            self.telemetry.progress(rows_done=part.stop, rows=len(rows))
 
         self._size(critic).run([0] * len(rows), _widths(rows, trim=trim), step)
         return result
@@ -287,15 +282,14 @@ class ModelPasses:
         most_tokens = None if scores else self.logits_forward_tokens
         if most_tokens is not None:
             key = "rollout.logits_forward_tokens"
-        module = next((one for one in (model, getattr(model, "model", None)) if isinstance(one, nn.Module)), None)
-        if module is None:
+        if not isinstance(model, nn.Module):
             return PassSize(key, most_rows=most_rows, telemetry=self.telemetry)
-        if module not in self._sizes:
+        if model not in self._sizes:
             if most_tokens is None and most_rows is None:
-                most_tokens = default_tokens(module, _device_of(module), backward=False)
-            self._sizes[module] = PassSize(key, most_tokens=most_tokens, telemetry=self.telemetry)
-        self._sizes[module].most_rows = most_rows
-        return self._sizes[module]
+                most_tokens = default_tokens(model, _device_of(model), backward=False)
+            self._sizes[model] = PassSize(key, most_tokens=most_tokens, telemetry=self.telemetry)
+        self._sizes[model].most_rows = most_rows
+        return self._sizes[model]
 
 
 def _exact(reward_model: Any, scores: Any) -> Any:

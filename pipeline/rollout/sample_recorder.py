@@ -23,7 +23,7 @@ from pipeline.config.schema import Config
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
 from pipeline.rollout.hooks import WorkerHook
-from pipeline.rollout.reward.parts import PREFIX
+from pipeline.rollout.reward.row_rewards import PREFIX
 from pipeline.rollout.roller import Rolled
 from pipeline.runtime.messages import Ticket
 from pipeline.telemetry.number_names import COLUMN, NumberNames, numbers_of

@@ -169,8 +169,8 @@ def test_the_maker_hands_it_on_and_tells_of_every_forward_pass() -> None:
 
     maker.make_experience(IDS, MASK, max_length=8, eos_token_id=None, seed=1)
 
-    # Six tokens, one score of all rows, and for actor and reference two passes of two rows each.
-    assert len(told.beats) == 6 + 1 + 2 + 2
+    # Six tokens, and for actor and reference two passes of two rows each.
+    assert len(told.beats) == 6 + 2 + 2
 
 
 def test_a_step_tells_of_every_pass_and_of_each_time_it_waits_for_other_ranks() -> None:

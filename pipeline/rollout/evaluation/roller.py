@@ -96,12 +96,11 @@ class EvaluationRoller(LocalRoller):
             RewardError: If a reward function of this package raised, or no row has a reward.
         """
         self._announce(begun, batch.group_size)
-        parts: list[Tensor] = []
-        found = self.maker.scores(
-            batch, batch.joined(completed), on_parts=lambda found, _: parts.append(found)
-        ).double()
+        found = self.maker.scores(batch, batch.joined(completed)).double()
         scores = found.reshape(-1, batch.group_size)
-        counted = scores if self._pass_part is None else torch.cat(parts)[:, self._pass_part].reshape(scores.shape)
+        counted = scores
+        if self._pass_part is not None:
+            counted = self.maker.reward_model.parts[:, self._pass_part].reshape(scores.shape)
         self._below.count(counted[scores.isfinite()])
         results = []
         for (prompt, _), rewards, passing, request in zip(begun.kept, scores, counted, completed, strict=True):

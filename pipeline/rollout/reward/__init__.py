@@ -10,7 +10,6 @@ mathematics   the reward `math`: results compared with answers
 named         reward functions by name: exact, math, regex and others
 numbers       the further numbers of a function, beside the reward
 own_tokenizer  a reward model with a tokenizer of its own
-parts         the column of each reward function in `info`
 pool          reward functions in processes that can be killed
 problems      the log of rows without a reward: each cause once
 process       the processes of a pool

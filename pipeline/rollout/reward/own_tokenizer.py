@@ -58,17 +58,11 @@ class OwnTokenizerReward(SequenceReward):
         self.problems: dict[int, RowScore] = {}
 
     def begin(self, prompts: Sequence[Prompt], group_size: int) -> None:
-        """Set the prompts of the rows that are scored next, each of `group_size` rows."""
+        """Set the prompts of the rows that are scored next in one call, each of `group_size` rows."""
         self._prompts = [prompt for prompt in prompts for _ in range(group_size)]
 
-    def advance(self, rows: int) -> None:
-        """Take the next rows as scored."""
-        del self._prompts[:rows]
-
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, **row: Any) -> Tensor:
-        """Return the scores of the next rows, ``(B,)`` float32, NaN for a row that cannot be scored.
-
-        They stay the next ones until `advance`.
+        """Return the scores of the rows of `begin`, ``(B,)`` float32, NaN for a row that cannot be scored.
 
         Args:
             input_ids: ``(B, S)`` int64, right-padded, of the policy's tokenizer.
@@ -78,8 +72,8 @@ class OwnTokenizerReward(SequenceReward):
         Raises:
             RlhfdError: If the prompts of these rows are not known.
         """
-        prompts = self._prompts[: len(input_ids)]
-        if len(prompts) < len(input_ids):
+        prompts = self._prompts
+        if len(prompts) != len(input_ids):
             raise RlhfdError(f"the prompts of {len(prompts)} of {len(input_ids)} rows are known to the reward model")
         bounds = zip(row["response_start"].tolist(), row["response_end"].tolist(), strict=True)
         found = [

@@ -30,7 +30,7 @@ class RewardProblems:
         self._locations: list[str] = []
 
     def begin(self, locations: Sequence[str], group_size: int) -> None:
-        """Set the prompts of the rows that are scored next.
+        """Set the prompts of the rows that are scored next in one call.
 
         Args:
             locations: File and line of each prompt.
@@ -38,13 +38,8 @@ class RewardProblems:
         """
         self._locations = [location for location in locations for _ in range(group_size)]
 
-    def report(self, rows: int, problems: Sequence[tuple[int, RowScore]]) -> None:
-        """Count and log problems of the next rows.
-
-        Args:
-            rows: The rows scored, with and without a reward.
-            problems: Number among these rows and result of each row without a reward.
-        """
+    def report(self, problems: Sequence[tuple[int, RowScore]]) -> None:
+        """Count and log the number among the rows, and the result, of each row without a reward."""
         for row, score in problems:
             self._telemetry.count("reward_errored", score.problem)
             cause = score.cause or score.problem
@@ -58,4 +53,4 @@ class RewardProblems:
                 log.warning("reward errored: row=%d reason=%s: %s%s", row, score.problem, text, location)
             elif math.log10(count).is_integer():
                 log.warning("reward errored again: cause=%s times=%d", cause, count)
-        del self._locations[:rows]
+        self._locations = []

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, RewardError
 from pipeline.experience.vision_rows import VisionRows
+from pipeline.models.flat_rows import Index
 from pipeline.progress import Telemetry
 from pipeline.prompts.types import Prompt
-from pipeline.rollout.reward.numbers import FurtherNumbers
+from pipeline.rollout.reward.numbers import FurtherNumbers, columns_of
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.wire import RowScore, row_score
 
 LARGEST: Final = float(torch.finfo(torch.float32).max)
 """The largest reward."""
+PREFIX: Final = "reward."
+"""Begins the names of parts in `info`: ``reward.NAME``."""
 
 
 class GivenRows(NamedTuple):
@@ -82,7 +85,7 @@ class RowRewards(ABC):
         self._further = FurtherNumbers(labels, telemetry)
 
     def begin(self, prompts: Sequence[Prompt], group_size: int) -> None:
-        """Set the prompts of the rows that are scored next, each of `group_size` rows."""
+        """Set the prompts of the rows that are scored next in one call, each of `group_size` rows."""
         if self.problems is not None:
             self.problems.begin([prompt.location for prompt in prompts], group_size)
 
@@ -122,13 +125,32 @@ class RowRewards(ABC):
     def _scores(self, rows: GivenRows) -> list[RowScore]:
         """Return the score of each row; a part is NaN where its function does not apply."""
 
+    def info(self, kept: Index | None, *, has_turns: bool = False) -> dict[str, Tensor]:
+        """Return a column of each part of the last call, and of each further number, NaN where a row has none.
+
+        A single part has no column without turns: it is the score.
+
+        Args:
+            kept: The rows that have elements; None for all of them.
+            has_turns: Whether an environment gave rewards too.
+
+        Returns:
+            ``(n,)`` float32 each, by name.
+        """
+        rows = list(range(len(self.parts))) if kept is None else kept.tolist()
+        columns = columns_of([self.numbers[row] for row in rows])
+        if len(self.labels) < (1 if has_turns else 2):
+            return columns
+        parts = self.parts[rows].unbind(dim=1)
+        return columns | {f"{PREFIX}{label}": part.clone() for label, part in zip(self.labels, parts, strict=True)}
+
     def _kept(self, scores: Sequence[RowScore]) -> Tensor:
         """Keep the scores of a call and return its rewards, ``(B,)`` float32, NaN in a row without one."""
         checked = [self._checked(row, score) for row, score in enumerate(scores)]
         found = [(row, score) for row, score in enumerate(checked) if score.problem]
         self.problem = found[0][1] if found else None
         if self.problems is not None:
-            self.problems.report(len(checked), found)
+            self.problems.report(found)
         self.numbers = [{} if score.problem else self._further.of_row(score.numbers) for score in checked]
         missing = [math.nan] * len(self._names)
         raw = [missing if score.problem else score.parts for score in checked]

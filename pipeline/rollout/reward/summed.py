@@ -10,6 +10,7 @@ import torch
 
 from pipeline.config.rewards import RewardModel, reward_models
 from pipeline.config.schema import Config
+from pipeline.models.packing import pack_scored_rows
 from pipeline.models.reward_model import SequenceReward
 from pipeline.progress import Telemetry
 from pipeline.prompts.types import Prompt
@@ -26,11 +27,10 @@ class SummedReward(RowRewards):
         models: The reward models with their settings, at least one.
         functions: The functions; None: there are none. Where none of them applies to a row, the models' scores stand
             alone.
-        telemetry: As for `RowRewards`; told also of progress after each model.
+        telemetry: As for `RowRewards`.
 
     Attributes:
         models: The reward models.
-        model: The largest of their networks, which bounds the rows of a call.
     """
 
     def __init__(
@@ -48,11 +48,10 @@ class SummedReward(RowRewards):
             problems=RewardProblems(telemetry),
         )
         self.models = [model for _, model in models]
-        self.model = max((model.model for model in self.models), key=_parameters)
         self._functions = functions
 
     def begin(self, prompts: Sequence[Prompt], group_size: int) -> None:
-        """Set the prompts of the rows that are scored next, each of `group_size` rows."""
+        """Set the prompts of the rows that are scored next in one call, each of `group_size` rows."""
         super().begin(prompts, group_size)
         for model in self.models:
             if isinstance(model, OwnTokenizerReward):
@@ -60,15 +59,7 @@ class SummedReward(RowRewards):
 
     def _scores(self, rows: GivenRows) -> list[RowScore]:
         row = rows._asdict()
-        found = []
-        for model in self.models:
-            found.append(model(**row).float().cpu())
-            self._telemetry.progress()
-        # Only now: a call of which any model runs out of memory is made again, by all models.
-        for model in self.models:
-            if isinstance(model, OwnTokenizerReward):
-                model.advance(len(rows.input_ids))
-        scores = torch.stack(found, dim=1).tolist()
+        scores = torch.stack([model(**row).cpu() for model in self.models], dim=1).tolist()
         own = [RowScore()] * len(scores) if self._functions is None else self._functions._scores(rows)
         return [
             one if one.problem else self._with_models(at, one, of_models)
@@ -107,8 +98,6 @@ def load_reward(
         ConfigError: If a model or its tokenizer cannot be loaded.
     """
     models = [(one, reward_model_of(one, config, tokenizer, device)) for one in reward_models(config)]
+    if config.trainer.packing is not False:
+        pack_scored_rows([one.model for _, one in models if one.reads_last_token], device)
     return SummedReward(models, functions, telemetry) if models else functions
-
-
-def _parameters(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

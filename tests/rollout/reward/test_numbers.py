@@ -23,7 +23,6 @@ from pipeline.rollout.insert_gate import find_fault
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.numbers import PREFIX, columns_of, pack, scored, split
-from pipeline.rollout.reward.parts import RewardParts
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.roller import Rolled
 from pipeline.telemetry.metric import MOST_NUMBERS, NUMBER_LABELS, SlotName
@@ -204,12 +203,10 @@ def experience(numbers: list[dict[str, float]]) -> Experience:
 
 
 def test_numbers_become_columns_of_the_rows_that_are_kept() -> None:
-    parts = RewardParts()
-    parts.append(torch.zeros(2, 1), [{"a": 1.0}, {}])
-    parts.append(torch.zeros(1, 1), [{"a": 3.0, "b": 2.0}])
+    reward = FunctionReward([lambda *_, **__: 1.0], None)
+    reward.parts, reward.numbers = torch.zeros(3, 1), [{"a": 1.0}, {}, {"a": 3.0, "b": 2.0}]
 
-    parts.keep(torch.tensor([1, 2]))
-    info = parts.info(None)
+    info = reward.info(np.array([1, 2]))
 
     assert set(info) == {f"{PREFIX}a", f"{PREFIX}b"}
     torch.testing.assert_close(info[f"{PREFIX}a"], torch.tensor([math.nan, 3.0]), equal_nan=True)

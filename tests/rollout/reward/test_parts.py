@@ -28,7 +28,6 @@ from pipeline.rollout.generation.weights import ModelWeights
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.reward.functions import FunctionReward
-from pipeline.rollout.reward.parts import RewardParts
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.row_rewards import RowRewards
@@ -257,13 +256,11 @@ def test_values_in_force_follow_from_other_keys() -> None:
 
 def test_a_single_function_beside_the_rewards_of_turns_has_a_column() -> None:
     config: dict[str, Any] = {"rewards": ["exact"], "rollout": {"environment": "m:Factory"}}
-    parts = RewardParts()
-    parts.append(torch.tensor([[1.0], [0.5]]), [{}, {}])
+    reward = FunctionReward([length], None, labels=["exact"])
+    reward.parts, reward.numbers = torch.tensor([[1.0], [0.5]]), [{}, {}]
 
     assert part_labels(Config.model_validate(config)) == ["exact"]
-    assert parts.info(FunctionReward([length], None, labels=["exact"]), has_turns=True)["reward.exact"].tolist() == [
-        1.0, 0.5,
-    ]  # fmt: skip
+    assert reward.info(None, has_turns=True)["reward.exact"].tolist() == [1.0, 0.5]
     config["rewards"] = []
     assert part_labels(Config.model_validate({**config, "model": {"reward": "model"}})) == ["model"]
 
@@ -273,7 +270,7 @@ def test_causes_without_end_are_counted_together_and_hold_no_memory(caplog: pyte
 
     for row in range(3000):
         score = RowScore(problem="invalid", text=f"no reward in the result of key_{row}", cause=f"keys: key_{row}")
-        problems.report(1, [(0, score)])
+        problems.report([(0, score)])
 
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1000 + 1 + 3

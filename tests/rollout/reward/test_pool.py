@@ -240,8 +240,9 @@ def after_three_rows_that_hang_the_rest_is_not_tried(judged: RewardPool) -> None
 
 def a_cause_is_logged_once_with_the_prompt_and_then_counted(judged: RewardPool) -> None:
     judged.problems = RewardProblems()
-    judged.problems.begin(["p.jsonl:7", "p.jsonl:9", "p.jsonl:10"], 1)
+    judged.problems.begin(["p.jsonl:7", "p.jsonl:9"], 1)
     score(judged, ["raise", "a"])
+    judged.problems.begin(["p.jsonl:10"], 9)
     score(judged, ["nan", *["raise"] * 8])
     score(judged, ["raise"])
 

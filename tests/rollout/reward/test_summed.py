@@ -14,15 +14,16 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
 from pipeline.models.loading import load_tokenizer
-from pipeline.progress import Telemetry
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.loader import load_roller
+from pipeline.rollout.model_passes import ModelPasses
 from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.reward.summed import SummedReward, load_reward
 from pipeline.rollout.reward.trial import RewardTrial
 from pipeline.rollout.roller import LocalRoller
+from pipeline.rollout.rows import Rows
 from tests.rollout.reward.test_own_tokenizer import PAD, config, plain_score, refusing_chats, reward_folder  # noqa: F401 - fixtures
-from tests.support.told import events_of
+from tests.support.told import Told, events_of
 
 CPU = torch.device("cpu")
 FUNCTION = "pipeline.sort_digits:exact_answer"
@@ -197,28 +198,6 @@ def test_a_row_without_the_score_of_one_model_has_no_reward_and_is_counted_with_
     assert said.rpartition(" prompt=")[2] in {prompt.location for prompt in chats}
 
 
-def test_a_call_that_one_model_has_no_memory_for_is_made_again_by_all(two: Config) -> None:
-    roller = loaded(with_models(two, *two.model_dump(mode="json")["rewards"][::-1]))
-    expected = rolled(roller).info
-    assert expected is not None
-    calls: list[int] = []
-
-    def full(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        calls.append(len(keywords["input_ids"]))
-        if calls[-1] > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    # The texts are scored first, and their prompts must be there again.
-    last = reward_of(roller).models[-1].model.base_model
-    handle = last.register_forward_pre_hook(full, with_kwargs=True)
-    found = rolled(roller).info
-    handle.remove()
-
-    assert found is not None and max(calls) > 2 and calls[-1] <= 2
-    torch.testing.assert_close(found["score"], expected["score"], atol=1e-5, rtol=1e-5)
-    roller.close()
-
-
 @pytest.mark.parametrize("name", ["kind", "model", FUNCTION])
 def test_an_evaluation_counts_by_the_score_of_one_part(two: Config, name: str) -> None:
     evaluation = {"files": [two.prompts.path], "pass_function": name, "pass_reward": 0.01, "num_generations": 3}
@@ -235,20 +214,15 @@ def test_an_evaluation_counts_by_the_score_of_one_part(two: Config, name: str) -
     roller.close()
 
 
-def test_a_heartbeat_is_written_after_each_model(config: Config, token_folder: Path) -> None:
-    class Beats(Telemetry):
-        count = 0
+def test_a_heartbeat_is_written_after_each_pass_of_a_model(config: Config, token_folder: Path) -> None:
+    tables = [{"name": "model", "path": str(token_folder), "weight": weight} for weight in (0.5, 0.25)]
+    one, told = with_models(config, *tables), Told()
+    reward = load_reward(one, load_tokenizer(one.model.actor), CPU, None, told)
+    assert isinstance(reward, SummedReward) and reward.labels == ["model", "model-2"]
+    rows = Rows(torch.tensor([2, 3, 4, 2, 3]), np.array([1, 1]), np.array([2, 1]), 1, 2, PAD)
 
-        def progress(self, **_: Any) -> None:
-            self.count += 1
+    scores = ModelPasses(1, None, True, told).scores(reward, rows, [None] * 2, keep_errored=False)
 
-    beats, tables = Beats(), [{"name": "model", "path": str(token_folder), "weight": weight} for weight in (0.5, 0.25)]
-    one = with_models(config, *tables)
-    reward = load_reward(one, load_tokenizer(one.model.actor), CPU, None, beats)
-    assert isinstance(reward, SummedReward)
-    ids = torch.tensor([[2, 3, 4]])
-
-    score = reward(ids, torch.ones_like(ids), torch.tensor([1]), torch.tensor([3]), [None])
-
-    assert beats.count == 2 and reward.labels == ["model", "model-2"]
-    assert score.item() == pytest.approx(0.75 * score_of_ids(token_folder, [2, 3, 4]), abs=1e-5)
+    assert [beat[:2] for beat in told.beats] == [(1, 2), (2, 2)] * 2
+    expected = [0.75 * score_of_ids(token_folder, ids) for ids in ([2, 3, 4], [2, 3])]
+    assert scores.tolist() == pytest.approx(expected, abs=1e-5)
