@@ -209,7 +209,8 @@ class ModelPasses:
         if is_own:
             step(slice(0, len(rows)))
         else:
-            self._size(reward_model, scores=True).run([0] * len(rows), _widths(rows, trim=False), step)
+            widths = [rows.prompt_columns + rows.num_actions] * len(rows)
+            self._size(reward_model, scores=True).run([0] * len(rows), widths, step)
         return torch.cat(scores) if of_turns is None else torch.cat(scores) + of_turns
 
     def values(self, critic: Any, rows: Rows, *, coati: bool) -> Tensor:
@@ -243,16 +244,21 @@ class ModelPasses:
         device = _device_of(critic)
         multiple = width_multiple(device, self.width_multiple)
         result = torch.zeros(int(rows.lengths.sum()))
+        order, widths = np.arange(len(rows)), [rows.prompt_columns + rows.num_actions] * len(rows)
+        if trim:
+            # Rows of similar length together.
+            order = rows.totals.argsort(kind="stable")
+            widths = rows.totals[order].tolist()
 
         def step(part: slice) -> None:
-            index = np.arange(len(rows))[part]
+            index = order[part]
             ids, mask = rows.right_padded(index, trim=trim, multiple=multiple)
             values = all_values(critic, ids.to(device), mask.to(device), vision=rows.vision_of(index))
             # The state before an action is that after the token before it.
             first = np.full_like(index, values.shape[1] - rows.num_actions) if coati else rows.prompts[index] - 1
             _put(result, rows, index, values, first)
 
-        self._size(critic).run([0] * len(rows), _widths(rows, trim=trim), step)
+        self._size(critic).run([0] * len(rows), widths, step)
         return result
 
     def check_finite(self, name: str, quantity: str, rows: Rows, values: Tensor) -> None:
@@ -307,14 +313,6 @@ def _put(result: Tensor, rows: Rows, index: Index, values: Tensor, first: Index)
     result[torch.from_numpy(rows.actions_of(index))] = (
         values.reshape(-1)[on_device(columns, values.device)].cpu().to(result.dtype)
     )
-
-
-def _widths(rows: Rows, *, trim: bool) -> list[int]:
-    """Return the columns that each row needs when it is padded on the right."""
-    if not trim:
-        return [rows.prompt_columns + rows.num_actions] * len(rows)
-    widths: list[int] = rows.totals.tolist()
-    return widths
 
 
 def _device_of(model: Any) -> torch.device:

@@ -73,6 +73,19 @@ def test_log_probs_and_values_are_those_of_padded_passes(build: Any, change: Any
     torch.testing.assert_close(passes().values(critic, given, coati=False), expected_values, atol=2e-5, rtol=0)
 
 
+@torch.no_grad()
+def test_padded_values_are_of_rows_of_similar_length_together() -> None:
+    given, critic = rows([4, 3, 1]), critic_of(tiny.llama())
+    expected = passes().values(critic, given, coati=False)
+    seen = Device(critic.backbone).passes
+
+    found = passes(most_rows=2).values(critic, given, coati=False)
+
+    lengths = sorted(given.totals.tolist())
+    assert seen == [2 * longest for longest in lengths[1::2]] and lengths != given.totals.tolist()
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
 @pytest.mark.usefixtures("kernel")
 @torch.no_grad()
 def test_rows_with_images_are_end_to_end_too() -> None:
