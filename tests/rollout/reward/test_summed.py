@@ -13,7 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from pipeline.config.schema import Config
 from pipeline.experience.types import Experience
+from pipeline.models import packing as packing_module
 from pipeline.models.loading import load_tokenizer
+from pipeline.models.packing import packs_scored_rows
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.model_passes import ModelPasses
@@ -212,6 +214,20 @@ def test_an_evaluation_counts_by_the_score_of_one_part(two: Config, name: str) -
     assert [result.right for result in results] == (part >= 0.01).sum(dim=1).tolist()
     assert [result.reward for result in results] == pytest.approx(reward.exact.reshape(4, 3).mean(dim=1).tolist())
     roller.close()
+
+
+@pytest.mark.parametrize("packing", [None, False])
+def test_on_a_card_the_models_are_packed_unless_the_trainer_pads(
+    config: Config, token_folder: Path, packing: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing_module, "kernel_of", lambda *_: "torch varlen")
+    trainer = config.trainer.model_copy(update={"packing": packing})
+    one = with_models(config, {"name": "model", "path": str(token_folder)}).model_copy(update={"trainer": trainer})
+
+    reward = load_reward(one, load_tokenizer(one.model.actor), CPU, None, Told())
+
+    assert isinstance(reward, SummedReward)
+    assert [packs_scored_rows(model.model) for model in reward.models] == [packing is None]
 
 
 def test_a_heartbeat_is_written_after_each_pass_of_a_model(config: Config, token_folder: Path) -> None:
