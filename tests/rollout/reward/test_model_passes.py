@@ -12,6 +12,7 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     GPT2ForSequenceClassification,
+    LlamaConfig,
     LlamaForSequenceClassification,
     MistralForSequenceClassification,
 )
@@ -161,3 +162,18 @@ def test_each_model_of_a_sum_has_a_bound_of_its_own() -> None:
     device.passes.clear()
     scores_of(passes, summed)
     assert max(device.passes) <= 40, "the bound stays"
+
+
+@pytest.mark.gpu
+def test_a_kernel_of_a_card_packs_a_reward_model_in_16_bits() -> None:
+    config = LlamaConfig(
+        vocab_size=tiny.VOCABULARY_SIZE, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    exact = scorer(LlamaForSequenceClassification, config)
+    reward = SequenceReward(scorer(LlamaForSequenceClassification, config).to("cuda", torch.bfloat16))
+
+    pack_scored_rows([reward.model], reward.model.device)
+
+    assert packs_scored_rows(reward.model)
+    torch.testing.assert_close(scored(reward).cpu(), alone(exact), atol=0.4, rtol=0)
