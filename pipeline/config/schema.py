@@ -135,12 +135,12 @@ class RolloutConfig(AdvantageSection, EnvironmentSection):
     inference_batch_size: int | None = Field(default=None, ge=1)
     """Rows generated at once; left out: the ticket's, of vLLM 256; halved if a GPU is full (not of vLLM)."""
     logits_forward_batch_size: int | None = Field(default=None, ge=1)
-    """Rows per forward pass of log-probs or values; left out: of logits_forward_tokens on a GPU, a minute's on a CPU;
-    halved if a GPU is full."""
+    """Rows per forward pass of log-probs, values or scores; left out: of logits_forward_tokens on a GPU, a minute's on
+    a CPU; halved if a GPU is full."""
     logits_forward_tokens: int | None = Field(default=None, ge=1, le=2**31)
-    """Tokens per forward pass of log-probs or values, padding included, in place of logits_forward_batch_size; a longer
-    row is a pass of its own; halved if a GPU is full; left out: on a GPU as many as fit by `rlhfd plan`, 65,536 at
-    most."""
+    """Tokens per forward pass of log-probs, values or scores, padding included, in place of logits_forward_batch_size;
+    a longer row is a pass of its own; halved if a GPU is full; left out: on a GPU as many as fit by `rlhfd plan`,
+    65,536 at most."""
     stop_token_ids: StopTokenIds = None
     """Token ids that end a response, beside those of the model's files: one, a list of which each does, or a list of
     sequences, [[5, 6], [7]]."""

@@ -47,7 +47,7 @@ class SequenceReward:
         self._scores: Callable[[Tensor, Tensor], Tensor] | None = None
         if self.reads_last_token:
             self._scores = self._at_last_token
-        self.bound(PassSize("rollout.inference_batch_size"), None)
+        self.bound(PassSize("rollout.logits_forward_batch_size"), None)
 
     def bound(self, size: PassSize, multiple: int | None) -> None:
         """Set the bound of a pass, and the multiple to which the width of a padded one is rounded up.

@@ -92,7 +92,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         use_grpo: GRPO instead of PPO.
         num_generation: Responses of each prompt (G), at least 2, contiguous; GRPO only.
         inference_batch_size: Most rows at once in generation, reward model and critic; None: all, cut by `pass_size`.
-        logits_forward_batch_size: Most rows of a mini-batch of log-probs or values; None for
+        logits_forward_batch_size: Most rows of a mini-batch of log-probs, values or scores of a model; None for
             `inference_batch_size`.
         logits_forward_tokens: Most tokens of such a mini-batch; None: as many as `pass_size` says, or without bound
             where rows are bounded.

@@ -42,14 +42,13 @@ class ModelPasses:
     Attributes:
         inference_batch_size: Most rows of a mini-batch; None: a model's `default_tokens` bound it, and any other object
             gets all rows.
-        logits_forward_batch_size: Most rows of a mini-batch of log-probs or values; None for
-            `inference_batch_size`.
+        logits_forward_batch_size: Most rows of a mini-batch of a model; None for `inference_batch_size`.
         refuse_not_finite: Whether a log-prob or value that is NaN or infinite is an error.
         telemetry: Told of each mini-batch, and of each one that runs out of the device's memory.
         width_multiple: Multiple to which the widths of mini-batches without common padding are rounded up; None: 64 on
             a GPU, else 1.
-        logits_forward_tokens: Most tokens of a mini-batch of log-probs or values; None for the model's
-            `default_tokens`, or without bound where rows are bounded.
+        logits_forward_tokens: Most tokens of a mini-batch of a model; None for its `default_tokens`, or without bound
+            where rows are bounded.
     """
 
     inference_batch_size: int | None
@@ -186,7 +185,7 @@ class ModelPasses:
         networks = reward_model.models if isinstance(reward_model, SummedReward) else [reward_model]
         for network in networks:
             if isinstance(network, SequenceReward):
-                network.bound(self._size(network.model, scores=True), self.width_multiple)
+                network.bound(self._size(network.model), self.width_multiple)
         is_own = isinstance(reward_model, SequenceReward | RowRewards)
         takes_columns = "columns" in parameters_of(reward_model)
         scores: list[Tensor] = []
@@ -209,8 +208,13 @@ class ModelPasses:
         if is_own:
             step(slice(0, len(rows)))
         else:
-            widths = [rows.prompt_columns + rows.num_actions] * len(rows)
-            self._size(reward_model, scores=True).run([0] * len(rows), widths, step)
+            # Logits have a bound of their own, which another object knows nothing of.
+            size = PassSize(
+                "rollout.inference_batch_size", most_rows=self.inference_batch_size, telemetry=self.telemetry
+            )
+            if isinstance(reward_model, nn.Module):
+                size = self._size(reward_model)
+            size.run([0] * len(rows), [rows.prompt_columns + rows.num_actions] * len(rows), step)
         return torch.cat(scores) if of_turns is None else torch.cat(scores) + of_turns
 
     def values(self, critic: Any, rows: Rows, *, coati: bool) -> Tensor:
@@ -280,14 +284,12 @@ class ModelPasses:
             place = int((~finite).nonzero()[0])
             raise FieldError(f"row {rows.row_of(place)[0]}: {name} gave a {quantity} of {values[place].item()}")
 
-    def _size(self, model: Any, *, scores: bool = False) -> PassSize:
+    def _size(self, model: Any) -> PassSize:
         """Return the bound of a model's passes: the one from before if it was lowered, else as configured."""
-        given = [self.inference_batch_size, *([] if scores else [self.logits_forward_batch_size])]
+        given = [self.inference_batch_size, self.logits_forward_batch_size]
         most_rows = min((size for size in given if size is not None), default=None)
-        key = "rollout.inference_batch_size" if scores else "rollout.logits_forward_batch_size"
-        most_tokens = None if scores else self.logits_forward_tokens
-        if most_tokens is not None:
-            key = "rollout.logits_forward_tokens"
+        most_tokens = self.logits_forward_tokens
+        key = "rollout.logits_forward_batch_size" if most_tokens is None else "rollout.logits_forward_tokens"
         if not isinstance(model, nn.Module):
             return PassSize(key, most_rows=most_rows, telemetry=self.telemetry)
         if model not in self._sizes:

@@ -18,13 +18,14 @@ Reason = Literal["no progress", "stopped", "not ready in time", "ticket overdue"
 _BUFFER_ENDS_S = 60.0
 """Limit for a buffer that writes the spool, with a heartbeat at each extent: the rest of the shutdown waits for it."""
 
+_PASSES: Final = "rollout.logits_forward_tokens (rollout.logits_forward_batch_size, where it is set)"
 _SMALLER: Final = {
     "generate": "lower rollout.inference_batch_size or rollout.max_length",
     "environment": "lower rollout.environment_timeout_s",
-    "logprob": "lower rollout.logits_forward_tokens (rollout.logits_forward_batch_size, where it is set)",
-    "ref_logprob": "lower rollout.logits_forward_tokens (rollout.logits_forward_batch_size, where it is set)",
-    "value": "lower rollout.logits_forward_tokens (rollout.logits_forward_batch_size, where it is set)",
-    "reward": "lower rollout.inference_batch_size or rollout.reward_timeout_s",
+    "logprob": f"lower {_PASSES}",
+    "ref_logprob": f"lower {_PASSES}",
+    "value": f"lower {_PASSES}",
+    "reward": f"lower rollout.reward_timeout_s, or {_PASSES}",
     "train": "lower trainer.micro_batch_tokens (trainer.micro_batch_size, where it is set)",
 }
 

@@ -28,6 +28,7 @@ def keys_in(text: str) -> list[str]:
         ("no progress", "ref_logprob", "rollout.logits_forward_batch_size"),
         ("no progress", "value", "rollout.logits_forward_batch_size"),
         ("no progress", "reward", "rollout.reward_timeout_s"),
+        ("no progress", "reward", "rollout.logits_forward_tokens"),
         ("no progress", "environment", "rollout.environment_timeout_s"),
         ("no progress", "train", "trainer.micro_batch_size"),
         ("no progress", "train", "daemon.hang_timeout_s"),

@@ -125,6 +125,18 @@ def test_a_direct_call_takes_rows_that_are_padded_on_either_side() -> None:
     torch.testing.assert_close(found[2], found[0][1:2], atol=1e-5, rtol=0)
 
 
+def test_the_bound_of_log_probs_is_that_of_scores_too() -> None:
+    """As `rlhfd plan` counts the passes of a worker."""
+    by_rows, by_tokens = SequenceReward(llama()), SequenceReward(llama())
+    shapes, tokens = shapes_of(by_rows.model), Device(by_tokens.model).passes
+
+    scores_of(ModelPasses(None, 4, True), by_rows)
+    scores_of(ModelPasses(None, None, True, logits_forward_tokens=24), by_tokens)
+
+    assert shapes == [(4, 6), (2, 12)]
+    assert tokens == [24, 24]
+
+
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("build", [llama, gpt2, mistral])
 def test_on_a_card_rows_are_packed(build: Any) -> None:
