@@ -23,6 +23,7 @@ position_limits    refusal of passes whose rows have positions that depend on ea
 prefix_attention   attention of responses to prompts that are computed once
 recomputation      decoder layers computed again in the backward pass
 reward_model       a reward model
+shared_images      images that rows of a pass have in common: the encoder computes each once
 shared_prefix      passes that compute a prompt once for all its responses
 tokenizer_file     the tokenizer as the files of a folder are; these files in checkpoints
 varlen_attention   attention of packed rows, each by itself

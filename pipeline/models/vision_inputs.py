@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.flat_rows import FlatRows
+from pipeline.models.shared_images import image_keywords
 
 _IMAGE, _VIDEO = 1, 2
 _PLAIN_TOKEN = 0
@@ -73,18 +74,20 @@ def vision_inputs(
     # On the CPU: `get_rope_index` reads the tokens one by one.
     ids, real = input_ids.cpu(), (attention_mask != 0).long().cpu()
     kinds = token_kinds(backbone, ids, real, vision)
-    keywords = vision.model_keywords(device)
+    grids = replace(
+        VisionRows.none(len(ids)), image_grid_thws=vision.image_grid_thws, video_grid_thws=vision.video_grid_thws
+    )
     positions, _ = backbone.get_rope_index(
         ids,
         mm_token_type_ids=kinds,
         attention_mask=real,
-        **{name: grids.cpu() for name, grids in keywords.items() if name.endswith("_thw")},
+        **grids.model_keywords(ids.device),
     )
     return {
         "input_ids": torch.where(kinds == 0, plain_tokens(backbone, ids), ids).to(device),
         "attention_mask": attention_mask,
         "position_ids": positions.to(device),
-        **keywords,
+        **image_keywords(backbone, vision, device),
     }
 
 
