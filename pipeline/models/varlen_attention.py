@@ -28,7 +28,9 @@ NAME: Final = "rlhfd_varlen"
 """The attention's name in transformers' registry."""
 
 _OTHER_ATTENTION: Final = ("softcap", "s_aux", "position_bias")
-_SLIDING: Final = "sliding_attention"
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+"""Kinds of layers, by their names in transformers."""
 
 
 def use_varlen_attention(model: Any) -> bool:
@@ -47,7 +49,7 @@ def use_varlen_attention(model: Any) -> bool:
     if not isinstance(model, PreTrainedModel):
         return False
     text = model.config.get_text_config()
-    kinds = {"full_attention", _SLIDING, *(getattr(text, "layer_types", None) or [])}
+    kinds = {FULL, SLIDING, *(getattr(text, "layer_types", None) or [])}
     if text._attn_implementation != "sdpa" or len(kinds) > 2:
         return False
     AttentionInterface.register(NAME, varlen_attention)
@@ -73,8 +75,8 @@ def windows_of(model: Any) -> list[int | None]:
         return []
     # 0 for none, too.
     window = getattr(text, "sliding_window", None) or None
-    kinds = getattr(text, "layer_types", None) or [_SLIDING] * getattr(text, "num_hidden_layers", 1)
-    return [window if kind == _SLIDING else None for kind in kinds]
+    kinds = getattr(text, "layer_types", None) or [SLIDING] * getattr(text, "num_hidden_layers", 1)
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def problem_of_attention(
@@ -223,8 +225,7 @@ def varlen_attention(
         return _by_kernel(attend, query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window or None), None
     if cu_seq_lens_q is None or row_lengths is None:
         is_one_token = query.shape[2] == 1 and attention_mask is not None and attention_mask.shape[1] == 1
-        other_ways = sliding_window or None, *(keywords.get(name) for name in _OTHER_ATTENTION)
-        if is_one_token and all(each is None for each in other_ways):
+        if is_one_token and all(keywords.get(name) is None for name in _OTHER_ATTENTION):
             return _one_token(query, key, value, attention_mask, scaling, keywords.get("dropout", 0.0)), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -246,20 +246,43 @@ def test_weights_travel_between_any_devices_whole(tmp_path, publisher_device, wo
     publisher.close()
 
 
+@pytest.fixture
+def captures(monkeypatch):
+    """Weak references to the graphs of the model's passes, in the order of their captures."""
+    made, capture = [], CudaDevice.capture
+
+    def noted(self, step, pool):
+        graph = capture(self, step, pool)
+        # The graph that keeps a pool is of no step, and others sample.
+        if isinstance(step, functools.partial) and step.func.__name__ == "_run":
+            made.append(weakref.ref(graph))
+        return graph
+
+    monkeypatch.setattr(CudaDevice, "capture", noted)
+    return made
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("ends", [(tiny.EOS,), tuple(range(1, 12))], ids=["some end", "most end"])
-def test_tokens_of_cuda_graphs_are_those_of_the_cpu(ends, caplog):
-    """Greedy, past several changes of room and of rows, each of which is another graph."""
+@pytest.mark.parametrize(
+    "build",
+    [long_llama, *(functools.partial(model, window=each) for model in (tiny.mistral, tiny.gemma3) for each in (3, 80))],
+    ids=["llama", "mistral 3", "mistral 80", "gemma3 3", "gemma3 80"],
+)
+def test_tokens_of_cuda_graphs_are_those_of_the_cpu(build, ends, captures, caplog):
+    """Greedy, past several changes of room and of rows, each of which is another graph; some layers slide a window."""
     prompts = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
     mask = (prompts != 0).long()
     greedy = Sampling(max_length=204, pad_token_id=tiny.PAD, eos_token_ids=ends, do_sample=False)
-    expected = TransformersGenerator(long_llama()).generate(prompts, mask, greedy, group_size=4)
+    expected = TransformersGenerator(build()).generate(prompts, mask, greedy, group_size=4)
+    engine = TransformersGenerator(build().cuda())
 
-    graphs = TransformersGenerator(long_llama().cuda()).generate(prompts, mask, greedy, group_size=4)
+    for _ in range(2):
+        graphs = engine.generate(prompts, mask, greedy, group_size=4)
 
-    assert torch.equal(graphs.sequences, expected.sequences)
-    torch.testing.assert_close(graphs.log_probs, expected.log_probs, atol=1e-4, rtol=0)
-    assert "no CUDA graph" not in caplog.text
+        assert torch.equal(graphs.sequences, expected.sequences)
+        torch.testing.assert_close(graphs.log_probs, expected.log_probs, atol=1e-4, rtol=0)
+    assert captures and "no CUDA graph" not in caplog.text
 
 
 def test_a_graph_computes_with_weights_that_were_replaced_in_place():
@@ -291,22 +314,6 @@ def test_a_model_that_reads_back_from_the_gpu_is_found_before_the_capture_and_le
     assert torch.cuda.current_stream() == stream
     assert torch.cuda.get_sync_debug_mode() == 0
     torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """Weak references to the graphs of the model's passes, in the order of their captures."""
-    made, capture = [], CudaDevice.capture
-
-    def noted(self, step, pool):
-        graph = capture(self, step, pool)
-        # The graph that keeps a pool is of no step, and others sample.
-        if isinstance(step, functools.partial) and step.func.__name__ == "_run":
-            made.append(weakref.ref(graph))
-        return graph
-
-    monkeypatch.setattr(CudaDevice, "capture", noted)
-    return made
 
 
 def assert_tokens_of_the_cpu(engine, *, rows=4, max_length=60):

@@ -29,6 +29,7 @@ from tests.support import tiny
 from tests.support.padded_passes import log_probs_by_packing
 
 CPU = torch.device("cpu")
+PROMPTS = [[5, 9], [7, 3, 11, 2], [6, 6, 4]]
 SIZES = {
     "vocab_size": tiny.VOCABULARY_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
@@ -67,6 +68,8 @@ MASKED = {"stablelm", "nemotron", "doge"}
 """Models that are packed by a block mask alone, where it is asked for: no kernel learns the starts of their rows."""
 UNSHARED = {*UNPACKED, *MASKED, "mistral", "gemma2", "gemma3_text", "olmo3", "cohere2"}
 """Models that compute a prompt once a row: their layers slide a window, or do not pass the layout on to attention."""
+UNGRAPHED = {"bloom", "llama4_text"}
+"""Models of sdpa whose steps have no fixed shapes: biases from a mask of two dimensions, and chunks of tokens."""
 OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": CONVOLUTION, "bamba": STATE_SPACE, "falcon_h1": BOTH_AT_ONCE, "qwen3_next": {**EXPERTS, **LINEAR},
     "recurrent_gemma": {}, "mamba": {"state_size": 4},
@@ -102,6 +105,20 @@ def alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, actions: Tensor) ->
         tokens, count = ids[row][mask[row].bool()].unsqueeze(0), int(actions[row].sum())
         found[row][actions[row]] = action_log_probs(model, tokens, torch.ones_like(tokens), count)[0]
     return found
+
+
+def check_fixed_shapes(family: str, rows: list[tuple[Tensor, Tensor | None]]) -> None:
+    """The steps that a card replays as graphs sample the rows of the others."""
+    model = built(family, ATTENTION[family])
+    has_fixed_shapes = model.config._attn_implementation == "sdpa" and family not in UNGRAPHED
+    engine = TransformersGenerator(model, fixed_shapes=True)
+
+    fixed = sampled_by(engine, PROMPTS)
+
+    assert (engine._decoder is not None) == has_fixed_shapes
+    for (found, log_probs), (expected, its) in zip(fixed, rows, strict=True):
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(log_probs, its, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
@@ -144,7 +161,13 @@ def check_shared(model: PreTrainedModel) -> None:
 
 def sampled(model: PreTrainedModel, prompts: list[list[int]]) -> list[tuple[Tensor, Tensor | None]]:
     """Whole rows and log-probs of responses of the engine that such a model gets."""
-    engine = BlockingEngine((TransformersGenerator if can_replace_generate(model) else ActorGenerator)(model))
+    return sampled_by((TransformersGenerator if can_replace_generate(model) else ActorGenerator)(model), prompts)
+
+
+def sampled_by(
+    generator: TransformersGenerator | ActorGenerator, prompts: list[list[int]]
+) -> list[tuple[Tensor, Tensor | None]]:
+    engine = BlockingEngine(generator)
     sampling = Sampling(max_length=40, pad_token_id=tiny.PAD, eos_token_ids=(tiny.EOS,), seed=5)
     for key, prompt in enumerate(prompts):
         engine.submit(Request(key, torch.tensor(prompt), 2, 9, sampling, first_row=2 * key))
@@ -160,7 +183,7 @@ def sampled(model: PreTrainedModel, prompts: list[list[int]]) -> list[tuple[Tens
 @pytest.mark.parametrize("family", ATTENTION)
 def test_a_family_with_attention_gives_the_log_probs_of_a_row_alone_however_it_is_computed(family: str) -> None:
     model = built(family, ATTENTION[family])
-    rows = sampled(model, [[5, 9], [7, 3, 11, 2], [6, 6, 4]])
+    rows = sampled(model, PROMPTS)
 
     assert len(rows) == 6
     for row, log_probs in rows:
@@ -169,6 +192,7 @@ def test_a_family_with_attention_gives_the_log_probs_of_a_row_alone_however_it_i
             ids = row.unsqueeze(0)
             expected = action_log_probs(model, ids, torch.ones_like(ids), len(log_probs))[0]
         torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)
+    check_fixed_shapes(family, rows)
     check_padded(model)
     if family in UNSHARED:
         with pytest.raises(ConfigError, match=r"^trainer\.shared_prefix: a \w+ cannot share prompts: [^\n]*$"):

@@ -253,16 +253,20 @@ def test_torch_s_kernel_computes_the_same_with_and_without_a_parameter_for_group
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_one_token_attends_to_its_cache_without_a_copy_of_it(kv_heads: int) -> None:
-    """The mask is added to the scores; that of transformers' own sdpa gives the same."""
+def test_one_token_attends_to_its_cache_without_a_copy_of_it(
+    kv_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask is added to the scores, the window's limits included; transformers' own sdpa may repeat the cache."""
+    monkeypatch.delattr("transformers.integrations.sdpa_attention.sdpa_attention_forward")
     draws = torch.Generator().manual_seed(0)
     query = torch.randn(3, 4, 1, 8, generator=draws)
     key, value = torch.randn(2, 3, kv_heads, 7, 8, generator=draws).unbind()
     real = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1]], dtype=torch.bool)
     mask = torch.zeros(3, 1, 1, 7).masked_fill(~real[:, None, None], -torch.inf)
 
-    found, _ = varlen_attention(nn.Identity(), query, key, value, mask, scaling=0.3)
+    found, _ = varlen_attention(nn.Identity(), query, key, value, mask, scaling=0.3, sliding_window=window)
 
     assert found.shape == (3, 1, 4, 8)
     for row in range(3):

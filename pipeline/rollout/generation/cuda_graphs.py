@@ -3,7 +3,8 @@
 A step of a small batch is hundreds of kernels of some microseconds each, and their launch takes longer than they do. A
 graph is one launch, but only for the tensors that it was captured with. Therefore a token's place in the cache is a
 number on the GPU, attention reads the whole buffer through a mask, and rows leave when half of them have ended. Buffers
-begin small and double, because attention to unused room costs as much as attention to tokens.
+begin small and double, because attention to unused room costs as much as attention to tokens. A layer that slides a
+window has no more columns than its window: a token takes the place of the one that leaves it.
 
 The next token is sampled over tensors of the same buckets, as a graph of its own for each setting of the sampling
 (temperature, filters, ends): so a token costs two launches, and the host looks at tokens only where rows may leave.
@@ -25,17 +26,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from pipeline.config.plan import row_bucket
 from pipeline.models.pass_size import released_when_full
-from pipeline.models.varlen_attention import uses_varlen_attention
+from pipeline.models.varlen_attention import FULL, SLIDING, uses_varlen_attention, windows_of
 from pipeline.rollout.generation.graph_capture import GraphCapture
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
 from pipeline.rollout.generation.token_sampler import NO_TOKEN, BegunRows, TokenSampler
 
-Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""Returns ``(rows, V)`` float32 logits of tokens, mask, positions and cache."""
+Forward = Callable[[Tensor, Tensor | dict[str, Tensor], Tensor, Any], Tensor]
+"""Returns ``(rows, V)`` float32 logits of tokens, mask or masks by kind of layer, positions and cache."""
 
 _LEAST_ROOM_TOKENS = 64
 _LEAST_NEW_TOKENS = 32
@@ -63,16 +66,18 @@ def room_bucket(filled: int, most: int, multiple: int = 1) -> int:
 
 
 class FixedShapeLayer(PreallocatedLayer):
-    """One layer's keys and values, ``(rows, heads, room, D)``: the whole buffer, zero in columns without a token.
+    """One layer's keys and values, ``(rows, heads, columns, D)``: the whole buffer, zero in columns without a token.
 
     Args:
         keys: The buffer of the keys.
         values: The buffer of the values.
         column: ``(1,)`` int64 on the device, the column of the next token.
+        window: Tokens of the layer's sliding window, the most columns that it has; None for whole rows.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, column: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, column: Tensor, window: int | None) -> None:
         super().__init__()
+        self.sliding_window = window
         self._column = column
         self._buffers = (keys, values)
         self.keys, self.values = keys, values
@@ -121,16 +126,38 @@ class _Steps:
 
 
 @dataclass(eq=False)
+class _Ring:
+    """Where layers of one window have their tokens: at their columns, modulo the number that the layers hold.
+
+    Attributes:
+        column: ``(1,)`` int64, the place of the next token.
+        mask: ``(rows, 1, 1, columns)`` in the dtype of the keys, 0 where the token is real, else -inf: added to the
+            scores as it is, where one of bools would be made such a mask anew in each layer.
+    """
+
+    column: Tensor
+    mask: Tensor
+
+    def load(self, mask: Tensor, filled: int) -> None:
+        """Hold the mask of some rows, ``(rows, any)``, of which so many columns have a token."""
+        columns = self.mask.shape[3]
+        held = mask[:, max(filled - columns, 0) : filled]
+        if filled > columns:
+            held = held.roll(filled, 1)
+        self.mask.fill_(-torch.inf)
+        self.mask[: len(held), 0, 0, : held.shape[1]].masked_fill_(held != 0, 0.0)
+
+
+@dataclass(eq=False)
 class _Bucket:
     """The tensors of a number of rows and columns, and the graphs over them.
 
     Attributes:
-        room: Columns of the buffers.
+        room: Columns of the buffers of whole rows.
         column: ``(1,)`` int64, the column of these tokens.
         tokens: ``(rows, 1)`` int64, those of the next step.
         positions: Positions of these tokens, ``(rows, 1)``, or ``(3, rows, 1)``.
-        mask: ``(rows, 1, 1, room)`` in the dtype of the keys, 0 where the token is real, else -inf: added to the scores
-            as it is, where one of bools would be made such a mask anew in each layer.
+        rings: Places and masks of the layers, by their window, None for whole rows.
         logits: ``(rows, V)``, of the last step.
         noise: ``(rows, room + 1)`` float64, the draw of the token of each column.
         sampled: ``(rows, room + 1)`` int64, the response's token of each column; `NO_TOKEN` where there is none.
@@ -145,7 +172,7 @@ class _Bucket:
     column: Tensor
     tokens: Tensor
     positions: Tensor
-    mask: Tensor
+    rings: dict[int | None, _Ring]
     logits: Tensor
     noise: Tensor
     sampled: Tensor
@@ -160,6 +187,12 @@ class _Bucket:
         """The layers of the cache."""
         layers: list[Any] = self.cache.layers
         return layers
+
+    @property
+    def mask(self) -> Tensor | dict[str, Tensor]:
+        """The mask of all layers; of two kinds of layers their masks by the names of the kinds in transformers."""
+        masks = {FULL if window is None else SLIDING: ring.mask for window, ring in self.rings.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 class CudaGraphDecoder:
@@ -281,7 +314,10 @@ class CudaGraphDecoder:
         return self._current.sampled[:rows, columns], self._current.log_probs[:rows, columns]
 
     def _run(self, forward: Forward, bucket: _Bucket) -> None:
-        bucket.mask.index_fill_(3, bucket.column, 0.0)
+        for ring in bucket.rings.values():
+            if ring.column is not bucket.column:
+                torch.remainder(bucket.column, ring.mask.shape[3], out=ring.column)
+            ring.mask.index_fill_(3, ring.column, 0.0)
         bucket.logits.copy_(forward(bucket.tokens, bucket.mask, bucket.positions, bucket.cache))
         # Until here a step that raised has changed nothing that a second call does not write again.
         bucket.column += 1
@@ -329,18 +365,17 @@ class CudaGraphDecoder:
         if bucket is None:
             bucket = self._new_bucket(size, copy.copy(source), positions, logits)
         for number in range(len(layers)):
-            # Copies: the buffers may be those that the rows move to.
-            held = tuple(tensor[chosen, :, :filled] for tensor in (layers[number].keys, layers[number].values))
+            window, held = _window_of(layers[number]), _held(layers[number], chosen, filled)
             if grows or not is_own:
                 # A layer at a time: old and new buffers of all layers at once would be half of the cache more.
                 layers[number] = None
             if is_new:
-                bucket.layers.append(self._new_layer(number, size, held, bucket.column))
+                bucket.layers.append(self._new_layer(number, size, held, bucket.rings[window].column, window))
             bucket.layers[number].load(held)
             del held
         bucket.column.fill_(filled)
-        bucket.mask.fill_(-torch.inf)
-        bucket.mask[:rows, 0, 0, :filled].masked_fill_(mask[:, :filled] != 0, 0.0)
+        for ring in bucket.rings.values():
+            ring.load(mask, filled)
         bucket.positions.zero_()
         bucket.positions[..., :rows, :] = positions
         self._first = filled + 1
@@ -366,14 +401,16 @@ class CudaGraphDecoder:
         rows, room = size
         layers: list[Any] = cache.layers
         like: Tensor = layers[0].keys
+        windows = {_window_of(layer) for layer in layers}
         cache.layers = []
+        column = self._view("column", (1,), positions, 1)
         before = positions.shape[:-2]
         return _Bucket(
             room=room,
-            column=self._view("column", (1,), positions, 1),
+            column=column,
             tokens=self._view("tokens", (rows, 1), positions, self._most_rows).zero_(),
             positions=self._view("positions", (*before, rows, 1), positions, math.prod(before) * self._most_rows),
-            mask=self._view("mask", (rows, 1, 1, room), like, self._most_area),
+            rings={window: self._new_ring(window, size, column, like) for window in windows},
             logits=self._view("logits", (rows, logits.shape[1]), logits, logits.shape[1] * self._most_rows),
             noise=self._of_columns("noise", size, positions, torch.float64),
             sampled=self._of_columns("sampled", size, positions, torch.int64),
@@ -382,20 +419,31 @@ class CudaGraphDecoder:
             cache=cache,
         )
 
+    def _new_ring(self, window: int | None, size: tuple[int, int], column: Tensor, like: Tensor) -> _Ring:
+        name, place = "mask", column
+        if window is not None:
+            name, place = f"mask {window}", self._view(f"column {window}", (1,), column, 1)
+        shape = size[0], 1, 1, min(size[1], window or size[1])
+        return _Ring(place, self._view(name, shape, like, self._elements(window)))
+
     def _new_layer(
-        self, number: int, size: tuple[int, int], held: tuple[Tensor, ...], column: Tensor
+        self, number: int, size: tuple[int, int], held: tuple[Tensor, ...], column: Tensor, window: int | None
     ) -> FixedShapeLayer:
         rows, room = size
         keys, values = (
             self._view(
                 f"{kind} {number}",
-                (rows, like.shape[1], room, like.shape[3]),
+                (rows, like.shape[1], min(room, window or room), like.shape[3]),
                 like,
-                self._most_area * like.shape[1] * like.shape[3],
+                self._elements(window) * like.shape[1] * like.shape[3],
             )
             for kind, like in zip(("keys", "values"), held, strict=True)
         )
-        return FixedShapeLayer(keys, values, column)
+        return FixedShapeLayer(keys, values, column, window)
+
+    def _elements(self, window: int | None) -> int:
+        """Return the rows times columns of the largest buffers of a window."""
+        return self._most_area if window is None else min(self._most_area, self._most_rows * window)
 
     def _of_columns(self, name: str, size: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a number for each row and column, and for the column after the last."""
@@ -409,11 +457,38 @@ class CudaGraphDecoder:
         return self._memory[name][: math.prod(shape)].view(shape)
 
 
+def _window_of(layer: Any) -> int | None:
+    """Return the tokens of the sliding window of a layer of a cache; None for whole rows."""
+    window: int | None = getattr(layer, "sliding_window", None)
+    return window
+
+
+def _held(layer: Any, chosen: Tensor, filled: int) -> tuple[Tensor, ...]:
+    """Return keys and values of some rows of a layer as a buffer holds them, each ``(rows, heads, any, D)``.
+
+    They are copies: the buffers may be those that the rows move to.
+    """
+    held = tuple(tensor[chosen, :, :filled] for tensor in (layer.keys, layer.values))
+    if type(layer) is DynamicSlidingWindowLayer and filled >= layer.sliding_window:
+        # The last tokens of a window, in their order and without the one that the next token would drop.
+        held = tuple(functional.pad(tensor, (0, 0, 1, 0)).roll(filled, 2) for tensor in held)
+    return held
+
+
 def can_run_fixed_shapes(model: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Return whether a model attends by sdpa, and every layer attends to all earlier tokens, by the mask alone."""
+    """Return whether a model attends by sdpa, and each layer to all earlier tokens or a window, by the mask alone."""
     if getattr(model.config.get_text_config(), "alibi", False):
         # Its biases come from a mask of two dimensions.
         return False
-    return (model.config._attn_implementation == "sdpa" or uses_varlen_attention(model)) and all(
-        isinstance(layer, PreallocatedLayer) and layer.is_initialized for layer in cache.layers
-    )
+    if not (model.config._attn_implementation == "sdpa" or uses_varlen_attention(model)):
+        return False
+    layers: list[Any] = cache.layers
+    kinds = PreallocatedLayer, DynamicSlidingWindowLayer
+    if not all(type(layer) in kinds and layer.is_initialized for layer in layers):
+        return False
+    windows = [_window_of(layer) for layer in layers]
+    if not any(windows):
+        return True
+    # The layers of chunked attention have a window in the cache alone. Masks by kinds are for models that transformers
+    # itself gives these.
+    return windows == windows_of(model) and (all(windows) or model._can_compile_fullgraph)

@@ -292,7 +292,9 @@ class TransformersGenerator:
         self._decoder.compute_with(tuple(tensor.data_ptr() for tensor in tensors))
         return self._decoder
 
-    def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, **pixels: Tensor) -> Tensor:
+    def _forward(
+        self, input_ids: Tensor, mask: Tensor | dict[str, Tensor], positions: Tensor, cache: Any, **pixels: Tensor
+    ) -> Tensor:
         """Return ``(rows, V)`` float32 logits after the last token."""
         optional = {"position_ids": positions, "logits_to_keep": 1}
         output = self._model(

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import FalconConfig, FalconForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import FalconConfig, FalconForCausalLM, Llama4ForCausalLM, Llama4TextConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from pipeline.config.plan import row_bucket
 from pipeline.experience.vision_rows import VisionRows
@@ -25,7 +26,7 @@ from pipeline.models.pass_size import release_memory
 from pipeline.rollout.generation import cuda_graphs
 from pipeline.rollout.generation.graph_capture import GraphCapture
 from pipeline.rollout.generation.interface import Sampling
-from pipeline.rollout.generation.kv_cache import PreallocatedLayer, preallocated_cache
+from pipeline.rollout.generation.kv_cache import preallocated_cache
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from tests.support import tiny, tiny_vision
 from tests.support.launches import Launches
@@ -71,7 +72,8 @@ class FakeGraph:
 
 
 def addresses_of(bucket: Any) -> list[int]:
-    tensors = [bucket.column, bucket.tokens, bucket.positions, bucket.mask, bucket.logits]
+    tensors = [bucket.column, bucket.tokens, bucket.positions, bucket.logits]
+    tensors += [tensor for ring in bucket.rings.values() for tensor in (ring.column, ring.mask)]
     tensors += [bucket.noise, bucket.sampled, bucket.log_probs, bucket.alive]
     for layer in bucket.layers:
         tensors += [layer.keys, layer.values, layer._column]
@@ -253,6 +255,34 @@ def test_a_batch_that_needs_more_memory_than_there_is_captures_anew() -> None:
     assert places == {decoder._memory["values 1"].data_ptr()}, "no bucket holds memory of its own"
 
 
+@pytest.mark.parametrize(("build", "window"), [(tiny.mistral, 80), (tiny.gemma3, 3)])
+def test_layers_that_slide_a_window_replay_graphs_over_no_more_columns_than_it_has(build: Any, window: int) -> None:
+    """Rows leave, rooms double, graphs are captured anew in larger memory."""
+    device, model = FakeDevice(), build(window=window)
+    engine = engine_on(device, model, FakeDevice())
+    wide = torch.randint(2, 20, (3, 7), generator=torch.Generator().manual_seed(7))
+    wide[0, :3] = tiny.PAD
+    for prompts, group_size, ends in ((wide, 1, (1, 2)), (PROMPTS, 4, ())):
+        sampling = dataclasses.replace(SAMPLING, eos_token_ids=ends)
+        assert_tokens_of_the_plain_loop(engine, prompts=prompts, sampling=sampling, group_size=group_size, model=model)
+    assert_tokens_of_the_plain_loop(engine, model=model)
+    captures = device.captures
+
+    assert_tokens_of_the_plain_loop(engine, model=model)
+
+    assert device.captures == captures > 2 and sum(graph.replays for graph in device.graphs) > 200
+    decoder = engine._decoder
+    assert decoder is not None
+    assert {room for _, room in decoder._buckets} == {64, 94}
+    for (rows, room), bucket in decoder._buckets.items():
+        windows = [window, *([None, window] if build is tiny.gemma3 else [window])]
+        assert [layer.keys.shape[2] for layer in bucket.layers] == [min(room, each or room) for each in windows]
+        assert [len(layer.keys) for layer in bucket.layers] == [rows] * len(windows)
+    # 16 rows of 94 columns are the largest area.
+    held = decoder._memory["keys 0"].numel() // math.prod(model.base_model.layers[0].self_attn.k_proj.weight.shape[:1])
+    assert held == 16 * min(window, 94)
+
+
 def test_memory_is_for_the_most_rows_and_the_largest_area_of_any_batch() -> None:
     device, model = FakeDevice(), tiny.llama()
     engine = engine_on(device, model)
@@ -372,9 +402,10 @@ def test_graphs_and_pool_end_with_their_engine_and_leave_those_of_another_alone(
     assert device.captures == captures
 
 
-def test_uninitialized_memory_reaches_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("build", [tiny.gpt2, tiny.gemma3])
+def test_uninitialized_memory_reaches_no_row(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
     """Memory for a batch holds NaN and the largest numbers first, then what the batch before it left there."""
-    engine = engine_on(FakeDevice(), tiny.gpt2(), FakeDevice())
+    engine = engine_on(FakeDevice(), build(), FakeDevice())
     to_the_end = Sampling(max_length=128, pad_token_id=tiny.PAD, eos_token_ids=(), seed=3)
     made = torch.empty
 
@@ -388,7 +419,7 @@ def test_uninitialized_memory_reaches_no_row(monkeypatch: pytest.MonkeyPatch) ->
     for rows in (3, 4, 3):
         prompts = PROMPTS.repeat(2, 1)[:rows]
         # 12 and 16 rows have 16 rows of memory; a position beyond the last one is an error.
-        assert_tokens_of_the_plain_loop(engine, prompts=prompts, sampling=to_the_end, model=tiny.gpt2())
+        assert_tokens_of_the_plain_loop(engine, prompts=prompts, sampling=to_the_end, model=build())
 
 
 def test_memory_after_a_release_is_for_the_batches_that_follow() -> None:
@@ -421,7 +452,7 @@ def test_a_step_that_fails_leaves_the_engine_whole() -> None:
 
 
 @torch.no_grad()
-def test_only_full_attention_by_sdpa_has_fixed_shapes() -> None:
+def test_only_whole_rows_and_windows_by_sdpa_have_fixed_shapes() -> None:
     model = tiny.llama()
     cache = preallocated_cache(model.config)
     assert not cuda_graphs.can_run_fixed_shapes(model, cache), "a cache without a prompt has no tensors yet"
@@ -431,15 +462,30 @@ def test_only_full_attention_by_sdpa_has_fixed_shapes() -> None:
     model.config._attn_implementation = "eager"
     assert not cuda_graphs.can_run_fixed_shapes(model, cache), "eager attention has no test of it"
 
-    torch.manual_seed(0)
-    windows = MistralForCausalLM(
-        MistralConfig(vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                      num_attention_heads=2, num_key_value_heads=2, sliding_window=3)
-    ).eval()  # fmt: skip
+    for windows in (tiny.mistral(), tiny.gemma3()):
+        cache = preallocated_cache(windows.config)
+        assert not cuda_graphs.can_run_fixed_shapes(windows, cache), "a cache without a prompt has no tensors yet"
+        windows(input_ids=PROMPTS, use_cache=True, **{cache_keyword(windows): cache})
+        assert cuda_graphs.can_run_fixed_shapes(windows, cache)
+        cache.layers[0].sliding_window = 3
+        assert not cuda_graphs.can_run_fixed_shapes(windows, cache), "a mask is of all layers that slide"
+
+    windows = tiny.gemma3()
     cache = preallocated_cache(windows.config)
-    assert not any(isinstance(layer, PreallocatedLayer) for layer in cache.layers), "a window drops old tokens"
     windows(input_ids=PROMPTS, use_cache=True, **{cache_keyword(windows): cache})
-    assert not cuda_graphs.can_run_fixed_shapes(windows, cache)
+    windows._can_compile_fullgraph = False
+    assert not cuda_graphs.can_run_fixed_shapes(windows, cache), "it may take no masks by kinds of layers"
+
+    torch.manual_seed(0)
+    chunks = Llama4ForCausalLM(
+        Llama4TextConfig(vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
+                         num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_local_experts=2,
+                         attention_chunk_size=3, pad_token_id=tiny.PAD)
+    ).eval()  # fmt: skip
+    cache = preallocated_cache(chunks.config)
+    chunks(input_ids=PROMPTS, use_cache=True, **{cache_keyword(chunks): cache})
+    assert any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    assert not cuda_graphs.can_run_fixed_shapes(chunks, cache), "a chunk does not slide"
 
     biased = FalconForCausalLM(
         FalconConfig(vocab_size=tiny.VOCABULARY_SIZE, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -663,13 +709,12 @@ def test_sampling_that_cannot_be_captured_leaves_the_graphs_of_the_model(caplog:
     assert device.captures == captures > 0
 
 
-def test_between_two_looks_a_token_is_two_replays_and_nothing_else() -> None:
+@pytest.mark.parametrize("build", [functools.partial(tiny.llama, num_hidden_layers=1), tiny.gemma3])
+def test_between_two_looks_a_token_is_two_replays_and_nothing_else(build: Any) -> None:
     """Launches of the host outside of graphs, by the settings of a usual rollout and with every filter."""
     usual = dataclasses.replace(SAMPLING, eos_token_ids=(62, 63), temperature=0.7)
     for sampling in (usual, dataclasses.replace(usual, top_k=9, top_p=0.9, min_p=0.01, stop_sequences=((62, 63),))):
-        inside, eager = (
-            engine_on(FakeDevice(), tiny.llama(num_hidden_layers=1), device) for device in (FakeDevice(), None)
-        )
+        inside, eager = (engine_on(FakeDevice(), build(), device) for device in (FakeDevice(), None))
 
         # A look is at the tokens 8, 16 and 24.
         nine, fifteen, twentyfive = (launches_outside(inside, sampling, tokens) for tokens in (9, 15, 25))

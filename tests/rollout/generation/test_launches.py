@@ -21,11 +21,13 @@ FEW_TOKENS = 3
 READS = "aten::_local_scalar_dense"
 
 
-def model() -> Qwen2ForCausalLM:
+def model(window: int | None = None) -> Qwen2ForCausalLM:
+    """A Qwen2; with a window its last layer slides it."""
     torch.manual_seed(0)
+    slides = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
     config = Qwen2Config(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
+        num_key_value_heads=2, max_position_embeddings=128, **slides,
     )  # fmt: skip
     return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
 
@@ -55,10 +57,12 @@ def of_a_step(loops: Mapping[str, Callable[[int], Any]]) -> dict[str, Counter[st
     return {name: found[f"{name} {FEW_TOKENS + 1}"] for name in loops}
 
 
-@pytest.mark.parametrize(("padded", "temperature"), [(False, 1.0), (True, 0.7)])
-def test_a_step_is_of_no_more_launches_than_one_of_transformers_generate(padded: bool, temperature: float) -> None:
+@pytest.mark.parametrize(("padded", "temperature", "window"), [(False, 1.0, None), (True, 0.7, None), (True, 0.7, 9)])
+def test_a_step_is_of_no_more_launches_than_one_of_transformers_generate(
+    padded: bool, temperature: float, window: int | None
+) -> None:
     """Both loops of the engine; that of fixed shapes is also what a CUDA graph replays."""
-    actor = model()
+    actor = model(window)
     ids = torch.randint(5, 60, (4, PROMPT_TOKENS))
     mask = torch.ones_like(ids)
     if padded:

@@ -25,9 +25,11 @@ from pipeline.rollout.generation import hf_generate
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.kv_cache import PreallocatedLayer
+from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.stops import parse_stop_token_ids, response_lengths
 from pipeline.rollout.generation.token_sampler import sample_tokens
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
+from tests.rollout.generation.test_engine_contract import SYMBOLS, tokenizer
 from tests.support import tiny, tiny_vision
 
 PROMPTS = torch.tensor([[0, 0, 5, 9], [7, 3, 11, 2], [0, 6, 6, 4]])
@@ -219,7 +221,11 @@ def test_a_token_is_written_where_there_is_room_and_nothing_is_copied() -> None:
     assert layer.keys.shape == (2, 2, 150, 4)
 
 
-@pytest.mark.parametrize("model", [tiny.llama(), tiny.gpt2()], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "model",
+    [tiny.llama(), tiny.gpt2(), tiny.mistral(window=7).double(), tiny.mistral(window=70).double(), tiny.gemma3()],
+    ids=["llama", "gpt2", "mistral", "mistral, a window above the first room", "gemma3"],
+)
 @pytest.mark.parametrize("stops", [(tiny.EOS,), tuple(range(1, 12))], ids=["some end", "most end"])
 def test_steps_of_fixed_shapes_give_the_tokens_of_the_others(model: Any, stops: tuple[int, ...]) -> None:
     """Over 90 tokens, so that the room for them grows; where most rows end, they leave at halves."""
@@ -232,6 +238,30 @@ def test_steps_of_fixed_shapes_give_the_tokens_of_the_others(model: Any, stops: 
     assert torch.equal(fixed.lengths, expected.lengths)
     assert fixed.log_probs is not None
     torch.testing.assert_close(fixed.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [2, 5, 11, 64])
+@pytest.mark.parametrize("build", [tiny.mistral, tiny.gemma3])
+def test_a_window_slides_over_prompts_and_responses_as_in_a_pass_over_the_whole_row(build: Any, window: int) -> None:
+    """Prompts shorter and longer than it, padded on the left; mini-batches, limits of rows and a stop string."""
+    model = build(window=window).double()
+    prompts = torch.randint(5, 20, (4, 12), generator=torch.Generator().manual_seed(1))
+    for row, padding in enumerate((0, 3, 8, 10)):
+        prompts[row, :padding] = tiny.PAD
+    mask = prompts != tiny.PAD
+    stops = StopStrings([SYMBOLS[7] + SYMBOLS[3][:1]], tokenizer())
+    settings = sampling(max_length=99, eos_token_ids=(), stop_strings=stops)
+    batches: dict[str, Any] = {"batch_rows": 6, "row_limits": [87, 80, 5, 61, 2, 87, 33, 9], "group_size": 2}
+    expected = TransformersGenerator(model, fixed_shapes=False).generate(prompts, mask, settings, **batches)
+
+    made = TransformersGenerator(model, fixed_shapes=True).generate(prompts, mask, settings, **batches)
+
+    assert torch.equal(made.sequences, expected.sequences) and torch.equal(made.lengths, expected.lengths)
+    assert int(made.lengths.max()) > 64 and made.log_probs is not None
+    with torch.no_grad():
+        whole = torch.cat([mask.repeat_interleave(2, dim=0), torch.arange(87) < made.lengths.unsqueeze(1)], dim=1)
+        passed = action_log_probs(model, made.sequences, whole, 87).float()
+    torch.testing.assert_close(made.log_probs, passed.masked_fill(~whole[:, 12:], 0), atol=1e-5, rtol=0)
 
 
 def test_in_steps_of_fixed_shapes_nothing_changes_its_place_but_when_room_or_rows_do() -> None:
