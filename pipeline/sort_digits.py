@@ -65,7 +65,7 @@ def sizes() -> ModelSizes:
         "model.norm.weight": (HIDDEN,),
         **{f"model.layers.{layer}.{name}.weight": shape for layer in range(LAYERS) for name, shape in matrices.items()},
     }
-    return ModelSizes(tensors, LAYERS, HIDDEN, INNER, 2 * HIDDEN, len(SYMBOLS))
+    return ModelSizes(tensors, LAYERS, HIDDEN, INNER, 2 * HIDDEN, len(SYMBOLS), HEADS)
 
 
 def with_paths(config: Config) -> Config:

@@ -35,6 +35,8 @@ _ROUTERS = (".gate.weight", ".router.weight", ".router.layer.weight")
 """Ends of the names of matrices that choose experts, no linear layers in the model."""
 _MOST_TOLD = 60
 """Characters of a value in a note."""
+_SLIDING = ("mistral", "mixtral", "phi3", "starcoder2")
+"""Types of models of which all layers slide the window of config.json, if it has one."""
 _LAYER_LISTS = ("layers", "h", "blocks", "block")
 
 VLLM_IMAGE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -49,8 +51,11 @@ class ModelSizes(NamedTuple):
         layers: Decoder layers.
         hidden: Width of the hidden states.
         inner: Width inside the MLP of a layer, of a mixture that of all experts of a token.
-        cached: Elements of keys and values that a cache holds a token and layer.
+        cached: Elements of keys and values that a cache holds a token and layer, or of the latent of both.
         vocabulary: Tokens of the vocabulary.
+        cached_heads: Heads of which these are, the most parts that cards hold of them.
+        sliding: Layers that slide a window.
+        window: Tokens of the window.
     """
 
     tensors: dict[str, tuple[int, ...]]
@@ -59,6 +64,13 @@ class ModelSizes(NamedTuple):
     inner: int
     cached: int
     vocabulary: int
+    cached_heads: int
+    sliding: int = 0
+    window: int = 0
+
+    def cached_of_row(self, tokens: int) -> int:
+        """Return the elements that a cache holds of a row, where layers that slide a window hold no more than it."""
+        return self.cached * ((self.layers - self.sliding) * tokens + self.sliding * min(self.window, tokens))
 
     @property
     def parameters(self) -> int:
@@ -159,13 +171,24 @@ def model_sizes(folder: Path, field: str) -> ModelSizes:
         hidden = _first(text, "hidden_size", "n_embd", "d_model")
         heads = _first(text, "num_attention_heads", "n_head")
         head_size = text.get("head_dim") or hidden // heads
+        cached_heads = text.get("num_key_value_heads") or heads
+        cached = 2 * cached_heads * head_size
+        if text.get("kv_lora_rank"):
+            cached, cached_heads = _first(text, "kv_lora_rank") + _first(text, "qk_rope_head_dim"), 1
+        tensors, layers = _tensors(folder, field), _first(text, "num_hidden_layers", "n_layer")
+        window = _first(text, "sliding_window") if text.get("sliding_window") else 0
+        # Where neither says which layers slide, all are counted with whole rows.
+        kinds = text.get("layer_types") or ["sliding_attention"] * (layers if text.get("model_type") in _SLIDING else 0)
         return ModelSizes(
-            _tensors(folder, field),
-            layers=_first(text, "num_hidden_layers", "n_layer"),
+            tensors,
+            layers=layers,
             hidden=hidden,
             inner=_inner(text, hidden),
-            cached=2 * (text.get("num_key_value_heads") or heads) * head_size,
+            cached=cached,
             vocabulary=_first(text, "vocab_size"),
+            cached_heads=cached_heads,
+            sliding=kinds[:layers].count("sliding_attention") if window else 0,
+            window=window,
         )
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{field}: {path} does not give the model's sizes: {error}") from error

@@ -299,8 +299,15 @@ def _largest(*models: ModelSizes | None) -> int:
 
 
 def cache_bytes(config: Config, models: Models, rows: int) -> int:
-    """Return the bytes of vLLM's key-value cache for rows of the greatest length, on each of a worker's cards."""
-    return math.ceil(rows * _cache_of_a_row(config, models) / config.rollout.tensor_parallel)
+    """Return the bytes of vLLM's key-value cache for rows of the greatest length, on each of a worker's cards.
+
+    Windows count as whole rows: it admits a row with room for the tokens of a step beside its window. Cards beyond the
+    heads have copies.
+    """
+    sizes = models.actor
+    elements = rows * config.lengths.row * sizes.layers * sizes.cached
+    parts = min(config.rollout.tensor_parallel, sizes.cached_heads)
+    return math.ceil(WEIGHT_BYTES[config.model.dtype] * elements / parts)
 
 
 def row_bucket(rows: int) -> int:
@@ -308,16 +315,10 @@ def row_bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= _ROW_STEP else -(-rows // _ROW_STEP) * _ROW_STEP
 
 
-def _cache_of_a_row(config: Config, models: Models) -> int:
-    sizes = models.actor
-    return WEIGHT_BYTES[config.model.dtype] * config.lengths.row * sizes.layers * sizes.cached
-
-
 def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
     width, sizes = WEIGHT_BYTES[config.model.dtype], models.actor
     adapters = _adapters(config, models)
     terms = {"actor": width * (models.actor.parameters + adapters)} if worker_holds_actor(config) else {}
-    a_row = _cache_of_a_row(config, models)
     ticket = config.prompts_per_ticket * config.group_size
     # A ticket of an evaluation is generated at once, too.
     held_out = prompts_per_ticket(config) * config.evaluation.num_generations if config.evaluation.files else 0
@@ -343,7 +344,7 @@ def _worker(config: Config, models: Models, *, on_cards: bool) -> Terms:
             terms["passes and graphs of the engine"] = _GRAPH_BYTES + sampled + _pass_bytes(sizes, width, _PASS_TOKENS)
     else:
         rows = row_bucket(rows) if on_cards else rows
-        terms["KV cache"] = rows * a_row
+        terms["KV cache"] = width * rows * sizes.cached_of_row(config.lengths.row)
         if on_cards:
             # In the memory of graphs. The first token, outside of these, takes what passes over rows take later.
             terms["logits of a step"] = 4 * _SAMPLED_LOGITS * rows * sizes.vocabulary

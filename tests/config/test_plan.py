@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models import tokenizer_file
 from pipeline.models.lora import adapt, adapter_of
+from pipeline.rollout.generation.interface import Sampling
+from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.generation.vllm import engine as vllm_engine
 from pipeline.supervisor.capacity.budgets import budgets_of
 from pipeline.supervisor.capacity.machine import Machine
@@ -303,6 +306,56 @@ def test_the_rows_of_a_worker_are_at_most_those_of_a_ticket(
     # Two layers with 32 elements a token, in float32; on a card the engine's tensors have a power of two of rows.
     assert on_cpu.worker["KV cache"] == rows * 10 * 2 * 32 * 4
     assert on_card.worker["KV cache"] == row_bucket(rows) * 10 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.mistral, tiny.gemma3, "deepseek_v3"])
+def test_the_cache_of_a_worker_is_that_of_the_engines_tensors(build: Any, tmp_path: Path) -> None:
+    """8 rows of 80 tokens, and windows of 4 and 5; the plan knows the files alone."""
+    model = build() if callable(build) else built(build, ATTENTION[build])
+    model.save_pretrained(tmp_path)
+    config = configured(tmp_path, rollout={"num_generations": 4, "batch_size": 2, "max_length": 80})
+    engine = TransformersGenerator(model, fixed_shapes=True)
+    prompts = torch.full((2, 9), 7)
+
+    engine.generate(
+        prompts, torch.ones_like(prompts), Sampling(max_length=80, pad_token_id=0, eos_token_ids=()), group_size=4
+    )
+
+    assert engine._decoder is not None
+    tensors = [held for name, held in engine._decoder._memory.items() if name.startswith(("keys", "values"))]
+    expected = needs(config, models_of(config), on_cards=True).worker["KV cache"]
+    assert sum(tensor.nbytes for tensor in tensors) == expected
+
+
+def test_layers_that_no_file_says_to_slide_count_with_whole_rows(tmp_path: Path) -> None:
+    """Files of earlier transformers have a window and no kinds of layers."""
+    tiny.gemma3().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    described = json.loads(path.read_text())
+    found = model_sizes(tmp_path, "model.actor")
+    assert (found.sliding, found.window, found.cached_of_row(80)) == (2, 5, 2 * 8 * (80 + 2 * 5))
+
+    path.write_text(json.dumps({name: value for name, value in described.items() if name != "layer_types"}))
+
+    assert model_sizes(tmp_path, "model.actor").cached_of_row(80) == 2 * 8 * 3 * 80
+
+
+@pytest.mark.parametrize(
+    ("options", "a_token"), [({"num_key_value_heads": 2}, 2 * 8), ({"kv_lora_rank": 16, "qk_rope_head_dim": 4}, 20)]
+)
+def test_cards_beyond_the_heads_of_a_cache_have_copies_of_it(
+    options: dict[str, int], a_token: int, folder: Path, tmp_path: Path
+) -> None:
+    """Four cards, and two heads of keys and values of 8 elements, or a latent of 20 for all heads."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    described = json.loads((folder / "config.json").read_text()) | {"num_attention_heads": 4, "head_dim": 8} | options
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = configured(tmp_path, rollout={"engine": "vllm", "max_length": 10, "tensor_parallel": 4})
+
+    found = needs(config, models_of(config), on_cards=True)
+
+    # Two layers in float32.
+    assert found.worker["KV cache"] == found.shard["KV cache"] == 10 * 2 * a_token * 4
 
 
 def test_the_rows_of_a_worker_are_those_of_an_evaluation_where_its_ticket_is_larger(folder: Path) -> None:
