@@ -219,10 +219,12 @@ class Connection:
         Returns:
             The batch; None if no batch is leased, the leased one is damaged, or the daemon drains.
         """
-        if self.session.next_lease is None:
+        if (lease := self.session.next_lease) is None:
             return None
-        lease, device = self.session.take(), torch.device(device)
+        device = torch.device(device)
         fetched = self._prefetcher.take(lease, device, padded=not ragged)
+        # Not before: a device that has no room for the batch may have it at the next call.
+        self.session.take()
         if fetched.content is None:
             self._prefetcher.discard()
             self.session.refuse(lease, fetched.damaged)
@@ -338,8 +340,8 @@ class Connection:
             actor: The policy's state dict, on any device, under Hugging Face's names. With `model.lora_rank`, of the
                 adapters alone, under those names or peft's (`get_peft_model_state_dict`).
             critic: The critic's state dict, with PPO.
-            training: The training state for `restore_training`, as the optimizer's moments; dropped with a warning if
-                shared memory has no room for it.
+            training: Tensors by name for `restore_training`, such as the optimizer's moments; dropped with a warning
+                if shared memory has no room for them.
             version: The version's number; None for the newest version's number plus 1.
             rollback: Whether these weights are older than the newest. All earlier leases are then void; on several
                 ranks each other rank calls `start_over` next.
@@ -358,6 +360,7 @@ class Connection:
                 not new. Nothing is published then, and the next publish is not affected.
         """
         _refuse_models(actor=actor, critic=critic)
+        _refuse_training({} if training is None else training)
         actor = without_peft_names(actor)
         self._check(actor, critic)
         if version is None:
@@ -439,3 +442,12 @@ def _refuse_models(**given: object) -> None:
         if value is not None and not isinstance(value, Mapping):
             kind = type(value).__name__
             raise WeightsError(f"nothing is published: {name} is a {kind}, publish its state dict: {name}.state_dict()")
+
+
+def _refuse_training(training: object) -> None:
+    if not isinstance(training, Mapping):
+        raise WeightsError(f"nothing is published: training has tensors by name, and is a {type(training).__name__}")
+    for name, value in training.items():
+        if not (isinstance(name, str) and isinstance(value, torch.Tensor)):
+            kind = type(value).__name__
+            raise WeightsError(f"nothing is published: training has tensors by name, and {name!r} is a {kind}")

@@ -1,6 +1,7 @@
 """The trainer's connection against a real buffer on a real arena, all in this process."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -211,6 +212,37 @@ def test_a_training_state_of_other_names_is_refused_and_an_empty_one_is_none(hou
     assert connection.restore_training(published, found) and found["m"].tolist() == [2.0] * 3
     with pytest.raises(WeightsError, match="the training state has other names than the one published first: v"):
         connection.publish(actor=weights, training={**moment, "v": torch.ones(3)})
+
+
+@pytest.mark.parametrize("training", [{"state": {0: {}}}, {0: torch.ones(3)}, {"step": 3}, [torch.ones(3)]])
+def test_a_training_state_that_is_no_tensors_by_name_is_refused_and_costs_no_version(house, training):
+    """As an optimizer's state dict: its numbers were written for names, and no later trainer could read any version."""
+    connection = house.connect()
+    connection.publish(actor={"weight": torch.ones(2)})
+
+    with pytest.raises(WeightsError, match="nothing is published: training has tensors by name"):
+        connection.publish(actor={"weight": torch.zeros(2)}, training=training)
+
+    assert connection.newest().version == 1
+    successor = house.connect()
+    assert successor.publish(actor={"weight": torch.zeros(2)}, training={"moment": torch.ones(3)}).version == 2
+    assert successor.restore_training(successor.newest(), {"moment": torch.zeros(3)})
+
+
+def test_a_batch_that_a_device_has_no_room_for_is_the_next_one_again(house, monkeypatch):
+    """Its lease was given up: the version after the next batch would have counted its rows as trained."""
+    connection = house.connect()
+    connection.session.await_buffer(10.0)
+    for _ in range(3):
+        house.turn()
+        connection.receive(0.0)
+    gathering = connection._prefetcher.take
+    monkeypatch.setattr(connection._prefetcher, "take", mock.Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        connection.poll()
+    monkeypatch.setattr(connection._prefetcher, "take", gathering)
+
+    assert connection.poll().lease == 0
 
 
 def test_closing_hands_back_what_was_not_trained(house):
