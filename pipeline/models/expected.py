@@ -103,8 +103,7 @@ def nonfinite(model: str, given: Mapping[str, Tensor]) -> list[str]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # A tensor of another type, such as a distributed one, may have parts on other processes.
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.is_floating_point() or not tensor.numel():
         return True
     return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
@@ -120,7 +119,14 @@ def _wrapper(extra: Sequence[str], expected: Mapping[str, Tensor]) -> str:
 
 
 def _kind(name: str, given: Any, expected: Tensor) -> str:
-    return "" if isinstance(given, Tensor) else f"{name} is a {type(given).__name__}, not a tensor"
+    if not isinstance(given, Tensor):
+        return f"{name} is a {type(given).__name__}, not a tensor"
+    if type(given) not in (Tensor, nn.Parameter):
+        # As of FSDP2: parts of it are on other processes.
+        return f"{name} is a {type(given).__name__}, not a whole tensor: publish its full_tensor(), taken on all ranks"
+    if given.is_meta or given.layout != torch.strided:
+        return f"{name} has no values of its own: it is {given.layout} on the device {given.device}"
+    return ""
 
 
 def _shape(name: str, given: Tensor, expected: Tensor) -> str:

@@ -5,6 +5,8 @@ import math
 import msgspec
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.tensor import distribute_tensor
 
 from pipeline.config.schema import Config
 from pipeline.errors import UnreachableError, WeightsError
@@ -81,6 +83,31 @@ def test_weights_that_are_no_numbers_are_refused_and_named(tmp_path, house, valu
         connection.publish(actor=diverged)
 
     assert connection.publish(actor=state).version == 1
+
+
+@pytest.mark.parametrize("kind", ["DTensor", "meta", "sparse"])
+def test_weights_that_are_not_whole_here_are_refused_and_cost_no_version(tmp_path, house, kind):
+    """As a state dict of FSDP2: names that seem tied were left out, and a new file took the place of the published."""
+    state = prepare(tmp_path).state_dict()
+    connection = house.connect(check=PublishCheck(tmp_path))
+    first = connection.publish(actor=state)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        made = {
+            "DTensor": lambda tensor: distribute_tensor(tensor, mesh),
+            "meta": lambda tensor: tensor.to("meta"),
+            "sparse": lambda tensor: tensor.to_sparse(),
+        }[kind]
+
+        with pytest.raises(WeightsError, match=r"full_tensor\(\), taken on all|it is torch\.\w+ on the device"):
+            house.connect(check=PublishCheck(tmp_path)).publish(
+                actor={name: made(tensor) for name, tensor in state.items()}
+            )
+    finally:
+        distributed.destroy_process_group()
+
+    assert connection.newest() == first
 
 
 def test_a_model_in_place_of_its_weights_is_told_the_right_call(tmp_path, house):
