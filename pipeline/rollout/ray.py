@@ -21,7 +21,7 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +40,7 @@ from pipeline.rollout.node_watch import WATCHERS, NodeWatch
 from pipeline.rollout.process import may_quote_texts
 from pipeline.rollout.remote import CallResult, Loaded, NodeStatus, RolloutNode, WorkerSpec
 from pipeline.rollout.roller import Rolled
+from pipeline.runtime import run_inputs
 from pipeline.runtime.ray_cluster import NoRoomError, as_error_of_start, await_room, begin_actor, join, one_line
 from pipeline.runtime.role import ClusterNode, Report, RoleContext
 from pipeline.storage.weights_header import WeightsVersion
@@ -93,6 +94,7 @@ class RemoteStream:
             context: The gateway's; its heartbeat follows the actor's.
             metrics: The gateway's; the actor's work is counted there.
         """
+        self._config = config
         self._context = context
         self._metrics = metrics
         self._weights_path = context.folder / "weights"
@@ -123,8 +125,9 @@ class RemoteStream:
         """Wait until the actor is placed on a machine and the models are loaded.
 
         Raises:
-            ConfigError: If the models cannot be loaded, at the first start of this worker.
-            RlhfdError: If they cannot be loaded at a later start, or the machine is lost.
+            ConfigError: If the models cannot be loaded, or other files are there than here, at the first start of this
+                worker.
+            RlhfdError: If they cannot be loaded, or are others, at a later start, or the machine is lost.
         """
         answered = self._actor.status.remote(logging.getLogger().level, 0.0)
         await_room(answered, self._context, f"gpus={self._gpus:g} cpus={self._cpus:g}")
@@ -137,8 +140,19 @@ class RemoteStream:
         except ConfigError as error:
             raise as_error_of_start(error, self._context) from None
         self._machine, self.tickets_ahead = loaded.machine, loaded.tickets_ahead
+        self._compare(loaded.inputs)
         log.info("rolls out in the cluster: machine=%s actor_pid=%d gpus=%g", loaded.machine, loaded.pid, self._gpus)
         self._context.report(Report(placed_on=self._node()))
+
+    def _compare(self, inputs: Mapping[str, str]) -> None:
+        if not (unlike := run_inputs.unlike_here(self._config, inputs)):
+            return
+        told = f"on {self._machine}: other files than on the daemon's machine: {', '.join(unlike)}"
+        error = as_error_of_start(ConfigError(told), self._context)
+        # Prompts or code that are being changed under way end no run.
+        if isinstance(error, ConfigError) or any(map(run_inputs.is_fixed, unlike)):
+            raise error
+        log.warning("%s", error)
 
     @property
     def has_room(self) -> bool:

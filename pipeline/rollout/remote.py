@@ -34,6 +34,7 @@ from pipeline.rollout.loader import load_roller
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.rollout.ticket_stream import EngineStream, new_stream
 from pipeline.runtime.actor_start import ActorSpec, enter
+from pipeline.runtime.run_inputs import inputs_to_compare
 from pipeline.telemetry.carried_records import CarriedRecords
 from pipeline.telemetry.metric import OTHER
 
@@ -105,11 +106,13 @@ class Loaded:
         machine: Its machine's name.
         pid: Its process.
         tickets_ahead: Tickets that keep its engine full.
+        inputs: The digests of the files that it reads (`pipeline.runtime.run_inputs`).
     """
 
     machine: str
     pid: int
     tickets_ahead: int
+    inputs: dict[str, str]
 
 
 class NodeClock:
@@ -314,7 +317,7 @@ class RolloutNode:
         except ConfigError as error:
             raise ConfigError(f"on {machine}: {error}", bare=f"on {machine}: {error.bare}") from error
         self._stream = new_stream(roller, config, self._telemetry)
-        return Loaded(machine, os.getpid(), self._stream.tickets_ahead)
+        return Loaded(machine, os.getpid(), self._stream.tickets_ahead, inputs_to_compare(config))
 
 
 def _hang_record(silent_s: float) -> logging.LogRecord:

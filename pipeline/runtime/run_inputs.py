@@ -1,4 +1,4 @@
-"""Digests of the files that a run reads: a resume knows whether they are still those that it began with.
+"""Digests of the files that a run reads: whether they are still those that it began with, and the same on all machines.
 
     runs/NAME/inputs.json    digest of each input by the key that names it, sealed (`pipeline.storage.sealed_json`)
 
@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,7 +139,7 @@ def check(config: Config) -> None:
         log.warning("nothing tells whether the run's files are still those that it began with: %s", error)
         return
     changed = [name for name in now if name in before and before[name] != now[name]]
-    if fixed := [name for name in changed if name.startswith(_FIXED)]:
+    if fixed := [name for name in changed if is_fixed(name)]:
         raise ConfigError(_refusal(config, fixed, path))
     for name in changed:
         log.warning("changed since the run's last start: %s (`rlhfd start --fresh` starts anew)", name)
@@ -153,6 +153,29 @@ def note(config: Config) -> None:
         write_whole(path, sealed_json.encode(RunInputs(digests)), path.with_name(".inputs.new"))
     except OSError as error:
         log.warning("the run's inputs are not noted, a later change of them is not noticed: %s", error)
+
+
+def inputs_to_compare(config: Config) -> dict[str, str]:
+    """Return `inputs_of`; empty, with a warning, where a file cannot be read."""
+    try:
+        return inputs_of(config)
+    except OSError as error:
+        log.warning("nothing tells whether files are the same on all machines: %s", error)
+        return {}
+
+
+def unlike_here(config: Config, there: Mapping[str, str]) -> list[str]:
+    """Return the names of the inputs of another machine that are not as on this one, where the run was started."""
+    noted = _read(run_dir(config) / FILE_NAME)
+    unlike = [name for name in there if noted.get(name) != there[name]]
+    # What was changed on all machines since the start is as it is here now.
+    here = inputs_to_compare(config) if unlike else {}
+    return [name for name in unlike if here.get(name, there[name]) != there[name]]
+
+
+def is_fixed(name: str) -> bool:
+    """Return whether the input of this name is the same from start to start of a run."""
+    return name.startswith(_FIXED)
 
 
 def changed_since_start(config: Config) -> list[str]:

@@ -257,10 +257,14 @@ def test_a_host_with_another_reference_ends_the_start_with_one_line(tmp_path, ta
 
 @pytest.mark.variant
 @pytest.mark.needs("ip")
-@pytest.mark.parametrize("wrong", ["no model", "another release"])
+@pytest.mark.parametrize("wrong", ["no model", "another release", "other prompts"])
 def test_a_host_that_cannot_roll_out_ends_the_start_with_one_line(tmp_path, task, wrong):
     there = tmp_path / "there"
-    if wrong == "no model":
+    if wrong == "other prompts":
+        place = task / "prompts.jsonl"
+        there.write_text(place.read_text()[::-1].replace("9", "8", 1)[::-1])
+        told = f"other files than on the daemon's machine: prompts {place}"
+    elif wrong == "no model":
         there.mkdir()
         place, told = task, f"model.actor: no such directory: {task / 'model'}"
     else:

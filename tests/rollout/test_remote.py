@@ -1,10 +1,12 @@
 """A worker's models on another machine: the same rollouts, and the events to count come with the results."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
 import os
 import pickle
+import shutil
 import sys
 import threading
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from pipeline.config import user_modules
+from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, RewardError, RlhfdError, WeightsError, WeightsMismatchError
 from pipeline.models.loading import load_actor, load_tokenizer
@@ -21,6 +24,7 @@ from pipeline.models.weights.copies import WeightsCopy
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import CallResult, NodeStatus, NodeTelemetry, RolloutNode, WorkerSpec
+from pipeline.runtime import run_inputs
 from pipeline.telemetry.metric import OTHER
 from tests.support.daemon import wait_until
 from tests.support.told import events_of
@@ -545,3 +549,40 @@ def test_a_result_that_the_cluster_has_lost_ends_the_worker_with_the_reason(answ
     # Its weights are sent again.
     with pytest.raises(rays._LostError):
         answered(fetch=[lost])._call("fetch", "reference")
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize("changed", ["prompts", "reference", "nothing", "prompts everywhere"])
+def test_a_machine_with_other_files_is_refused_or_told_of_and_one_with_the_files_of_now_is_not(
+    tmp_path, task, answered, caplog, generation, changed
+):
+    """The probe of a version has the first prompt and the actor alone."""
+    stream = answered()
+    reference, prompts = tmp_path / "reference", tmp_path / "prompts.jsonl"
+    shutil.copytree(task / "model", reference)
+    shutil.copy(task / "prompts.jsonl", prompts)
+    config = Config.model_validate(
+        {
+            "model": {"actor": str(task / "model"), "reference": str(reference)},
+            "prompts": {"path": str(prompts)},
+            "daemon": {"state_dir": str(tmp_path / "state"), "run_name": "run"},
+            "rewards": ["pipeline.sort_digits:exact_answer"],
+        }
+    )
+    run_dir(config).mkdir(parents=True)
+    run_inputs.note(config)
+    stream._config, stream._context.generation = config, generation
+    there = run_inputs.inputs_of(config)
+    if changed == "prompts everywhere":
+        prompts.write_text(prompts.read_text()[:-30])
+        there = run_inputs.inputs_of(config)
+    else:
+        there |= {name: "other" for name in there if changed in name}
+    is_refused = changed == "reference" or (changed == "prompts" and generation == 1)
+    told = f"on gpu-3: other files than on the daemon's machine: {'model.' if changed == 'reference' else ''}{changed}"
+
+    with pytest.raises(RlhfdError, match=told) if is_refused else contextlib.nullcontext() as refused:
+        stream._compare(there)
+
+    assert not is_refused or isinstance(refused.value, ConfigError) is (generation == 1)
+    assert any(told in line for line in caplog.messages) is (changed == "prompts" and generation == 2)
