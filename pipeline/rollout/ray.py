@@ -112,6 +112,7 @@ class RemoteStream:
         self._cpus, self._gpus = float(config.rollout.threads), config.cluster.worker_gpus
         spec = WorkerSpec(
             config=config.model_dump_json(),
+            generation=context.generation,
             texts=may_quote_texts(config, context),
             log_texts=config.daemon.log_texts,
         )

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import logging
 import os
+from pathlib import Path
 from typing import Final
+
+import xxhash
 
 from pipeline.config import user_modules
 from pipeline.config.schema import Config
@@ -18,6 +22,8 @@ _ENVIRONMENT: Final = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActorSpec:
@@ -28,12 +34,24 @@ class ActorSpec:
         working_directory: Folder of the daemon's start; entered if it exists on the actor's machine too.
         modules: Folder of the configuration file, searched first for modules of the user's.
         release: Version of this package on the daemon's machine.
+        code: Digest of its files there: checkouts of one release differ.
+        generation: Number of this start of the role: other code ends the first one alone, files may change under way.
     """
 
     config: str
+    generation: int
     working_directory: str = dataclasses.field(default_factory=os.getcwd)
     modules: str = dataclasses.field(default_factory=lambda: os.environ.get(user_modules.FOLDER_VARIABLE, ""))
     release: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("rlhfd"))
+    code: str = dataclasses.field(default_factory=lambda: _code())
+
+
+def _code() -> str:
+    """Return a digest of the files of this package."""
+    digest, folder = xxhash.xxh3_64(), Path(user_modules.__file__).parents[1]
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def enter(spec: ActorSpec) -> Config:
@@ -43,12 +61,17 @@ def enter(spec: ActorSpec) -> Config:
         The configuration.
 
     Raises:
-        ConfigError: If another release is installed here.
+        ConfigError: If another release is installed here, or at the first start other code of the same one.
     """
     release = importlib.metadata.version("rlhfd")
     # Before the configuration is read, which may have keys that this release does not know.
     if release != spec.release:
         raise ConfigError(f"rlhfd {release} is installed, on the daemon's machine {spec.release}")
+    if (code := _code()) != spec.code:
+        other = f"the code of rlhfd is another one ({code}) than on the daemon's machine ({spec.code}): take one commit"
+        if spec.generation <= 1:
+            raise ConfigError(other)
+        log.warning("%s", other)
     os.environ.update(_ENVIRONMENT)
     if os.path.isdir(spec.working_directory):
         # Modules of the user's are searched in the folder of the start, which is this process's.

@@ -56,14 +56,12 @@ class RankSpec(ActorSpec):
 
     Attributes:
         rank: Its rank.
-        generation: The generation of the ranks.
         meeting: The place where the ranks meet.
         slots: The slots of the instance's metrics.
         started_s: Time since the start of the gateway.
     """
 
     rank: int
-    generation: int
     meeting: Meeting
     slots: Sequence[SlotName]
     started_s: float

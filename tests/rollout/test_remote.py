@@ -43,8 +43,8 @@ def node_of(tmp_path, monkeypatch):
     level, threads, made = logging.getLogger().level, torch.get_num_threads(), []
 
     def node(settings, **spec):
-        given = {"config": settings.model_dump_json(), "working_directory": str(tmp_path), "texts": True, **spec}
-        made.append(RolloutNode(WorkerSpec(**given)))
+        given = {"config": settings.model_dump_json(), "working_directory": str(tmp_path), "texts": True}
+        made.append(RolloutNode(WorkerSpec(**{**given, "generation": 1, **spec})))
         return made[-1]
 
     yield node

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import sys
 
 import pytest
@@ -30,7 +31,7 @@ def started(tmp_path, monkeypatch):
 
 def arrived(**changes):
     """A specification made in this process, as it arrives in another one."""
-    return pickle.loads(pickle.dumps(ActorSpec(config=CONFIG.model_dump_json(), **changes)))
+    return pickle.loads(pickle.dumps(ActorSpec(config=CONFIG.model_dump_json(), **{"generation": 1, **changes})))
 
 
 def test_an_actor_enters_the_folder_the_search_path_and_the_settings_of_the_daemon(tmp_path, started, monkeypatch):
@@ -55,7 +56,18 @@ def test_a_folder_of_the_start_that_this_machine_lacks_is_not_entered(tmp_path, 
 
 
 def test_another_release_is_refused_before_it_reads_keys_that_it_may_not_know(started):
-    spec = ActorSpec(config='{"a_key": "of tomorrow"}', release="0.0.7")
+    spec = ActorSpec(config='{"a_key": "of tomorrow"}', release="0.0.7", generation=1)
 
     with pytest.raises(ConfigError, match=r"^rlhfd \S+ is installed, on the daemon's machine 0\.0\.7$"):
         enter(spec)
+
+
+def test_other_code_of_the_same_release_ends_the_first_start_and_is_told_later(started, caplog):
+    """As of a checkout that one machine has not pulled: all of them are the same release."""
+    told = r"^the code of rlhfd is another one \(\w{16}\) than on the daemon's machine \(of another commit\)"
+
+    with pytest.raises(ConfigError, match=told):
+        enter(arrived(code="of another commit"))
+
+    assert enter(arrived(code="of another commit", generation=2)) == CONFIG
+    assert re.match(told, caplog.messages[0])
