@@ -27,6 +27,7 @@ _ANSWER_BYTES = 16 << 20
 _CLIENT_TIMEOUT_S = 5.0
 _ARRIVED_TIMEOUT_S = 0.1
 _CLIENTS = 16
+_TOO_MANY = "too many clients"
 _RETRY_S = 0.02
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -68,7 +69,7 @@ async def serve_control(path: Path, handler: Handler) -> asyncio.AbstractServer:
         nonlocal clients
         clients += 1
         try:
-            if refusal := "too many clients" if clients > _CLIENTS else _refusal(writer):
+            if refusal := _TOO_MANY if clients > _CLIENTS else _refusal(writer):
                 await _send(writer, {"error": refusal})
             else:
                 await _serve_client(reader, writer, handler)
@@ -171,7 +172,7 @@ def request(record: InstanceRecord, command: str, timeout_s: float, **fields: An
 
     Raises:
         StoppedError: If a signal has stopped it.
-        UnreachableError: If it does not answer in time, or not with one JSON line.
+        UnreachableError: If it does not answer in time, or not with one JSON line, or has too many clients.
         RlhfdError: If it answers with an error.
     """
     refuse_stopped(record.pid)
@@ -197,7 +198,7 @@ def request(record: InstanceRecord, command: str, timeout_s: float, **fields: An
     except UNREADABLE as error:
         raise UnreachableError(f"pid {record.pid} answers with no JSON line: {error}") from error
     if "error" in answer:
-        raise RlhfdError(str(answer["error"]))
+        raise (UnreachableError if answer["error"] == _TOO_MANY else RlhfdError)(str(answer["error"]))
     return answer
 
 
