@@ -12,7 +12,7 @@ from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pipeline.config.types import AnyPath, AutoOrBool, Bytes, LoraTargets, Source
+from pipeline.config.types import AnyPath, AutoOrBool, Bytes, ClusterAddress, LoraTargets, Source
 from pipeline.config.user_modules import missing_package
 
 LIVE: Final[JsonDict] = {"x-reload": "live"}
@@ -148,7 +148,7 @@ class ClusterConfig(Section):
 
     engine: Literal["local", "ray"] = "local"
     """Models in the workers' own processes (local), or in actors on any machine of a Ray cluster (ray)."""
-    address: str = Field(default="auto", min_length=1)
+    address: ClusterAddress = "auto"
     """Ray cluster: host:port of its head, or auto for the cluster that this machine is part of."""
     worker_gpus: float = Field(default=1.0, ge=0, le=1)
     """Share of a GPU per actor; 0: actors on CPUs."""

@@ -19,6 +19,7 @@ BUILTINS = ("builtin:sort-digits",)
 _BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BYTES_TEXT = re.compile(r"([0-9]+)\s*([KMGT]iB|B)")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_ADDRESS = re.compile("(auto|[^/]+:[0-9]+)")
 _ENGINE = re.compile(rf"(transformers|vllm|{FUNCTION.pattern})")
 
 
@@ -110,6 +111,12 @@ def _check_engine(value: str) -> str:
     return value
 
 
+def _check_address(value: str) -> str:
+    if _ADDRESS.fullmatch(value) is None:
+        raise PydanticCustomError("address", 'must be host:port of the head of a Ray cluster, or "auto"')
+    return value
+
+
 def _check_url(value: str) -> str:
     try:
         parts = urlsplit(value)
@@ -156,6 +163,10 @@ AnyPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
 Source = Annotated[str, AfterValidator(_check_source)]
 
 Url = Annotated[str, AfterValidator(_check_url), Field(json_schema_extra={"pattern": "^https?://[^/@]+([/?].*)?$"})]
+
+ClusterAddress = Annotated[
+    str, AfterValidator(_check_address), Field(json_schema_extra={"pattern": f"^{_ADDRESS.pattern}$"})
+]
 
 EngineName = Annotated[
     str, AfterValidator(_check_engine), Field(json_schema_extra={"pattern": f"^(auto|{_ENGINE.pattern})$"})

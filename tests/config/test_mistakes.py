@@ -96,6 +96,10 @@ MISTAKES = [
         "2:16: trainer.mini_batches: must divide the 256 rows of a step, got 3: updates would be of unequal size",
     ),
     # Unknown keys and sections, at the key.
+    (
+        '[cluster]\naddress = "ray://head:10001"',
+        '2:11: cluster.address: must be host:port of the head of a Ray cluster, or "auto", got "ray://head:10001"',
+    ),
     ("[trainer]\nppo_epochs = 2", "2:1: unknown key trainer.ppo_epochs, did you mean epochs?"),
     (
         "[trainer]\nkl_target = 6",
