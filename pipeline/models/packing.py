@@ -45,8 +45,9 @@ The first rows differ in the number of each token too: attention that weighs all
 """
 
 _scored_end_to_end: WeakSet[nn.Module] = WeakSet()
-_isolates_rows: WeakKeyDictionary[nn.Module, dict[bool, bool]] = WeakKeyDictionary()
-"""Of each model that was tested, by whether it used a kernel of `pipeline.models.varlen_attention`."""
+_isolates_rows: WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], bool]] = WeakKeyDictionary()
+"""Of each model that was tested, by whether it used a kernel of `pipeline.models.varlen_attention`, and whether its
+positions had three axes: of these, some models make no block mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class PackedRows:
     def check(self, model: nn.Module, field: str) -> None:
         """Refuse a model in which packed rows change each other, by the outputs in a field, with a FieldError."""
         check_rows(model, torch.tensor(self.row_lengths))
-        _check_isolation(model, field, self.input_ids.device)
+        _check_isolation(model, field, self.input_ids.device, three_axes=self.position_ids.dim() == 3)
 
     def keywords(self, model: object) -> dict[str, Any]:
         """Return a model's keywords besides the ids; transformers passes the last ones to its attention."""
@@ -154,7 +155,8 @@ def prepare_packing(
         return False
 
     def check(backbone: nn.Module) -> None:
-        _check_isolation(backbone, "last_hidden_state", device)
+        three_axes = vision_backbone(backbone) is not None
+        _check_isolation(backbone, "last_hidden_state", device, three_axes=three_axes)
 
     for model in models:
         if (problem := problem_of_attention(model, check, needs_kernel=wanted is None, inside=inside)) is not None:
@@ -366,16 +368,17 @@ def packed_states(backbone: Any, rows: PackedRows | SharedRows) -> Tensor:
 
 @without_cudnn_attention()
 @torch.no_grad()
-def _check_isolation(model: nn.Module, field: str, device: torch.device) -> None:
+def _check_isolation(model: nn.Module, field: str, device: torch.device, *, three_axes: bool) -> None:
     """Refuse a model in which the second of two packed rows depends on the first."""
     tested = _isolates_rows.setdefault(model, {})
-    if (by_kernel := uses_varlen_attention(model)) not in tested:
+    if (way := (uses_varlen_attention(model), three_axes)) not in tested:
 
         def second_row(first: tuple[int, ...]) -> Tensor:
             ids = torch.tensor([[*first, *_SECOND]], device=device)
             lengths = [len(first), len(_SECOND)]
             starts = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
             positions = torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0)
+            positions = positions.expand(3, 1, -1) if three_axes else positions
             rows = PackedRows(ids, positions, starts, max(lengths), lengths, ids.new_empty(0))
             # The same random state, so the same dropout, in both calls.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -384,6 +387,6 @@ def _check_isolation(model: nn.Module, field: str, device: torch.device) -> None
             return outputs[0, lengths[0] :].float()
 
         one, other = map(second_row, _FIRSTS)
-        tested[by_kernel] = torch.allclose(one, other, rtol=1e-4, atol=1e-4)
-    if not tested[by_kernel]:
+        tested[way] = torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+    if not tested[way]:
         raise FieldError(f"{type(model).__name__} lets a packed row attend to the row before it; use a padded batch")

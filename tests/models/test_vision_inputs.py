@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
+from pipeline.experience.batching import make_experience_batch
+from pipeline.experience.types import BufferItem
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.critic import Critic
 from pipeline.models.loading import load_actor, load_critic, sees_images
 from pipeline.models.log_probs import action_log_probs, action_values
-from pipeline.models.packing import prepare_packing
+from pipeline.models.packing import packed_action_log_probs, prepare_packing
 from pipeline.models.shared_prefix import prepare_shared_prefix
 from pipeline.models.vision_inputs import vision_inputs
 from pipeline.rollout.generation.interface import Sampling
@@ -107,6 +109,23 @@ def test_packed_rows_do_not_see_the_images_of_others() -> None:
     torch.testing.assert_close(swapped, torch.stack([second, first]), atol=1e-5, rtol=0)
     with pytest.raises(ConfigError, match=r"^k: a Qwen2VL\w+ cannot share prompts: only a model of text alone can$"):
         prepare_shared_prefix([model], torch.device("cpu"), True, key="k")
+
+
+def test_a_model_that_makes_no_block_mask_of_three_axes_is_refused() -> None:
+    """Of positions in one axis alone, those of text, Qwen3-VL's own attention makes it."""
+    model = tiny_vision.relative("qwen3_vl")
+    model.set_attn_implementation("eager")
+
+    with pytest.raises(ConfigError, match="Qwen3VLModel lets a packed row attend to the row before it"):
+        prepare_packing([model], torch.device("cpu"), True)
+
+    items = [BufferItem(torch.tensor(row), action_mask=torch.tensor([True])) for row in ([7, 8, 9], [9, 7])]
+    with torch.no_grad():
+        found = packed_action_log_probs(model, make_experience_batch(items, packing_samples=True))
+        expected = [
+            model(input_ids=item.sequences[None]).logits[0, -2].log_softmax(-1)[item.sequences[-1]] for item in items
+        ]
+    torch.testing.assert_close(torch.cat(found), torch.stack(expected), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("qwen2_vl", MIXED), ("qwen2_5_vl", MIXED), ("qwen3_vl", MIXED[:3])])
