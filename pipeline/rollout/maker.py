@@ -296,7 +296,9 @@ class NaiveExperienceMaker(ExperienceMaker):
             seeds=self._seeds,
         )
         input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
-        prompts = [ids[mask != 0] for ids, mask in zip(input_ids, attention_mask, strict=True)]
+        real = attention_mask != 0
+        self._check_tokens(input_ids[real], real.sum(dim=1).numpy())
+        prompts = [ids[mask] for ids, mask in zip(input_ids, real, strict=True)]
         batch = self.begin(prompts, input_ids.shape[1], sampling, gt_answer, columns=columns, vision=vision)
         # Passed only if there are images: an engine for text alone need not take the argument.
         images = {"vision": batch.vision} if batch.vision is not None and batch.vision.tensors_exist else {}
@@ -380,8 +382,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             FieldError: As `make_experience`.
             RewardError: As `make_experience`.
         """
-        if is_transformers_model(self.actor):
-            check_tokens(rows, self.actor.config.get_text_config().vocab_size)
+        self._check_tokens(rows.tokens, rows.totals)
         temperature, kept = batch.sampling.temperature, None
         with eval_mode(self.actor, self.critic, self.reward_model, self.initial_model):
             scores = self.scores(batch, rows)
@@ -419,6 +420,10 @@ class NaiveExperienceMaker(ExperienceMaker):
             info=info,
             vision=None if rows.vision is None else rows.vision.fields(),
         )
+
+    def _check_tokens(self, tokens: Tensor, lengths: Index) -> None:
+        if is_transformers_model(self.actor):
+            check_tokens(tokens, lengths, self.actor.config.get_text_config().vocab_size)
 
     def _log_probs(self, rows: Rows, temperature: float) -> Tensor | None:
         """Return the log-probs of the policy that sampled, ``(N,)``; None if the trainer computes them."""

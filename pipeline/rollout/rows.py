@@ -156,11 +156,9 @@ class Rows:
         mask.view(-1)[places] = 1
         return ids, mask
 
-    def row_of(self, place: int, *, of_tokens: bool = False) -> tuple[int, int]:
-        """Return the row of a place in columns ``(N,)`` or, `of_tokens`, ``(T,)``, and the number within the row."""
-        starts = self.starts if of_tokens else starts_of(self.lengths)
-        row = int(np.searchsorted(starts, place, side="right")) - 1
-        return row, place - int(starts[row])
+    def row_of(self, place: int) -> tuple[int, int]:
+        """Return the row of a place in columns ``(N,)``, and the number within the row."""
+        return _row_of(place, self.lengths)
 
 
 def rows_with_reward(scores: Tensor, group_size: int) -> Index | None:
@@ -248,13 +246,28 @@ def check_lengths(lengths: Index, num_actions: int) -> None:
         raise ShapeError(f"row {wrong[0]}: a response of {lengths[wrong[0]]} tokens, not from 1 to {num_actions}")
 
 
-def check_tokens(rows: Rows, vocabulary: int) -> None:
-    """Refuse tokens outside the vocabulary: a forward pass over them fails, and on a GPU ends the whole process."""
-    tokens = rows.tokens
+def check_tokens(tokens: Tensor, lengths: Index, vocabulary: int) -> None:
+    """Refuse tokens outside the vocabulary: a forward pass over them fails, and on a GPU ends the whole process.
+
+    Args:
+        tokens: ``(T,)`` int64, row after row.
+        lengths: ``(B,)``, tokens of each row.
+        vocabulary: Tokens of the model.
+
+    Raises:
+        TokenError: If there is one; the message names row and position.
+    """
     wrong = (tokens < 0) | (tokens >= vocabulary)
     if bool(wrong.any()):
         place = int(wrong.nonzero()[0])
-        row, number = rows.row_of(place, of_tokens=True)
+        row, number = _row_of(place, lengths)
         raise TokenError(
             f"row {row}: token {int(tokens[place])} at position {number}; the vocabulary has {vocabulary:,}"
         )
+
+
+def _row_of(place: int, lengths: Index) -> tuple[int, int]:
+    """Return the row of a place in rows laid end to end, and the number within the row."""
+    starts = starts_of(lengths)
+    row = int(np.searchsorted(starts, place, side="right")) - 1
+    return row, place - int(starts[row])

@@ -504,6 +504,10 @@ def test_a_token_that_the_actor_does_not_have_is_refused_before_a_model_dies_of_
 
     with pytest.raises(TokenError, match=f"row 1: token {token} at position 5; the vocabulary has 23"):
         maker(actor=tiny.llama(), generator=Engine()).make_experience(PROMPTS, MASK, max_length=7)
+    prompts = PROMPTS.clone()
+    prompts[1, 2] = token
+    with pytest.raises(TokenError, match=f"row 1: token {token} at position 2; the vocabulary has 23"):
+        maker(actor=tiny.llama()).make_experience(prompts, MASK, max_length=7)
 
 
 @pytest.mark.parametrize(
