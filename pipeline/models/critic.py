@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from pipeline.errors import FieldError
 from pipeline.models.attention_kernels import chooses_kernels
 from pipeline.models.inputs import backbone_of, position_ids_from_mask
 from pipeline.models.position_limits import check_rows
@@ -48,8 +49,13 @@ class Critic(nn.Module):
 
         Returns:
             The critic, its backbone trainable, on the actor's device.
+
+        Raises:
+            FieldError: If the actor has no such head.
         """
-        backbone: Any = copy.deepcopy(backbone_of(actor))
+        if (part := backbone_of(actor)) is None:
+            raise FieldError(f"a {type(actor).__name__} has no language model head, below which a critic's backbone is")
+        backbone: Any = copy.deepcopy(part)
         backbone.requires_grad_(True)
         return cls(backbone)
 

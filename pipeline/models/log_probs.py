@@ -143,8 +143,9 @@ def all_values(
     """Return the value of the state after each token, ``(B, S)`` float32; arguments and errors: `action_values`."""
     inputs, optional = model_inputs(critic, sequences, attention_mask, vision)
     values: Tensor = critic(**inputs, **accepted_keywords(critic, optional))
-    if values.shape != sequences.shape:
-        raise ShapeError(f"critic returned values of shape {tuple(values.shape)} for {tuple(sequences.shape)} tokens")
+    if not isinstance(values, Tensor) or values.shape != sequences.shape:
+        found = f"values of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ShapeError(f"critic returned {found} for {tuple(sequences.shape)} tokens")
     return values.float()
 
 

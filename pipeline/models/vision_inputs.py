@@ -144,8 +144,9 @@ def plain_tokens(backbone: Any, tokens: Tensor) -> Tensor:
 
 def _expected_tokens(backbone: Any, grids: list[Tensor | None]) -> Tensor:
     """Return the number of image or video tokens that each row must have, ``(B,)`` int64."""
-    merged = backbone.config.vision_config.spatial_merge_size**2
-    return torch.tensor([0 if grid is None else int((grid.prod(dim=1) // merged).sum()) for grid in grids])
+    # Of height and width alone, each by itself, as the positions count them.
+    merged = torch.tensor([1, *[backbone.config.vision_config.spatial_merge_size] * 2])
+    return torch.tensor([0 if grid is None else int((grid.cpu() // merged).prod(dim=1).sum()) for grid in grids])
 
 
 def _check_tokens(placed: Tensor, expected: Tensor, image_grids: list[Tensor | None] | None) -> None:

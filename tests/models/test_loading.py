@@ -28,7 +28,7 @@ from transformers import (
 
 from pipeline.config.model_files import problem_of_model
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, ShapeError
+from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.models.critic import Critic
 from pipeline.models.inputs import position_ids_from_mask
 from pipeline.models.loading import load_actor, load_critic, load_reward_model, load_tokenizer, refuse_large_tokenizer
@@ -216,6 +216,12 @@ def test_only_one_chunk_of_logits_is_in_float32_at_once(monkeypatch: pytest.Monk
     assert logits.grad.dtype == torch.bfloat16
 
 
+def test_a_critic_is_made_of_a_model_with_a_head_alone() -> None:
+    for actor in (tiny.llama().model, Critic.from_actor(tiny.llama())):
+        with pytest.raises(FieldError, match=f"a {type(actor).__name__} has no language model head"):
+            Critic.from_actor(actor)
+
+
 def test_shapes_that_disagree_are_refused() -> None:
     model = tiny.llama()
     sequences, mask = padded(ROW, 0, 0)
@@ -228,6 +234,8 @@ def test_shapes_that_disagree_are_refused() -> None:
         action_log_probs(model, sequences, mask, 3, temperature=0.0)
     with pytest.raises(ShapeError, match=r"critic returned values of shape \(1, 7, 1\)"):
         action_values(lambda input_ids, attention_mask: torch.zeros(1, 7, 1), sequences, mask, 3)
+    with pytest.raises(ShapeError, match=r"critic returned a CausalLMOutputWithPast for \(1, 7\) tokens"):
+        action_values(model, sequences, mask, 3)
 
 
 def test_a_new_critic_says_zero_and_shares_nothing_with_the_actor() -> None:

@@ -178,6 +178,9 @@ def test_image_tokens_without_an_image_are_refused() -> None:
 
     with pytest.raises(FieldError, match="row 1: 8 image or video tokens more than its grids ask for"):
         made_by(new_maker(), *MIXED[:2], image_num=torch.tensor([1.0, 0.0]), **without)
+    halved = {"image_grid_thws": torch.tensor([[1, 8, 3], [1, 4, 4], [1, 2, 8]])}
+    with pytest.raises(FieldError, match="row 0: 2 image or video tokens more than its grids ask for"):
+        made_by(new_maker(), *MIXED[:2], **halved)
     nothing = dict.fromkeys(["image_grid_thws", "pixel_values", "image_num", "video_num"])
     with pytest.raises(FieldError, match="row 0: 6 image or video tokens more than its grids ask for"):
         made_by(new_maker(), *MIXED[:2], **nothing)

@@ -257,7 +257,10 @@ def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: b
     Raises:
         RewardError: If the shape differs, or a score is not finite in float32; the message names the first such row.
     """
-    tensor = torch.as_tensor(scores)
+    try:
+        tensor = torch.as_tensor(scores)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise RewardError(f"{source} returned a {type(scores).__name__}, not one number a row") from error
     if tensor.shape != (batch_size,):
         raise RewardError(f"{source} returned scores of shape {tuple(tensor.shape)}, not ({batch_size},)")
     tensor = tensor if tensor.dtype == torch.float64 else tensor.float()

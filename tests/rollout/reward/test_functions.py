@@ -148,6 +148,8 @@ def test_scores_of_a_reward_model_are_one_finite_number_a_row() -> None:
     assert checked_scores([0.5, 1.5], 2, "model").tolist() == [0.5, 1.5]
     with pytest.raises(RewardError, match=r"model returned scores of shape \(2, 1\), not \(2,\)"):
         checked_scores(torch.zeros(2, 1), 2, "model")
+    with pytest.raises(RewardError, match="model returned a NoneType, not one number a row"):
+        checked_scores(None, 2, "model")
     with pytest.raises(RewardError, match="model returned nan for row 1"):
         checked_scores(torch.tensor([0.0, torch.nan]), 2, "model")
 
