@@ -607,7 +607,7 @@ class _PaddedOutput:
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
-        self.width = max(lengths)
+        self.width = max(lengths, default=0)
 
     @functools.cached_property
     def mask(self) -> Array:

@@ -102,10 +102,15 @@ class VisionRows:
 
         Returns:
             The n selected rows, sharing their tensors with these rows.
+
+        Raises:
+            FieldError: If `index` is a mask.
         """
         if isinstance(index, slice):
             index = range(len(self))[index]
         places = index.tolist() if isinstance(index, Tensor) else index
+        if any(isinstance(place, bool) for place in places):
+            raise FieldError("index is a mask; it has the numbers of rows")
         return type(self)(*([getattr(self, field.name)[place] for place in places] for field in fields(self)))
 
     def repeated(self, times: int) -> Self:

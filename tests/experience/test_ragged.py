@@ -186,6 +186,14 @@ def test_a_field_of_any_dtype_is_padded_with_zeros_beside_rows_without_actions(d
     assert torch.equal(found.float(), expected)
 
 
+def test_no_rows_at_all_are_a_batch_of_none():
+    rows = RaggedRows.of(Experience(sequences=torch.zeros((0, 4), dtype=torch.int64), reward=torch.zeros(0)))
+
+    padded = rows.padded()
+
+    assert padded.sequences.shape == (0, 0) and padded.reward.shape == (0,)
+
+
 def test_a_field_may_be_left_out_and_a_number_a_row_added():
     rows = RaggedRows.of(made_up())
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
+from pipeline.errors import FieldError
 from pipeline.experience.batching import (
     make_experience_batch,
     split_experience_batch,
@@ -14,6 +16,7 @@ from pipeline.experience.batching import (
 from pipeline.experience.types import (
     ExperienceVL,
 )
+from pipeline.experience.vision_rows import VisionRows
 from tests.support.items import assert_same, vl_item
 
 
@@ -30,6 +33,17 @@ def test_grids_without_counts_are_three_numbers_a_row() -> None:
     assert [row.video_grid_thws.tolist() for row in rows] == [[[3, 1, 2]], [[3, 1, 2]]]  # type: ignore[attr-defined]
     batch.info |= counts
     assert_same(make_experience_batch(rows), batch)
+
+
+def test_rows_of_images_are_chosen_by_number_and_not_by_a_mask() -> None:
+    batch = make_experience_batch([vl_item(2, base=1), vl_item(0, base=2), vl_item(1, base=3)])
+    assert isinstance(batch, ExperienceVL)
+    rows = VisionRows.of(batch)
+
+    assert [len(grids) for grids in rows.rows(torch.tensor([2, 0])).image_grid_thws if grids is not None] == [1, 2]
+    for mask in (torch.tensor([True, False, True]), [True, False, True]):
+        with pytest.raises(FieldError, match="index is a mask; it has the numbers of rows"):
+            rows.rows(mask)
 
 
 def test_grids_as_a_list_of_one_tensor_a_row() -> None:
