@@ -9,10 +9,9 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from pipeline.errors import FieldError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.position_limits import check_rows
-from pipeline.models.vision_inputs import vision_backbone, vision_inputs
+from pipeline.models.vision_inputs import refuse_images, vision_backbone, vision_inputs
 
 CACHE_KEYWORDS: Final = ("cache", "past_key_values")
 """Names of the argument for keys and values of earlier tokens: from transformers 5.24 on, and before."""
@@ -86,8 +85,8 @@ def model_inputs(
     check_rows(model, (attention_mask != 0).sum(dim=1))
     backbone = vision_backbone(model)
     if backbone is None:
-        if vision is not None and vision.tensors_exist and not _takes_pixels(model):
-            raise FieldError(f"images for a {type(model).__name__}: not a vision-language model of the Qwen2-VL kind")
+        if not _takes_pixels(model):
+            refuse_images(model, vision)
         given = {} if vision is None else vision.model_keywords(input_ids.device)
         given |= {"input_ids": input_ids, "attention_mask": attention_mask}
         given["position_ids"] = position_ids_from_mask(attention_mask)

@@ -31,7 +31,7 @@ from pipeline.models.inputs import accepted_keywords, backbone_of
 from pipeline.models.position_limits import check_rows
 from pipeline.models.shared_prefix import SharedRows
 from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention, windows_of
-from pipeline.models.vision_inputs import packed_vision_inputs, vision_backbone
+from pipeline.models.vision_inputs import packed_vision_inputs, refuse_images, vision_backbone
 
 OWN_ATTENTION = "the model's own, with a block mask"
 
@@ -76,6 +76,7 @@ class PackedRows:
     def of_model(cls, model: object, rows: FlatRows, vision: VisionRows | None) -> Self:
         """Return rows, whose images belong to tokens before the last one, for a model; see `of_flat`."""
         if (backbone := vision_backbone(model)) is None:
+            refuse_images(model, vision)
             return cls.of_flat(rows)
         return cls.of_flat(*packed_vision_inputs(backbone, rows, vision))
 
@@ -276,8 +277,8 @@ def log_probs_of_rows(
         Log-probs and entropies, each ``(N,)`` float32; None in place of the entropies if `with_entropy` is False.
 
     Raises:
-        FieldError: If packed rows would attend to each other in this model, or it cannot share prompts; of images as
-            `pipeline.models.vision_inputs.vision_inputs`.
+        FieldError: If packed rows would attend to each other in this model, it cannot share prompts, or it is of text
+            alone and rows have images; of images as `pipeline.models.vision_inputs.vision_inputs`.
         ShapeError: If a row has fewer image tokens than its grids require.
     """
     packed = SharedRows.of_flat(rows) if shared else PackedRows.of_model(model, rows, vision)

@@ -36,6 +36,12 @@ def vision_backbone(model: Any) -> Any | None:
     return None
 
 
+def refuse_images(model: object, vision: VisionRows | None) -> None:
+    """Refuse images of rows, if there are any, for a model of text alone, which would ignore them, by a FieldError."""
+    if vision is not None and vision.tensors_exist:
+        raise FieldError(f"images for a {type(model).__name__}: not a vision-language model of the Qwen2-VL kind")
+
+
 def is_vision_directory(path: str | Path) -> bool:
     """Return whether a local model directory holds a vision-language model of the kind that this module supports."""
     from transformers import AutoConfig

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import MambaConfig, MambaForCausalLM
 
+from pipeline.errors import FieldError
 from pipeline.models import packing
 from pipeline.models.critic import Critic
 from pipeline.models.packing import pack_scored_rows, packs_scored_rows
@@ -86,17 +87,34 @@ def test_padded_values_are_of_rows_of_similar_length_together() -> None:
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.usefixtures("kernel")
-@torch.no_grad()
-def test_rows_with_images_are_end_to_end_too() -> None:
+def with_images() -> Rows:
     made = tiny_vision.prompts(*MIXED)
     ids, mask = answered(made, [5, 2, 4, 1])
     lengths = mask[:, -ACTIONS:].sum(dim=1).numpy()
     prompts = made["attention_mask"].sum(dim=1).numpy()
-    given = Rows(
+    return Rows(
         ids[mask != 0], prompts, lengths, made["input_ids"].shape[1], ACTIONS, tiny_vision.PAD,
         vision=tiny_vision.vision_of(made),
     )  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernel")
+@torch.no_grad()
+def test_a_model_of_text_alone_is_not_shown_images_end_to_end_either() -> None:
+    text = tiny.llama()
+    text.resize_token_embeddings(len(tiny_vision.SYMBOLS))
+    reference, critic = packed(text), packed(critic_of(text))
+
+    with pytest.raises(FieldError, match="images for a LlamaForCausalLM: not a vision-language model"):
+        passes().log_probs("initial_model", reference, with_images(), 1.0)
+    with pytest.raises(FieldError, match="images for a Critic: not a vision-language model"):
+        passes().values(critic, with_images(), coati=False)
+
+
+@pytest.mark.usefixtures("kernel")
+@torch.no_grad()
+def test_rows_with_images_are_end_to_end_too() -> None:
+    given = with_images()
     expected = passes().log_probs("m", tiny_vision.model(), given, 1.0)
 
     found = passes().log_probs("m", packed(tiny_vision.model()), given, 1.0)
