@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.advantages import k3_kl
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.types import BufferItem, Experience, ExperienceVL
+from pipeline.models import packing
+from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_values
-from pipeline.models.packing import packed_action_log_probs, packed_action_values
+from pipeline.models.packing import (
+    OWN_ATTENTION,
+    packed_action_log_probs,
+    packed_action_values,
+    packed_attention,
+    prepare_packing,
+)
 from pipeline.trainer.loss.losses import masked_mean, policy_loss, value_loss
 from tests.models.test_chunked_log_probs import gemma2
 from tests.models.test_varlen_attention import critic_of
@@ -203,6 +213,33 @@ def test_a_model_whose_rows_would_see_each_other_is_refused() -> None:
         for _ in range(2):
             with pytest.raises(FieldError, match="BloomModel lets a packed row attend to the row before it"):
                 packed_action_log_probs(model, packed)
+
+
+def test_a_model_without_a_plain_head_is_tested_too() -> None:
+    class Sum(nn.Module):
+        def forward(self, input_ids: Tensor) -> Any:
+            return SimpleNamespace(logits=functional.one_hot(input_ids, tiny.VOCABULARY_SIZE).float().cumsum(1))
+
+    _, packed = both_forms(experience_of("ppo"))
+
+    with pytest.raises(FieldError, match="Sum lets a packed row attend to the row before it"):
+        packed_action_log_probs(Sum(), packed)
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "slides"), [(tiny.gpt2, 8, False), (tiny.gemma3, 8, True), (tiny.qwen2, 8, False)]
+)
+def test_the_kernel_is_that_of_the_models_heads_dtype_and_windows(
+    build: Any, size: int, slides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(packing, "kernel_of", lambda *each: asked.append(each) or "a kernel")
+    model, device = build().bfloat16(), torch.device("cpu")
+    assert packed_attention(model, device) == OWN_ATTENTION
+    assert prepare_packing([model], device)
+
+    assert packed_attention(Critic.from_actor(model), device) == "a kernel"
+    assert asked[-1] == (device, torch.bfloat16, size, slides)
 
 
 def test_dropout_is_not_taken_for_a_leak() -> None:

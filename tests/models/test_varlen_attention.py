@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import AttentionInterface, BloomConfig, BloomForCausalLM
 
 from pipeline.errors import ConfigError, FieldError, ShapeError
 from pipeline.models.card_attention import attend_by, kernel_of
 from pipeline.models.critic import Critic
 from pipeline.models.log_probs import action_log_probs, action_log_probs_and_entropies, action_values
 from pipeline.models.packing import PackedRows, prepare_packing
-from pipeline.models.varlen_attention import use_varlen_attention, uses_varlen_attention, varlen_attention
+from pipeline.models.varlen_attention import NAME, use_varlen_attention, uses_varlen_attention, varlen_attention
 from tests.support import tiny
 from tests.support.padded_passes import flat_rows_of, log_probs_by_packing, values_by_packing
 
@@ -175,6 +175,20 @@ def test_a_model_with_its_windows_in_masks_alone_keeps_its_own_attention() -> No
     log_probs, entropies = log_probs_by_packing(model, sequences, mask, actions)
     assert entropies is None
     torch.testing.assert_close(log_probs, expected.masked_fill(~actions, 0), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("window", "given"), [(5, [None] * 3), (None, [None, 5, None]), (5, [5, 5, 5])])
+def test_layers_that_give_other_windows_than_those_of_the_configuration_keep_their_own_attention(
+    window: int | None, given: list[int | None]
+) -> None:
+    model = tiny.gemma3()
+    for layer, other in zip(model.base_model.layers, given, strict=True):
+        layer.self_attn.sliding_window = other
+    model.config.sliding_window = window
+
+    assert not prepare_packing([model], CPU, None) and not uses_varlen_attention(model)
+    # The trial's own attention, which counts the windows of all passes, is not left behind.
+    assert AttentionInterface()[NAME] is varlen_attention
 
 
 def test_models_that_cannot_be_packed_are_refused_in_one_line() -> None:
