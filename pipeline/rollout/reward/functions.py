@@ -36,8 +36,8 @@ A function with parameters named `pixel_values`, `image_grid_thw`, `pixel_values
 `raw_images` gets these of the row too, None where the row has none; one named `response`, the text of the response; one
 named `prompt`, the prompt as its file has it; any other one, the column of the prompt's row with this name. `answer` is
 `gt_answer` where the row has no such column (`pipeline.rollout.reward.signatures`). In place of the number it may
-return a dict with it as "reward" and further numbers (`pipeline.rollout.reward.numbers`). Functions of TRL and verl are
-called as they are (`pipeline.rollout.reward.foreign`)."""
+return a dict with it as "reward" and further numbers (`pipeline.rollout.reward.numbers`). A function of
+TRL or verl is called as it is by that of `load_reward_function` (`pipeline.rollout.reward.foreign`)."""
 
 NAMED = "reward"
 """The module that functions of this package show in errors: ``reward:exact``."""
@@ -59,6 +59,9 @@ class FunctionReward(RowRewards):
         labels: As for `RowRewards`.
         text: Decodes the responses; None: with the special tokens of `tokenizer`, but pad and eos.
         problems: As for `RowRewards`.
+
+    Raises:
+        ConfigError: Also if a function has the signature of another trainer.
     """
 
     def __init__(
@@ -74,6 +77,10 @@ class FunctionReward(RowRewards):
         problems: RewardProblems | None = None,
     ) -> None:
         names = [_name_of(function) for function in functions]
+        for name, function in zip(names, functions, strict=True):
+            trainer = user_modules.trainer_of(function)
+            if trainer and (problem := user_modules.problem_of_call(function, "rlhfd")):
+                raise ConfigError(f"{name}, a function of {trainer}, {problem}")
         super().__init__(names, telemetry, weights=weights, labels=labels, problems=problems)
         self._functions = [(function, Signature(function)) for function in functions]
         self._tokenizer = tokenizer

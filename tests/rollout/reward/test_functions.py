@@ -114,6 +114,15 @@ def test_without_functions_there_is_no_reward() -> None:
         FunctionReward([], tokenizer=None)
 
 
+def test_a_function_of_another_signature_is_refused_before_it_is_called() -> None:
+    def of_trl(completions: list[str], **columns: Any) -> list[float]:
+        raise AssertionError
+
+    said = r"of_trl, a function of TRL, cannot be called \(\S+:\d+\), too many positional arguments: its parameters are"
+    with pytest.raises(ConfigError, match=said):
+        score(of_trl)
+
+
 def test_a_function_is_loaded_by_name() -> None:
     import math
 
