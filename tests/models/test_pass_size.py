@@ -66,6 +66,28 @@ def test_a_row_that_begins_right_of_the_common_column_is_no_wider_than_its_token
     assert parts_of(PassSize("key", most_tokens=6), [-2, -2], [5, 5]) == [(0, 2)]
 
 
+def test_the_largest_pass_is_of_the_nearer_bound_and_of_one_row_at_least() -> None:
+    sizes = [(None, None), (3, None), (None, 50), (3, 50), (3, 70), (None, 10)]
+
+    largest = [PassSize("key", most_rows=rows, most_tokens=tokens).largest(20) for rows, tokens in sizes]
+
+    assert largest == [20, 60, 50, 50, 60, 20]
+
+
+def test_a_part_without_memory_is_halved_by_the_width_of_both_sides() -> None:
+    size, parts = PassSize("key"), []
+
+    def step(part: slice) -> None:
+        parts.append((part.start, part.stop))
+        if len(parts) == 1:
+            raise torch.OutOfMemoryError
+
+    size.run([1, 5], [7, 2], step)
+
+    # 2 rows of 5 + 7 columns.
+    assert size.most_tokens == 12 and parts == [(0, 2), (0, 1), (1, 2)]
+
+
 def test_a_part_without_memory_is_run_again_in_halves_and_the_bound_stays(caplog: pytest.LogCaptureFixture) -> None:
     """A device with memory for 10 tokens at a time."""
     told = Told()

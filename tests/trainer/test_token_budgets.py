@@ -97,14 +97,19 @@ def test_a_row_keeps_its_tokens_and_actions() -> None:
 
 
 def test_the_learner_fills_passes_by_tokens_on_a_card_and_where_it_is_configured() -> None:
-    def size(device: torch.device, rows: int | None, tokens: int | None) -> tuple[int | None, int | None, float | None]:
-        made = training_size(tiny.llama(), device, rows=rows, tokens=tokens, telemetry=Telemetry.none())
+    def size(
+        device: torch.device, rows: int | None, tokens: int | None, **settings: bool
+    ) -> tuple[int | None, int | None, float | None]:
+        made = training_size(tiny.llama(), device, rows=rows, tokens=tokens, telemetry=Telemetry.none(), **settings)
         return made.most_rows, made.most_tokens, made.most_padding
 
     assert size(CPU, None, None) == (48, 2048, None), "as always: the digests of runs on a CPU depend on it"
     assert size(CPU, 4, None) == size(GPU, 4, None) == (4, None, None)
     assert size(CPU, None, 500) == size(GPU, None, 500) == (None, 500, 0.1)
     assert size(GPU, None, None) == (None, 8192, 0.1)
+    assert size(GPU, None, None, checkpointed=True) == (None, 16384, 0.1)
+    assert size(CPU, None, None, packed=True) == (None, 2048, None)
+    assert size(CPU, 4, None, packed=True) == (4, None, None)
 
 
 def test_a_row_without_an_action_is_in_no_pass() -> None:
