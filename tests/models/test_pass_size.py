@@ -32,6 +32,9 @@ def test_a_part_is_within_the_rows_and_its_padding_counts_as_tokens() -> None:
     # Rows 0 and 1 together are 3 + 4 columns wide: 14 tokens, though they hold 4 + 5.
     assert parts_of(PassSize("key", most_tokens=13), [3, 1, 1], [1, 4, 4]) == [(0, 1), (1, 3)]
     assert parts_of(PassSize("key", most_tokens=14), [3, 1, 1], [1, 4, 4]) == [(0, 2), (2, 3)]
+    # Packed rows have no padding.
+    assert parts_of(PassSize("key", most_tokens=14, packed=True), [3, 1, 1], [1, 4, 4]) == [(0, 3)]
+    assert parts_of(PassSize("key", most_tokens=13, packed=True), [3, 1, 1], [1, 4, 4]) == [(0, 2), (2, 3)]
 
 
 def test_a_row_longer_than_the_bound_is_a_part_of_its_own() -> None:
@@ -39,10 +42,10 @@ def test_a_row_longer_than_the_bound_is_a_part_of_its_own() -> None:
 
 
 def test_of_a_group_the_lefts_count_once_in_a_part_and_an_eighth_for_each_further_row() -> None:
-    size, lefts, rights, groups = PassSize("key", most_tokens=24), [16] * 5, [2] * 5, [0, 0, 0, 0, 1]
+    size, lefts, rights, groups = PassSize("key", most_tokens=26), [16] * 5, [2] * 5, [0, 0, 0, 0, 1]
 
     # 16 + 2, and for each further row 2 + 2; the next part computes the prompt again, and not a second one with it.
-    assert [(part.start, part.stop) for part in size.parts(lefts, rights, groups)] == [(0, 2), (2, 4), (4, 5)]
+    assert [(part.start, part.stop) for part in size.parts(lefts, rights, groups)] == [(0, 3), (3, 4), (4, 5)]
     assert [tokens_once(part, lefts, rights, groups) for part in (slice(0, 4), slice(3, 5))] == [24, 36]
     size.most_rows = 1
     assert len(list(size.parts(lefts, rights, groups))) == 5
