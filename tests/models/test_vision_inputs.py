@@ -150,6 +150,49 @@ def test_log_probs_are_those_of_each_row_by_itself_of_its_relatives_and_of_sampl
     torch.testing.assert_close(sampled.log_probs[real], whole[real], atol=1e-4, rtol=0)
 
 
+def test_videos_of_qwen3_vl_in_frames_are_those_of_each_row_by_itself_padded_packed_and_sampled() -> None:
+    """Its prompts have a time and the marks of vision around each frame."""
+
+    def frames(time: int, height: int, width: int) -> list[int]:
+        per_frame = [tiny_vision.VIDEO] * tiny_vision.image_tokens((1, height, width))
+        return [token for at in range(time) for token in (10 + at, tiny_vision.START, *per_frame, tiny_vision.END)]
+
+    image = [tiny_vision.START, *[IMAGE] * 4, tiny_vision.END]
+    rows = [[8, *frames(3, 4, 2), 9], [8, *image, *frames(2, 4, 4), 7], [9, 9]]
+    width, draws = max(map(len, rows)), torch.Generator().manual_seed(0)
+    made = {
+        "input_ids": torch.tensor([[PAD] * (width - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+    }
+    pixels = [torch.randn(patches, tiny_vision.PATCH_VALUES, generator=draws) for patches in (16, 24, 32)]
+    vision = VisionRows(
+        pixel_values=[None, pixels[0], None],
+        image_grid_thws=[None, torch.tensor([[1, 4, 4]]), None],
+        pixel_values_videos=[pixels[1], pixels[2], None],
+        video_grid_thws=[torch.tensor([[3, 4, 2]]), torch.tensor([[2, 4, 4]]), None],
+        raw_images=[None] * 3,
+    )
+    model = tiny_vision.relative("qwen3_vl")
+    ids, mask = answered(made, [5, 2, 4])
+    actions = mask[:, -ACTIONS:] != 0
+    expected = reference_log_probs(model, ids, mask, vision)[:, -ACTIONS:]
+
+    with torch.no_grad():
+        found = action_log_probs(model, ids, mask, ACTIONS, vision=vision)
+        assert prepare_packing([model], torch.device("cpu"), None)
+        packed, _ = log_probs_by_packing(model, ids, mask, actions, vision=vision)
+    sampling = Sampling(width + 6, PAD, ENDING, seed=3)
+    sampled = TransformersGenerator(model).generate(*made.values(), sampling, vision=vision)
+
+    torch.testing.assert_close(found[actions], expected[actions], atol=1e-5, rtol=0)
+    torch.testing.assert_close(packed[actions], expected[actions], atol=1e-5, rtol=0)
+    real = torch.arange(6) < sampled.lengths[:, None]
+    whole_mask = torch.cat([made["attention_mask"], real.long()], dim=1)
+    whole = action_log_probs(model, sampled.sequences, whole_mask, 6, vision=vision)
+    assert sampled.log_probs is not None
+    torch.testing.assert_close(sampled.log_probs[real], whole[real], atol=1e-4, rtol=0)
+
+
 def test_a_rows_log_probs_depend_on_its_own_pixels() -> None:
     model, made = tiny_vision.model(), tiny_vision.prompts([8, (1, 4, 4), 9], [8, (1, 4, 4), 9])
     vision = tiny_vision.vision_of(made)
