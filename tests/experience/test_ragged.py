@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import DecodeError, FieldError
+from pipeline.errors import DecodeError, FieldError, ShapeError
 from pipeline.experience import codec, ragged
 from pipeline.experience.ragged import RaggedRows, join, pad
 from pipeline.experience.types import Experience, ExperienceVL
@@ -184,6 +184,23 @@ def test_a_field_of_any_dtype_is_padded_with_zeros_beside_rows_without_actions(d
     for row, values in ((0, range(1, 61)), (2, range(61, 68)), (5, range(1, 60))):
         expected[row, columns - len(values) :] = torch.tensor(values)
     assert torch.equal(found.float(), expected)
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        ({"actions": {"action_log_probs": torch.zeros(2)}}, r"action_log_probs has shape \(2,\), expected 3 values"),
+        ({"actions": {"values": torch.zeros(3, 1)}}, r"values has shape \(3, 1\), expected 3 values"),
+        ({"rows": {"reward": torch.zeros(3)}}, r"reward has shape \(3,\), expected 2 values"),
+        ({"info": {"score": torch.tensor(1.0)}}, r"info.score has shape \(\), expected 2 values"),
+        ({"tokens": torch.arange(4)}, r"sequences has shape \(4,\), expected 5 values"),
+    ],
+)
+def test_columns_of_another_length_are_refused_by_name(column, said):
+    given = {"tokens": torch.arange(5), "actions": {}, "rows": {}, "info": {}, **column}
+
+    with pytest.raises(ShapeError, match=said):
+        RaggedRows.of_columns(given.pop("tokens"), lengths=[3, 2], counts=[2, 1], **given)
 
 
 def test_no_rows_at_all_are_a_batch_of_none():
