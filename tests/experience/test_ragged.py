@@ -211,6 +211,22 @@ def test_no_rows_at_all_are_a_batch_of_none():
     assert padded.sequences.shape == (0, 0) and padded.reward.shape == (0,)
 
 
+def test_values_of_rows_are_the_same_on_a_device_those_outside_the_block_and_pixels_too():
+    experience = made_up_vl(4, seed=3)
+    rows = join([(RaggedRows.of(experience), [2, 0])]).with_info("policy_version", np.array([3, 4]))
+    rows = dataclasses.replace(rows, vision=RaggedRows.of(experience).vision)
+    there = torch.device("meta")
+
+    same, moved = rows.to_device(torch.device("cpu")), rows.to_device(there)
+
+    assert rows.block is not None and "pixel_values" in rows.tensors
+    assert same.tensors.keys() == moved.tensors.keys() == rows.tensors.keys()
+    for name, values in rows.tensors.items():
+        assert torch.equal(same.tensors[name], values) and same.tensors[name].dtype == values.dtype
+        assert (moved.tensors[name].device, moved.tensors[name].shape) == (there, values.shape)
+    assert moved.on(there) is moved and moved.on(torch.device("cpu")) is not moved
+
+
 def test_a_field_may_be_left_out_and_a_number_a_row_added():
     rows = RaggedRows.of(made_up())
 
