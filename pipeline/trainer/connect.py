@@ -55,10 +55,11 @@ def connect(
     Raises:
         NotRunningError: If no daemon serves `runtime_dir`.
         UnreachableError: If the daemon's buffer does not answer within 30 s.
-        ConfigError: If the rank is connected already, the daemon has another world size, or `prefetch` is below 1.
+        ConfigError: If the rank is connected already, the daemon has another world size, or `prefetch` is no whole
+            number from 1 on.
     """
-    if prefetch < 1:
-        raise ConfigError(f"prefetch is {prefetch}, at least 1: a rank without a lease would wait for a batch for good")
+    if not isinstance(prefetch, int) or prefetch < 1:
+        raise ConfigError(f"prefetch is {prefetch}, not 1, 2 or more: without a lease no batch would ever come")
     folder = Path(find(Path(runtime_dir)).shm_dir)
     config = Config.model_validate_json(Workspace.open(folder).config_path.read_bytes())
     if (ranks := config.trainer.world_size) != world_size or not 0 <= rank < world_size:

@@ -305,6 +305,7 @@ class Connection:
         Raises:
             WeightsError: If no weights are published, or they are of another model.
         """
+        _refuse_models("restored", **models)
         # Adapters by peft's names, as `publish` takes them.
         return self.versions.restore(joined({name: without_peft_names(state) for name, state in models.items()}))
 
@@ -359,7 +360,7 @@ class Connection:
             WeightsError: If the tensors are not those of the run's models in name, shape and dtype, or the version is
                 not new. Nothing is published then, and the next publish is not affected.
         """
-        _refuse_models(actor=actor, critic=critic)
+        _refuse_models("published", actor=actor, critic=critic)
         _refuse_training({} if training is None else training)
         actor = without_peft_names(actor)
         self._check(actor, critic)
@@ -437,11 +438,11 @@ class Connection:
         self.close()
 
 
-def _refuse_models(**given: object) -> None:
+def _refuse_models(done: str, **given: object) -> None:
     for name, value in given.items():
         if value is not None and not isinstance(value, Mapping):
             kind = type(value).__name__
-            raise WeightsError(f"nothing is published: {name} is a {kind}, publish its state dict: {name}.state_dict()")
+            raise WeightsError(f"nothing is {done}: {name} is a {kind}, pass its state dict: {name}.state_dict()")
 
 
 def _refuse_training(training: object) -> None:

@@ -89,8 +89,9 @@ def test_a_child_of_a_connected_rank_neither_holds_nor_ends_the_connection(folde
 
 
 def test_a_rank_that_could_get_no_batch_is_refused(folder):
-    with pytest.raises(ConfigError, match="prefetch is 0, at least 1"):
-        connecting.connect(folder, prefetch=0)
+    for prefetch in (0, 1.5):
+        with pytest.raises(ConfigError, match=f"prefetch is {prefetch}, not 1, 2 or more"):
+            connecting.connect(folder, prefetch=prefetch)
 
 
 def test_a_trainer_of_a_daemon_that_has_ended_neither_tells_nor_ends_anything_of_the_next_one(tmp_path):

@@ -111,10 +111,12 @@ def test_weights_that_are_not_whole_here_are_refused_and_cost_no_version(tmp_pat
 
 
 def test_a_model_in_place_of_its_weights_is_told_the_right_call(tmp_path, house):
-    model = prepare(tmp_path)
+    model, connection = prepare(tmp_path), house.connect(check=PublishCheck(tmp_path))
 
-    with pytest.raises(WeightsError, match=r"actor is a LlamaForCausalLM, publish its state dict: actor\.state"):
-        house.connect(check=PublishCheck(tmp_path)).publish(actor=model)
+    for done, call in (("published", connection.publish), ("restored", connection.restore)):
+        said = rf"nothing is {done}: actor is a LlamaForCausalLM, pass its state dict: actor\.state"
+        with pytest.raises(WeightsError, match=said):
+            call(actor=model)
 
 
 def test_names_of_peft_are_accepted_where_adapters_are_published(tmp_path, house):
