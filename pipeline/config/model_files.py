@@ -174,9 +174,12 @@ def model_sizes(folder: Path, field: str) -> ModelSizes:
         cached_heads = text.get("num_key_value_heads") or heads
         cached = 2 * cached_heads * head_size
         if text.get("kv_lora_rank"):
-            cached, cached_heads = _first(text, "kv_lora_rank") + _first(text, "qk_rope_head_dim"), 1
+            # The latent, its rotated part, and the keys of an index.
+            beside = (text.get(name) or 0 for name in ("qk_rope_head_dim", "index_head_dim"))
+            cached, cached_heads = _first(text, "kv_lora_rank") + sum(beside), 1
         tensors, layers = _tensors(folder, field), _first(text, "num_hidden_layers", "n_layer")
-        window = _first(text, "sliding_window") if text.get("sliding_window") else 0
+        window = text.get("sliding_window")
+        window = window if isinstance(window, int) and window > 0 else 0
         # Where neither says which layers slide, all are counted with whole rows.
         kinds = text.get("layer_types") or ["sliding_attention"] * (layers if text.get("model_type") in _SLIDING else 0)
         return ModelSizes(

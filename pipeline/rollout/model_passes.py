@@ -163,8 +163,8 @@ class ModelPasses:
         """Return the raw rewards, and those of an environment's turns.
 
         Args:
-            reward_model: Called with right-padded rows: one of this project with all of them, its networks cut their
-                own passes; None if the environment alone gives rewards.
+            reward_model: Called with right-padded rows: one of this project with all of them, which it cuts itself;
+                None if the environment alone gives rewards.
             rows: The sampled rows.
             answers: Ground truth passed to the reward model, one element a row.
             keep_errored: Whether a NaN or infinite score is returned unchanged.
@@ -186,6 +186,8 @@ class ModelPasses:
         for network in networks:
             if isinstance(network, SequenceReward):
                 network.bound(self._size(network.model), self.width_multiple)
+        if isinstance(reward_model, RowRewards):
+            reward_model.bound(self.inference_batch_size)
         is_own = isinstance(reward_model, SequenceReward | RowRewards)
         takes_columns = "columns" in parameters_of(reward_model)
         scores: list[Tensor] = []

@@ -49,7 +49,8 @@ class ActorSpec:
 def _code() -> str:
     """Return a digest of the files of this package."""
     digest, folder = xxhash.xxh3_64(), Path(user_modules.__file__).parents[1]
-    for file in sorted(folder.rglob("*.py")):
+    # Not the locks of an editor, which are links to nothing.
+    for file in sorted(file for file in folder.rglob("*.py") if not file.name.startswith(".")):
         digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 

@@ -62,11 +62,12 @@ class RunInputs(msgspec.Struct, frozen=True):
     digests: dict[str, str]
 
 
-def inputs_of(config: Config) -> dict[str, str]:
+def inputs_of(config: Config, *, most_bytes: int | None = None) -> dict[str, str]:
     """Return the digest of each input that exists; those of the embedded task are made by the run itself.
 
     Args:
         config: The configuration, its paths absolute.
+        most_bytes: Files of prompts that have more are left out.
     """
     own = sort_digits.directory_of(config.daemon.state_dir)
     found: dict[str, Path] = {}
@@ -95,7 +96,10 @@ def inputs_of(config: Config) -> dict[str, str]:
         with contextlib.suppress(ConfigError):
             files = [] if own in Path(prompts.path).parents else files_of(prompts)
             rows.setdefault(f"{key} {prompts.path}", []).extend(file for file in files if file.is_file())
-    digests |= {key: _digest_of_files(list(dict.fromkeys(files))) for key, files in rows.items() if files}
+    for key, files in rows.items():
+        files = list(dict.fromkeys(files))
+        if files and (most_bytes is None or sum(file.stat().st_size for file in files) <= most_bytes):
+            digests[key] = _digest_of_files(files)
     return digests | code_of(config)
 
 
@@ -156,9 +160,16 @@ def note(config: Config) -> None:
 
 
 def inputs_to_compare(config: Config) -> dict[str, str]:
-    """Return `inputs_of`; empty, with a warning, where a file cannot be read."""
+    """Return those of `inputs_of` that a worker reads; empty, with a warning, where a file cannot be read.
+
+    Each worker of a machine reads the files anew: prompts above 1 GiB are left out.
+    """
+    others = {f"code of {config.trainer.policy_loss}"}
+    if config.reference_on != "worker":
+        others.add("model.reference")
     try:
-        return inputs_of(config)
+        found = inputs_of(config, most_bytes=_WHOLE_BYTES)
+        return {name: digest for name, digest in found.items() if name not in others}
     except OSError as error:
         log.warning("nothing tells whether files are the same on all machines: %s", error)
         return {}

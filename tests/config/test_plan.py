@@ -341,6 +341,30 @@ def test_layers_that_no_file_says_to_slide_count_with_whole_rows(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("options", "cached"),
+    [
+        ({"sliding_window": -1}, 2 * 3 * 8),
+        ({"sliding_window": [4, 5]}, 2 * 3 * 8),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 0}, 16),
+        ({"kv_lora_rank": 16}, 16),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 4, "index_head_dim": 6}, 26),
+    ],
+)
+def test_sizes_that_a_model_has_not_count_as_none(
+    options: dict[str, Any], cached: int, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    kinds = ["sliding_attention"] * 2
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "layer_types": kinds}
+    described = json.loads((folder / "config.json").read_text()) | sizes | options
+    (tmp_path / "config.json").write_text(json.dumps(described))
+
+    found = model_sizes(tmp_path, "model.actor")
+
+    assert (found.cached, found.sliding, found.window) == (cached, 0, 0)
+
+
+@pytest.mark.parametrize(
     ("options", "a_token"), [({"num_key_value_heads": 2}, 2 * 8), ({"kv_lora_rank": 16, "qk_rope_head_dim": 4}, 20)]
 )
 def test_cards_beyond_the_heads_of_a_cache_have_copies_of_it(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.experience.vision_rows import VisionRows
-from pipeline.models import vision_inputs
+from pipeline.models import shared_images, vision_inputs
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.packing import prepare_packing
 from tests.models.test_varlen_attention import assert_same_gradients
@@ -89,6 +89,24 @@ def test_the_encoder_computes_each_image_once(
         torch.testing.assert_close(answered_by(each, ids, mask, vision, packed=packed), expected, atol=1e-10, rtol=0)
         few = answered_by(each, ids[:4], mask[:4], vision.rows(range(4)), packed=packed)
         torch.testing.assert_close(few, expected[:4], atol=1e-10, rtol=0)
+
+
+def test_large_images_that_differ_in_a_tenth_are_told_apart_without_comparing_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As white pages: of n images each would be compared with each."""
+    compared: list[int] = []
+    monkeypatch.setattr(shared_images, "_is_same", lambda *each: compared.append(1) or False)
+    pages = [torch.ones(4096, 96) for _ in range(12)]
+    for number, page in enumerate(pages):
+        page[2000 + 30 * number : 2400 + 30 * number] = 0.25
+    nothing = VisionRows.none(12)
+    rows = dataclasses.replace(nothing, pixel_values=[*pages], image_grid_thws=[torch.tensor([[1, 64, 64]])] * 12)
+    model = tiny_vision.model()
+
+    keywords = shared_images.image_keywords(model.model, rows, torch.device("cpu"))
+
+    assert not compared and len(keywords["pixel_values"]) == 12 * 4096
 
 
 def test_images_that_differ_in_one_value_are_two() -> None:

@@ -62,6 +62,20 @@ def test_another_release_is_refused_before_it_reads_keys_that_it_may_not_know(st
         enter(spec)
 
 
+def test_the_lock_of_an_editor_is_no_code(started, tmp_path, monkeypatch):
+    package = tmp_path / "pipeline" / "config"
+    package.mkdir(parents=True)
+    (package / "user_modules.py").write_text("a = 1\n")
+    monkeypatch.setattr(user_modules, "__file__", str(package / "user_modules.py"))
+    spec = arrived()
+    (package / ".#user_modules.py").symlink_to("somebody@there.1")
+
+    assert enter(spec) == CONFIG
+    (package / "user_modules.py").write_text("a = 2\n")
+    with pytest.raises(ConfigError, match=r"^the code of rlhfd is another one"):
+        enter(spec)
+
+
 def test_other_code_of_the_same_release_ends_the_first_start_and_is_told_later(started, caplog):
     """As of a checkout that one machine has not pulled: all of them are the same release."""
     told = r"^the code of rlhfd is another one \(\w{16}\) than on the daemon's machine \(of another commit\)"

@@ -309,3 +309,24 @@ def test_of_large_weights_in_another_format_even_parts_are_read(tmp_path, monkey
     weights.write_bytes(bytes(reversed(range(256))) * 4096)
 
     assert run_inputs.digest_of_model(tmp_path) != before
+
+
+@pytest.mark.parametrize(("on", "is_compared"), [("worker", True), ("trainer", False)])
+def test_machines_of_workers_are_compared_by_the_files_that_these_read(site, monkeypatch, on, is_compared):
+    (site / "own_losses.py").write_text("def loss(*_): ...\n")
+    given = config(site).model_dump(mode="json")
+    given["rollout"]["kl_coef"], given["trainer"]["kl_coef"] = (0.1, None) if on == "worker" else (0.0, 0.1)
+    given["model"]["reference_device"] = "worker" if on == "worker" else "trainer"
+    given["trainer"]["policy_loss"] = "own_losses:loss"
+    of = Config.model_validate(given)
+    assert of.reference_on == on
+    whole = run_inputs.inputs_of(of)
+    prompts = f"prompts {site / 'prompts.jsonl'}"
+
+    compared = run_inputs.inputs_to_compare(of)
+    monkeypatch.setattr(run_inputs, "_WHOLE_BYTES", 10)
+    without_large = run_inputs.inputs_to_compare(of)
+
+    left_out = {"code of own_losses:loss"} | (set() if is_compared else {"model.reference"})
+    assert compared == {name: digest for name, digest in whole.items() if name not in left_out}
+    assert prompts in compared and prompts not in without_large

@@ -36,6 +36,18 @@ class GivenRows(NamedTuple):
     vision: VisionRows | None = None
     columns: Sequence[Mapping[str, Any]] | None = None
 
+    def part(self, rows: slice) -> GivenRows:
+        """Return some of the rows, sharing their memory."""
+        return GivenRows(
+            self.input_ids[rows],
+            self.attention_mask[rows],
+            self.response_start[rows],
+            self.response_end[rows],
+            self.gt_answer[rows],
+            None if self.vision is None else self.vision.rows(rows),
+            None if self.columns is None else self.columns[rows],
+        )
+
 
 class RowRewards(ABC):
     """Adds up the scores of functions, row by row. A row without one of the scores has no reward: NaN.
@@ -83,6 +95,11 @@ class RowRewards(ABC):
         self.exact = torch.empty(0, dtype=torch.float64)
         self.numbers: list[dict[str, float]] = []
         self._further = FurtherNumbers(labels, telemetry)
+        self._most_rows: int | None = None
+
+    def bound(self, most_rows: int | None) -> None:
+        """Set the most rows that functions get at once; None, as without a call: all rows of a call."""
+        self._most_rows = most_rows
 
     def begin(self, prompts: Sequence[Prompt], group_size: int) -> None:
         """Set the prompts of the rows that are scored next in one call, each of `group_size` rows."""
@@ -119,7 +136,14 @@ class RowRewards(ABC):
                 functions.
         """
         given = GivenRows(input_ids, attention_mask, response_start, response_end, gt_answer, vision, columns)
-        return self._kept(self._scores(given))
+        return self._kept(self._divided(given))
+
+    def _divided(self, rows: GivenRows) -> list[RowScore]:
+        """Return the score of each row, by as many calls as the bound asks for."""
+        count = len(rows.input_ids)
+        size = self._most_rows or max(count, 1)
+        parts = (rows.part(slice(first, first + size)) for first in range(0, count, size))
+        return [score for part in parts for score in self._scores(part)]
 
     @abstractmethod
     def _scores(self, rows: GivenRows) -> list[RowScore]:

@@ -57,10 +57,15 @@ class SummedReward(RowRewards):
             if isinstance(model, OwnTokenizerReward):
                 model.begin(prompts, group_size)
 
+    def bound(self, most_rows: int | None) -> None:
+        """Set the most rows that the functions get at once; the models cut their own passes."""
+        if self._functions is not None:
+            self._functions.bound(most_rows)
+
     def _scores(self, rows: GivenRows) -> list[RowScore]:
         row = rows._asdict()
         scores = torch.stack([model(**row).cpu() for model in self.models], dim=1).tolist()
-        own = [RowScore()] * len(scores) if self._functions is None else self._functions._scores(rows)
+        own = [RowScore()] * len(scores) if self._functions is None else self._functions._divided(rows)
         return [
             one if one.problem else self._with_models(at, one, of_models)
             for at, (one, of_models) in enumerate(zip(own, scores, strict=True))

@@ -17,11 +17,13 @@ from transformers import (
     MistralForSequenceClassification,
 )
 
+from pipeline import batched
 from pipeline.config.rewards import RewardModel
 from pipeline.models import packing
 from pipeline.models.packing import pack_scored_rows, packs_scored_rows
 from pipeline.models.reward_model import SequenceReward
 from pipeline.rollout.model_passes import ModelPasses
+from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.rows import Rows
 from tests.support import tiny
@@ -123,6 +125,29 @@ def test_a_direct_call_takes_rows_that_are_padded_on_either_side() -> None:
     torch.testing.assert_close(found[0], alone(reward.model), atol=1e-5, rtol=0)
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(found[2], found[0][1:2], atol=1e-5, rtol=0)
+
+
+def test_functions_get_as_many_rows_at_once_as_are_generated_at_once() -> None:
+    """Their limits of time are of a call; networks beside them cut their own passes."""
+    sizes: list[int] = []
+
+    @batched
+    def judge(input_ids: Tensor, attention_mask: Tensor, *, response_start: list[int], **_: Any) -> list[float]:
+        sizes.append(len(input_ids))
+        return [float(start) for start in response_start]
+
+    settings = RewardModel("model", "", 1.0, "policy", "model.reward", "model.reward_tokenizer")
+    network, functions = SequenceReward(llama()), FunctionReward([judge], None, labels=["judge"])
+    alone_ = scored(functions, rows=4)
+    shapes = shapes_of(network.model)
+
+    found = scored(SummedReward([(settings, network)], functions), rows=4)
+
+    assert sizes == [4, 2] * 2 and shapes == [(4, 6), (2, 12)]
+    assert alone_.tolist() == PROMPTS.tolist()
+    torch.testing.assert_close(found.float(), alone(network.model) + alone_.float(), atol=1e-5, rtol=0)
+    assert scored(functions).tolist() == PROMPTS.tolist() and sizes[-1] == 6
+    assert functions.parts[:, 0].tolist() == PROMPTS.tolist()
 
 
 def test_the_bound_of_log_probs_is_that_of_scores_too() -> None:
