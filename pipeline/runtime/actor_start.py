@@ -35,6 +35,7 @@ class ActorSpec:
         modules: Folder of the configuration file, searched first for modules of the user's.
         release: Version of this package on the daemon's machine.
         code: Digest of its files there: checkouts of one release differ.
+        libraries: Versions of torch and transformers there, without the name of their build.
         generation: Number of this start of the role: other code ends the first one alone, files may change under way.
     """
 
@@ -44,6 +45,7 @@ class ActorSpec:
     modules: str = dataclasses.field(default_factory=lambda: os.environ.get(user_modules.FOLDER_VARIABLE, ""))
     release: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("rlhfd"))
     code: str = dataclasses.field(default_factory=lambda: _code())
+    libraries: dict[str, str] = dataclasses.field(default_factory=lambda: _libraries())
 
 
 def _code() -> str:
@@ -53,6 +55,10 @@ def _code() -> str:
     for file in sorted(file for file in folder.rglob("*.py") if not file.name.startswith(".")):
         digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def _libraries() -> dict[str, str]:
+    return {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 
 def enter(spec: ActorSpec) -> Config:
@@ -73,6 +79,9 @@ def enter(spec: ActorSpec) -> Config:
         if spec.generation <= 1:
             raise ConfigError(other)
         log.warning("%s", other)
+    here = _libraries()
+    if unlike := [f"{name} {here[name]}, not {there}" for name, there in spec.libraries.items() if here[name] != there]:
+        log.warning("this machine has %s as the daemon's: numbers may differ", " and ".join(unlike))
     os.environ.update(_ENVIRONMENT)
     if os.path.isdir(spec.working_directory):
         # Modules of the user's are searched in the folder of the start, which is this process's.

@@ -85,3 +85,13 @@ def test_other_code_of_the_same_release_ends_the_first_start_and_is_told_later(s
 
     assert enter(arrived(code="of another commit", generation=2)) == CONFIG
     assert re.match(told, caplog.messages[0])
+
+
+def test_other_versions_of_the_libraries_are_told(started, caplog):
+    here = ActorSpec(config="", generation=1).libraries
+
+    enter(arrived())
+    assert "numbers may differ" not in caplog.text
+
+    enter(arrived(libraries={**here, "torch": "2.11.0"}))
+    assert f"this machine has torch {here['torch']}, not 2.11.0 as the daemon's: numbers may differ" in caplog.text
