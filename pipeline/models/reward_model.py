@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from pipeline.errors import FieldError
 from pipeline.models.attention_kernels import without_cudnn_attention
+from pipeline.models.flat_rows import on_device
 from pipeline.models.inputs import accepted_keywords, position_ids_from_mask
 from pipeline.models.packing import last_states, packs_scored_rows
 from pipeline.models.pass_size import PassSize, width_multiple
@@ -80,11 +81,12 @@ class SequenceReward:
         check_rows(self.model, lengths)
         if self._scores is None:
             self.check()
-        order, scores = lengths.argsort(stable=True), torch.zeros(len(ids))
+        # On the model's device: a copy to the host waits for the pass, and a card has no next one meanwhile.
+        order, scores = lengths.argsort(stable=True), torch.zeros(len(ids), device=self.model.device)
 
         def step(part: slice) -> None:
             some = order[part]
-            scores[some] = self._of_pass(ids[some], mask[some]).float().cpu()
+            scores[on_device(some.numpy(), scores.device)] = self._of_pass(ids[some], mask[some]).float()
 
         sizes = lengths[order].tolist(), [0] * len(ids)
         if packs_scored_rows(self.model):
@@ -92,14 +94,14 @@ class SequenceReward:
             self._size.run(*sizes, step, range(len(ids)))
         else:
             self._size.run(*sizes, step)
-        return scores.to(self.model.device)
+        return scores
 
     def _of_pass(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the scores of rows of one pass, ``(b,)``."""
         assert self._scores is not None
         model: Any = self.model
         if packs_scored_rows(model):
-            states = last_states(model, ids[mask].to(model.device), mask.sum(dim=1).numpy())
+            states = last_states(model, on_device(ids[mask].numpy(), model.device), mask.sum(dim=1).numpy())
             scores: Tensor = model.score(states)
             return scores[:, 0]
         # Without the columns that are padding in all of the rows.
@@ -108,7 +110,7 @@ class SequenceReward:
         ids, mask = (
             functional.pad(columns[:, first:end], (0, (first - end) % self._multiple)) for columns in (ids, mask.long())
         )
-        return self._scores(ids.to(model.device), mask.to(model.device))
+        return self._scores(*(on_device(columns.numpy(), model.device) for columns in (ids, mask)))
 
     @without_cudnn_attention()
     @torch.no_grad()

@@ -110,15 +110,19 @@ class ModelPasses:
             sizes = flat.lengths.tolist(), [0] * len(flat), order.tolist()
         else:
             return None
-        found = torch.zeros(len(flat.action))
+        numbers: list[tuple[Index, Tensor]] = []
 
         def step(part: slice) -> None:
             some, actions = flat.rows(order[part])
-            numbers = of_flat(some, shared=groups is not None, vision=rows.vision_of(order[part]))
-            found[torch.from_numpy(actions)] = numbers.float().cpu()
+            given = of_flat(some, shared=groups is not None, vision=rows.vision_of(order[part]))
+            numbers.append((actions, given.float()))
 
         lefts, rights, of_row = sizes
         self._size(model).run(lefts, rights, step, of_row)
+        found = torch.zeros(len(flat.action))
+        # After the last pass: a copy waits for the card, which has no next pass meanwhile.
+        for actions, given in numbers:
+            found[torch.from_numpy(actions)] = given.cpu()
         if rows.turns is None:
             return found
         return torch.zeros(len(rows.turns.observed)).masked_scatter_(~rows.turns.observed, found)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 
 from pipeline.errors import FieldError
@@ -72,6 +72,22 @@ def test_log_probs_and_values_are_those_of_padded_passes(build: Any, change: Any
     assert seen[-1] == int(given.totals.sum()) - len(given), "no padding, and no token after the last action"
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
     torch.testing.assert_close(passes().values(critic, given, coati=False), expected_values, atol=2e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("kernel")
+@torch.no_grad()
+def test_the_host_waits_for_a_card_after_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, models = rows([4, 3, 1]), [packed(tiny.llama()), packed(critic_of(tiny.llama()))]
+    passes_done = Device(models[0]).passes, Device(models[1].backbone).passes
+    copies, copied = [], Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda self: copies.append([*map(len, passes_done)]) or copied(self))
+    few = ModelPasses(None, None, True, logits_forward_tokens=20)
+
+    few.log_probs("m", models[0], given, 1.0)
+    few.values(models[1], given, coati=False)
+
+    of_actor, of_critic = map(len, passes_done)
+    assert copies == [[of_actor, 0]] * 4 + [[of_actor, of_critic]] * 4
 
 
 @torch.no_grad()
