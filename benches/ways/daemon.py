@@ -163,8 +163,8 @@ def arrays_of(experience: Experience) -> Arrays:
 
 def arrays_of_rows(rows: RaggedRows) -> Arrays:
     """Return the columns and the pixels of rows without padding as arrays over the same memory."""
-    vision = {name: value.numpy() for name, value in (rows.vision or {}).items() if isinstance(value, torch.Tensor)}
-    return {**rows.columns, **vision}
+    vision = {} if rows.vision is None else rows.vision.tensors()
+    return {**rows.columns, **{name: value.numpy() for name, value in vision.items()}}
 
 
 def _serve(folder: Path) -> None:

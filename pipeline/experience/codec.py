@@ -11,14 +11,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 import xxhash
 
 from pipeline.errors import ArenaFullError, DecodeError, FieldError
 from pipeline.experience.extent_format import ExtentHeader, align, header_bytes, lay_out, read_header, write_header
 from pipeline.experience.ragged import PaddedRows, Parts, RaggedRows, experience_of, join, pad
 from pipeline.experience.types import Experience, ExperienceVL
-from pipeline.experience.vision_codec import VisionPart, VisionReader, gather_vision, vision_part, vision_stop
+from pipeline.experience.vision_codec import (
+    GatheredVision,
+    VisionPart,
+    VisionReader,
+    gather_vision,
+    vision_part,
+    vision_stop,
+)
+from pipeline.experience.vision_rows import VisionRows
 
 
 class Encoded(NamedTuple):
@@ -134,7 +141,7 @@ Extents = Sequence[tuple[ExtentReader, Sequence[int]]]
 
 
 def gather(parts: Extents, *, pin_memory: bool = False) -> RaggedRows:
-    """Copy rows of extents end to end into one block, each value once.
+    """Copy rows of extents end to end into one block, each value once; rows of one extent go on to share their pixels.
 
     Args:
         parts: The rows.
@@ -149,12 +156,12 @@ def gather(parts: Extents, *, pin_memory: bool = False) -> RaggedRows:
             vision-language ones.
     """
     rows = join(_text(parts), pin_memory=pin_memory)
-    found = _vision(parts, rows.named.keys(), pin_memory=pin_memory)
+    found = _vision(parts, rows.named, once=True, pin_memory=pin_memory)
     if found is None:
         return rows
-    for name, counts in found[1].items():
+    for name, counts in found.counts.items():
         rows = rows.with_info(name, counts.numpy())
-    return replace(rows, vision=found[0])
+    return replace(rows, vision=found.rows)
 
 
 def gather_padded(parts: Extents, *, pin_memory: bool = False) -> Experience:
@@ -163,10 +170,11 @@ def gather_padded(parts: Extents, *, pin_memory: bool = False) -> Experience:
     Arguments and errors are those of `gather`; an `ExperienceVL` of vision-language extents.
     """
     tensors = pad(_text(parts), pin_memory=pin_memory)
-    found = _vision(parts, tensors.keys(), pin_memory=pin_memory)
+    found = _vision(parts, tensors, once=False, pin_memory=pin_memory)
     if found is None:
         return experience_of(tensors)
-    return experience_of({**tensors, **{f"info.{name}": counts for name, counts in found[1].items()}}, found[0])
+    counts = {f"info.{name}": counts for name, counts in found.counts.items()}
+    return experience_of({**tensors, **counts}, {**found.blocks, "raw_images": found.rows.images()})
 
 
 def _sizes(header: ExtentHeader) -> dict[str, int]:
@@ -185,16 +193,16 @@ def _text(parts: Extents) -> Parts:
     return [(reader.rows, chosen) for reader, chosen in parts]
 
 
-def _vision(parts: Extents, names: Any, *, pin_memory: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-    """Return the vision fields of rows and the counts for `info`; None for text alone."""
+def _vision(parts: Extents, names: Any, *, once: bool, pin_memory: bool) -> GatheredVision | None:
+    """Return the images of rows, None for text alone; `names` are those of the fields."""
     vision = [(reader.vision, chosen) for reader, chosen in parts if reader.vision is not None]
     if not vision:
         return None
     counted = [name.removeprefix("info.") for name in names if name.startswith("info.")]
-    return gather_vision(vision, counted=counted, pin_memory=pin_memory)
+    return gather_vision(vision, counted=counted, once=once, pin_memory=pin_memory)
 
 
 def _vision_of(batch: Experience | RaggedRows) -> VisionPart | None:
     if isinstance(batch, RaggedRows):
-        return None if batch.vision is None else vision_part(batch.vision_experience())
-    return vision_part(batch) if isinstance(batch, ExperienceVL) else None
+        return None if batch.vision is None else vision_part(batch.vision)
+    return vision_part(VisionRows.of(batch)) if isinstance(batch, ExperienceVL) else None

@@ -68,12 +68,17 @@ Fields = tuple[FieldHeader, ...]
 
 
 class MediumHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The images, or the videos, of all rows: `counts` grids in each row, `patches` rows of pixels in total."""
+    """The images, or the videos, of all rows: `counts` grids in each row, `patches` rows of pixels in total.
+
+    `firsts` is the first row with the same images, for each row: only its grids and pixels are stored. None where each
+    row has its own.
+    """
 
     pixels: FieldHeader
     grids: FieldHeader
     patches: Size
     counts: list[Size]
+    firsts: list[Size] | None = None
 
 
 class VisionHeader(msgspec.Struct, frozen=True, array_like=True):

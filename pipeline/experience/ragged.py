@@ -40,7 +40,7 @@ from pipeline.experience.field_arrays import TEXT_FIELDS, field_arrays
 from pipeline.experience.row_spans import Spans
 from pipeline.experience.tensor_pool import MEMORY
 from pipeline.experience.types import Experience, ExperienceVL
-from pipeline.experience.vision_rows import MODEL_KEYWORDS
+from pipeline.experience.vision_rows import PIXELS, VisionRows
 
 # Up to this width a mask over all columns costs less than one slice a row.
 _SHORT_COLUMNS = 48
@@ -61,9 +61,10 @@ class RaggedRows:
         counts: Actions of each row.
         full_masks: The masks of the experience that have no values.
         stacks: The values of neighbouring fields of one kind, ``(fields, T)``, ``(fields, N)`` or ``(fields, B, ...)``.
-        vision: The vision fields of an `ExperienceVL` of these rows, by name; None for text alone.
+        vision: Images and videos of the rows; those of one prompt share their pixels. None for text alone.
         block: The memory of stacks, uint8, from which one copy moves them to a card; None if they lie elsewhere.
-        moved: The same values on a card, by name, pixels and grids too; None if they were not moved.
+        moved: The values of the fields on a card, by name; None if they were not moved.
+        moved_vision: `vision` with the pixels on a card; None if they were not moved.
 
     Examples:
         >>> rows = RaggedRows.of(
@@ -89,9 +90,10 @@ class RaggedRows:
     counts: list[int]
     full_masks: tuple[str, ...]
     stacks: Mapping[Fields, Array]
-    vision: Mapping[str, Any] | None = None
+    vision: VisionRows | None = None
     block: Tensor | None = None
     moved: Mapping[str, Tensor] | None = None
+    moved_vision: VisionRows | None = None
 
     @classmethod
     def of(cls, experience: Experience) -> Self:
@@ -105,8 +107,8 @@ class RaggedRows:
 
         Raises:
             ShapeError: If a field's shape does not fit `sequences`, naming the field.
-            FieldError: If token ids are not integers, a row has no tokens, or a field or an element of `info` is not a
-                tensor of B rows.
+            FieldError: If token ids are not integers, a row has no tokens, a field or an element of `info` is not a
+                tensor of B rows, or the vision fields are inconsistent.
         """
         if not isinstance(experience.sequences, Tensor):
             raise FieldError("sequences is a list, a packed batch: rows come from a padded one")
@@ -116,7 +118,7 @@ class RaggedRows:
             padded.write(fields, stack)
         if not isinstance(experience, ExperienceVL):
             return rows
-        return replace(rows, vision={name: getattr(experience, name) for name in _VISION_NAMES})
+        return replace(rows, vision=VisionRows.of(experience))
 
     @classmethod
     def of_columns(
@@ -128,7 +130,7 @@ class RaggedRows:
         actions: Mapping[str, Tensor],
         rows: Mapping[str, Tensor],
         info: Mapping[str, Tensor],
-        vision: Mapping[str, Any] | None = None,
+        vision: VisionRows | None = None,
     ) -> Self:
         """Return rows over the memory of their columns, which lie on the CPU.
 
@@ -227,13 +229,11 @@ class RaggedRows:
 
         A field that is ``(B, S)`` in `Experience` is ``(T,)``, one that is ``(B, A)`` is ``(N,)``, of the same dtype.
         Any other, and ``info.NAME`` for an entry of `info`, is ``(B, ...)`` as there. A mask without holes is missing:
-        all tokens are real, and the last `counts` tokens of each row are its actions. Pixels and grids have their own
-        names.
+        all tokens are real, and the last `counts` tokens of each row are its actions. Pixels and grids are in `vision`.
         """
         if self.moved is not None:
             return self.moved
-        found = {name: as_tensor(values, self.named[name].dtype) for name, values in self.columns.items()}
-        return found | {name: value for name, value in (self.vision or {}).items() if isinstance(value, Tensor)}
+        return {name: as_tensor(values, self.named[name].dtype) for name, values in self.columns.items()}
 
     @functools.cached_property
     def named(self) -> dict[str, FieldHeader]:
@@ -339,7 +339,7 @@ class RaggedRows:
             (field,): self.columns[field.name][None] for field in kept if field.name in self.columns
         }
         masks = tuple(mask for mask in self.full_masks if mask != name)
-        return replace(self, fields=kept, full_masks=masks, stacks=stacks, moved=None)
+        return replace(self, fields=kept, full_masks=masks, stacks=stacks, moved=None, moved_vision=None)
 
     def with_info(self, name: str, values: Array) -> Self:
         """Return the rows with an entry of `info`, in place of one of this name.
@@ -354,7 +354,7 @@ class RaggedRows:
         rows = self.without(f"info.{name}")
         field = FieldHeader(f"info.{name}", values.dtype.name, "", values.shape[1:])
         stacks = {**rows.stacks, (field,): values[None]}
-        return replace(rows, fields=(*rows.fields, field), stacks=stacks, moved=None)
+        return replace(rows, fields=(*rows.fields, field), stacks=stacks, moved=None, moved_vision=None)
 
     def to_device(self, device: torch.device, *, non_blocking: bool = False) -> Self:
         """Return the rows with their values on a device besides: the block by one copy, other values one by one.
@@ -376,10 +376,8 @@ class RaggedRows:
                 moved[name] = block[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             else:
                 moved[name] = tensor.to(device, non_blocking=non_blocking)
-        for name, value in (self.vision or {}).items():
-            if isinstance(value, Tensor):
-                moved[name] = value.to(device, non_blocking=non_blocking)
-        return replace(self, moved=moved)
+        vision = None if self.vision is None else self.vision.on(device, non_blocking=non_blocking)
+        return replace(self, moved=moved, moved_vision=vision)
 
     def on(self, device: torch.device) -> Self:
         """Return the rows with their values on a device, as `to_device`, unless they are there already.
@@ -399,7 +397,9 @@ class RaggedRows:
         Args:
             stream: The stream.
         """
-        for tensor in (self.moved or {}).values():
+        vision = self.moved_vision
+        pixels = [] if vision is None else [each for name in PIXELS for each in vision.own(name)]
+        for tensor in (*(self.moved or {}).values(), *pixels):
             tensor.record_stream(stream)
 
     def vision_experience(self) -> ExperienceVL:
@@ -412,7 +412,9 @@ class RaggedRows:
             raise FieldError("rows of text alone have no images")
         counts = {name: self.tensor(f"info.{name}") for name in ("image_num", "video_num")}
         info = {name: count for name, count in counts.items() if count is not None}
-        values = {**self.vision, **{name: value for name, value in (self.moved or {}).items() if name in self.vision}}
+        vision, device = self.moved_vision or self.vision, self.tensors["sequences"].device
+        values = vision.fields()
+        values |= {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         return ExperienceVL(sequences=torch.empty((len(self), 0)), info=info or None, **values)
 
     def in_columns(self, prompt_columns: int, num_actions: int, pad_token_id: int) -> Experience:
@@ -441,14 +443,15 @@ class RaggedRows:
                 padding = pad_token_id if field.name == "sequences" else 0
                 whole = torch.full(places[field.columns].shape, padding, dtype=values.dtype)
                 tensors[field.name] = whole.masked_scatter_(places[field.columns], values)
-        return experience_of(tensors, self.vision)
+        return experience_of(tensors, None if self.vision is None else self.vision.fields())
 
     def padded(self) -> Experience:
         """Return the rows as one batch on the CPU, padded with zeros on the left; it shares no memory with them."""
         tensors = pad([(self, range(len(self)))])
         if self.vision is None:
             return experience_of(tensors)
-        vision = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.vision.items()}
+        vision = self.vision.fields()
+        vision |= {name: value.clone() for name, value in vision.items() if isinstance(value, Tensor)}
         return experience_of(tensors, vision)
 
 
@@ -464,8 +467,6 @@ def ragged_rows(batch: RaggedRows | Experience) -> RaggedRows:
         batch.to_device("cpu")
     return RaggedRows.of(batch)
 
-
-_VISION_NAMES = (*MODEL_KEYWORDS, "raw_images")
 
 Parts = Sequence[tuple[RaggedRows, Sequence[int]]]
 """Rows, with the indices of those of them that are meant, in order."""

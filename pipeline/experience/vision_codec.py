@@ -3,8 +3,9 @@
     for the images, then the videos, if any row has one:  grids (images, 3), then pixels (patches, D)
     for each row, if any row has raw images:              msgpack, null or a list of `RawImage`
 
-The patches of a row are contiguous, so rows that are neighbours in extent and batch are copied with one slice. Raw
-images are stored as given, a path or an encoded file; a decoded image is never in the arena (docs/decisions).
+Rows that share their pixels in memory, as the responses to one prompt, share them in the extent, too: they are stored
+once, and a batch without padding has them once. Raw images are stored as given, a path or an encoded file; a decoded
+image is never in the arena (docs/decisions).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import struct
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,8 +36,8 @@ from pipeline.experience.extent_format import (
     lay_out,
 )
 from pipeline.experience.tensor_pool import MEMORY
-from pipeline.experience.types import VISION_FIELDS, ExperienceVL
-from pipeline.experience.vision import split_vision
+from pipeline.experience.types import VISION_FIELDS
+from pipeline.experience.vision_rows import VisionRows
 
 _GRIDS_OF = {pixels_name: grids_name for pixels_name, grids_name, _ in VISION_FIELDS}
 # The modes that PNG stores without loss; it refuses the other modes, or truncates them to fewer bits.
@@ -55,54 +56,60 @@ _raw_decoder = msgspec.msgpack.Decoder(list[RawImage] | None)
 
 @dataclasses.dataclass(frozen=True)
 class VisionPart:
-    """The vision part of an extent, checked and ready to be written."""
+    """The vision part of an extent, checked and ready to be written.
+
+    Attributes:
+        header: Its part of the extent's header.
+        columns: The tensors of each run of values, end to end.
+        raw_rows: The raw images of each row, encoded.
+    """
 
     header: VisionHeader
-    tensors: list[torch.Tensor]
+    columns: list[list[torch.Tensor]]
     raw_rows: list[bytes]
 
     def write(self, memory: memoryview, start: int) -> None:
         """Write the vision part at `start`, behind the text fields."""
         runs, at = _places(self.header, start)
-        for run, tensor in zip(runs, self.tensors, strict=True):
-            run.array(memory)[0] = as_array(tensor)
+        for run, tensors in zip(runs, self.columns, strict=True):
+            np.concatenate([as_array(tensor) for tensor in tensors], out=run.array(memory)[0])
         for raw in self.raw_rows:
             memory[at : at + len(raw)] = raw
             at += len(raw)
 
 
-def vision_part(experience: ExperienceVL) -> VisionPart:
-    """Return the vision part of a batch, after the consistency check of `split_vision`.
-
-    Args:
-        experience: A batch that may travel (`pipeline.experience.checks.check_travels`).
+def vision_part(rows: VisionRows) -> VisionPart:
+    """Return the vision part of rows.
 
     Raises:
-        FieldError: If counts, grids and pixels are inconsistent, or a raw image is of a type that cannot be stored.
-        ShapeError: If a field's shape is not that of pixels, grids or raw images.
+        FieldError: If the pixels of two rows differ in dtype or width, or a raw image is of a type that cannot be
+            stored.
+        ShapeError: If pixels are not ``(patches, D)``.
     """
-    rows = len(experience.sequences)
-    for pixels_name, _, _ in VISION_FIELDS:
-        pixels = getattr(experience, pixels_name)
-        if pixels is not None and (pixels.ndim < 2 or 0 in pixels.shape[1:]):
-            raise ShapeError(f"{pixels_name}: {tuple(pixels.shape)}, expected (patches, D)")
-    columns = split_vision(experience, rows)
-    media, tensors = [], []
+    media, columns = [], []
     for pixels_name, grids_name, _ in VISION_FIELDS:
-        pixels, grids = getattr(experience, pixels_name), getattr(experience, grids_name)
-        if pixels is None:
+        firsts, own = rows.firsts(pixels_name), rows.own(pixels_name)
+        if not own:
             continue
-        media.append(
-            MediumHeader(
-                field_header(pixels_name, pixels.dtype, "", tuple(pixels.shape[1:])),
-                field_header(grids_name, grids.dtype, "", (3,)),
-                len(pixels),
-                [0 if row is None else len(row) for row in columns[grids_name]],
-            )
-        )
-        tensors += [grids.detach(), pixels.detach()]
-    raw_rows = _packed_rows(columns["raw_images"])
-    return VisionPart(VisionHeader(media, [len(raw) for raw in raw_rows] or None), tensors, raw_rows)
+        of_row = getattr(rows, grids_name)
+        grids = [of_row[row] for row in dict.fromkeys(firsts) if of_row[row] is not None]
+        headers = []
+        for name, tensors in ((pixels_name, own), (grids_name, grids)):
+            kinds = dict.fromkeys((tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors)
+            if len(kinds) > 1:
+                (dtype, tail), (other, others_tail) = [*kinds][:2]
+                raise FieldError(f"{name} is {dtype} {tail} in one row, {other} {others_tail} in another")
+            ((dtype, tail),) = kinds
+            if not tail or 0 in tail:
+                raise ShapeError(f"{name}: {tuple(tensors[0].shape)}, expected (patches, D)")
+            headers.append(field_header(name, dtype, "", tail))
+        counts = [0 if row is None else len(row) for row in of_row]
+        is_shared = len(own) < sum(row is not None for row in getattr(rows, pixels_name))
+        patches = sum(map(len, own))
+        media.append(MediumHeader(headers[0], headers[1], patches, counts, firsts if is_shared else None))
+        columns += [[grid.detach() for grid in grids], [pixels.detach() for pixels in own]]
+    raw_rows = _packed_rows(rows.raw_images)
+    return VisionPart(VisionHeader(media, [len(raw) for raw in raw_rows] or None), columns, raw_rows)
 
 
 def vision_stop(header: VisionHeader, start: int) -> int:
@@ -157,43 +164,55 @@ class VisionReader:
             raise DecodeError(f"raw_images of row {row} cannot be read: {error}") from error
 
 
+class GatheredVision(NamedTuple):
+    """The vision part of a batch.
+
+    Attributes:
+        rows: Images and videos of its rows.
+        blocks: By field the values of all rows, end to end; None for a field that no row has.
+        counts: Counts for `info`, ``(B,)`` float32 by key.
+    """
+
+    rows: VisionRows
+    blocks: dict[str, torch.Tensor | None]
+    counts: dict[str, torch.Tensor]
+
+
 def gather_vision(
-    parts: Sequence[tuple[VisionReader, Sequence[int]]], *, counted: Collection[str], pin_memory: bool
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Copy the pixels, grids and raw images of rows of extents, each value once.
+    parts: Sequence[tuple[VisionReader, Sequence[int]]], *, counted: Collection[str], once: bool, pin_memory: bool
+) -> GatheredVision:
+    """Copy the pixels, grids and raw images of rows of extents.
 
     Args:
         parts: The vision parts of extents, with the indices of the rows to copy, in batch order.
         counted: Keys of the batch's `info`; a count among them is replaced, even by zeros alone.
+        once: Whether values that rows of an extent share are copied once, and shared by the rows of the batch.
         pin_memory: Whether pixels and grids are page-locked.
-
-    Returns:
-        The vision fields of `ExperienceVL` that at least one row has; the counts for `info`, ``(B,)`` float32 by key.
 
     Raises:
         DecodeError: If raw images are damaged.
         FieldError: If the pixels of two rows differ in dtype or width.
     """
-    fields: dict[str, Any] = {}
+    blocks: dict[str, torch.Tensor | None] = {}
+    columns: dict[str, list[torch.Tensor | None]] = {}
     counts: dict[str, torch.Tensor] = {}
-    for pixels_name, _, count_key in VISION_FIELDS:
-        media = [(reader.media.get(pixels_name), chosen) for reader, chosen in parts]
-        row_counts = [medium.counts(row) if medium else 0 for medium, chosen in media for row in chosen]
+    for pixels_name, grids_name, count_key in VISION_FIELDS:
+        media = [(reader.media.get(pixels_name), row) for reader, chosen in parts for row in chosen]
+        row_counts = [medium.header.counts[row] if medium else 0 for medium, row in media]
         if any(row_counts) or count_key in counted:
             counts[count_key] = torch.tensor(row_counts, dtype=torch.float32)
-        if any(row_counts):
-            fields |= _gather_medium([(medium, chosen) for medium, chosen in media if medium], pin_memory)
+        rows = [(medium, row) if medium and medium.header.counts[row] else None for medium, row in media]
+        for name in (pixels_name, grids_name):
+            blocks[name], columns[name] = _gathered(name, rows, once=once, pin_memory=pin_memory)
     images = [reader.raw_images(row) for reader, chosen in parts for row in chosen]
-    if any(image is not None for image in images):
-        fields["raw_images"] = images
-    return fields, counts
+    return GatheredVision(VisionRows(**columns, raw_images=images), blocks, counts)
 
 
 # Pixels and grids.
 
 
 class _Medium:
-    """The images, or the videos, of an extent's rows: those of row r end where those of row r + 1 start."""
+    """The images, or the videos, of an extent's rows; the grids and pixels of a row are those of its first."""
 
     def __init__(self, header: MediumHeader, grids: Array, pixels: Array) -> None:
         # As floats: a product that would overflow int64 stays large, and is refused.
@@ -201,67 +220,60 @@ class _Medium:
         if (grids < 1).any() or patches.sum() != len(pixels):
             raise DecodeError(f"{header.grids.name} do not account for {len(pixels)} rows of {header.pixels.name}")
         self.header = header
-        self.grids = grids
-        self.pixels = pixels
         patch_starts = [0, *patches.cumsum().astype(np.int64).tolist()]
-        self.grid_starts = list(itertools.accumulate(header.counts, initial=0))
-        self.patch_starts = [patch_starts[grid] for grid in self.grid_starts]
+        stored = list(itertools.accumulate(_stored_counts(header), initial=0))
+        self._columns = {
+            header.grids.name: (header.grids, grids, stored),
+            header.pixels.name: (header.pixels, pixels, [patch_starts[grid] for grid in stored]),
+        }
 
-    def counts(self, row: int) -> int:
-        return self.header.counts[row]
+    def field(self, name: str) -> FieldHeader:
+        return self._columns[name][0]
 
-
-def _gather_medium(parts: list[tuple[_Medium, Sequence[int]]], pin_memory: bool) -> dict[str, torch.Tensor]:
-    # Dtype and width are compared only among the media that have a chosen row.
-    parts = [(medium, chosen) for medium, chosen in parts if any(map(medium.counts, chosen))]
-    first = parts[0][0].header
-    for medium, _ in parts:
-        for ours, theirs in ((medium.header.pixels, first.pixels), (medium.header.grids, first.grids)):
-            if ours != theirs:
-                raise FieldError(
-                    f"{ours.name} is {ours.dtype} {ours.tail} in one extent, {theirs.dtype} {theirs.tail} in another"
-                )
-    return {
-        first.grids.name: _gather_slices(
-            first.grids, [(medium.grids, medium.grid_starts, chosen) for medium, chosen in parts], pin_memory
-        ),
-        first.pixels.name: _gather_slices(
-            first.pixels, [(medium.pixels, medium.patch_starts, chosen) for medium, chosen in parts], pin_memory
-        ),
-    }
+    def values(self, name: str, row: int) -> Array:
+        first = row if self.header.firsts is None else self.header.firsts[row]
+        _, values, starts = self._columns[name]
+        return values[starts[first] : starts[first + 1]]
 
 
-def _gather_slices(
-    field: FieldHeader, parts: list[tuple[Array, list[int], Sequence[int]]], pin_memory: bool
-) -> torch.Tensor:
-    """Concatenate the values of rows; each part is (values, start of each row, chosen rows)."""
-    slices = [(source, start, stop) for source, starts, chosen in parts for start, stop in _slices(starts, chosen)]
-    count = sum(stop - start for _, start, stop in slices)
-    (tensor,), (out,) = MEMORY.empty(1, (count, *field.tail), field.dtype, pin_memory=pin_memory)
-    at = 0
-    for source, start, stop in slices:
-        out[at : at + stop - start] = source[start:stop]
-        at += stop - start
-    return tensor
+def _gathered(
+    name: str, rows: list[tuple[_Medium, int] | None], *, once: bool, pin_memory: bool
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """Return the values of rows end to end, and the part of each row."""
+    # Dtype and width are compared only among the rows that have a value.
+    fields = list(dict.fromkeys(medium.field(name) for medium, _ in filter(None, rows)))
+    if not fields:
+        return None, [None] * len(rows)
+    ours, *others = fields
+    for theirs in others:
+        raise FieldError(f"{name} is {theirs.dtype} {theirs.tail} in one extent, {ours.dtype} {ours.tail} in another")
+    values = [None if row is None else row[0].values(name, row[1]) for row in rows]
+    # By their place in memory, which extents do not share.
+    keys = [
+        row if value is None or not once else value.__array_interface__["data"][0] for row, value in enumerate(values)
+    ]
+    own = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+    sizes = [*map(len, own.values())]
+    (tensor,), (out,) = MEMORY.empty(1, (sum(sizes), *ours.tail), ours.dtype, pin_memory=pin_memory)
+    np.concatenate([*own.values()], out=out)
+    views = dict(zip(own, tensor.split(sizes), strict=True))
+    return tensor, [None if value is None else views[key] for key, value in zip(keys, values, strict=True)]
 
 
-def _slices(starts: list[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the slices that hold the chosen rows in order, adjacent slices merged into one."""
-    slices: list[tuple[int, int]] = []
-    for row in chosen:
-        start, stop = starts[row], starts[row + 1]
-        if slices and slices[-1][1] == start:
-            slices[-1] = (slices[-1][0], stop)
-        elif start < stop:
-            slices.append((start, stop))
-    return slices
+def _stored_counts(header: MediumHeader) -> list[int]:
+    """Return the number of grids that are stored for each row: 0 for one with the images of an earlier row."""
+    counts = list(header.counts)
+    for row, first in enumerate(header.firsts or ()):
+        if first != row:
+            counts[row] = 0
+    return counts
 
 
 def _places(header: VisionHeader, start: int) -> tuple[list[Run], int]:
     """Return the places of grids and pixels, alternating, and the offset of the raw images."""
     places = []
     for medium in header.media:
-        for field, rows in ((medium.grids, sum(medium.counts)), (medium.pixels, medium.patches)):
+        for field, rows in ((medium.grids, sum(_stored_counts(medium))), (medium.pixels, medium.patches)):
             runs, start = lay_out((field,), (), {field.columns: rows}, align(start))
             places += runs
     return places, align(start)
@@ -283,8 +295,17 @@ def _errors(header: VisionHeader, rows: int) -> Iterator[str]:
             yield f"has a {medium.pixels.name} of shape {list(medium.pixels.tail)}"
         if len(medium.counts) != rows:
             yield f"counts {medium.grids.name} of {len(medium.counts)} rows, not of its {rows}"
+        elif medium.firsts is not None and not _are_firsts(medium.firsts, medium.counts):
+            yield f"gives rows the {medium.pixels.name} of rows that do not have them"
     if header.raw_bytes is not None and len(header.raw_bytes) != rows:
         yield f"has raw_images of {len(header.raw_bytes)} rows, not of its {rows}"
+
+
+def _are_firsts(firsts: list[int], counts: list[int]) -> bool:
+    if len(firsts) != len(counts):
+        return False
+    pairs = enumerate(firsts)
+    return all(first <= row and firsts[first] == first and counts[first] == counts[row] for row, first in pairs)
 
 
 # Raw images.

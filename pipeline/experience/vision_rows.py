@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import FieldError
-from pipeline.experience.types import ExperienceVL
+from pipeline.experience.types import VISION_FIELDS, ExperienceVL
 from pipeline.experience.vision import split_vision
 
 MODEL_KEYWORDS = {
@@ -20,6 +20,7 @@ MODEL_KEYWORDS = {
     "video_grid_thws": "video_grid_thw",
 }
 """The vision fields of an experience that are tensors, with their names in transformers models."""
+PIXELS = tuple(name for name, _, _ in VISION_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,14 @@ class VisionRows:
         """Return the number of rows, B."""
         return len(self.pixel_values)
 
+    def present(self) -> list[str]:
+        """Return the fields in use.
+
+        Returns:
+            The names of those that at least one row has.
+        """
+        return [field.name for field in fields(self) if any(row is not None for row in getattr(self, field.name))]
+
     @property
     def tensors_exist(self) -> bool:
         """Whether at least one row has an image or a video."""
@@ -112,6 +121,54 @@ class VisionRows:
         if any(isinstance(place, bool) for place in places):
             raise FieldError("index is a mask; it has the numbers of rows")
         return type(self)(*([getattr(self, field.name)[place] for place in places] for field in fields(self)))
+
+    def firsts(self, name: str) -> list[int]:
+        """Return for each row the first row that has its tensor of a field: responses to a prompt share their pixels.
+
+        Args:
+            name: The field.
+
+        Returns:
+            B indices; a row without the field, or with a tensor of its own, has its own index.
+        """
+        found: dict[tuple[int, ...], int] = {}
+        return [
+            row if tensor is None else found.setdefault((tensor.data_ptr(), *tensor.shape), row)
+            for row, tensor in enumerate(getattr(self, name))
+        ]
+
+    def own(self, name: str) -> list[Tensor]:
+        """Return the tensors of a field.
+
+        Args:
+            name: The field.
+
+        Returns:
+            One tensor for rows that share it, in the order of their first rows.
+        """
+        tensors = getattr(self, name)
+        return [tensors[row] for row in dict.fromkeys(self.firsts(name)) if tensors[row] is not None]
+
+    def on(self, device: torch.device, *, non_blocking: bool = False) -> Self:
+        """Return the rows with their pixels on a device, those that rows share once; grids stay on the host.
+
+        Args:
+            device: The device.
+            non_blocking: Whether copies from page-locked memory are asynchronous.
+
+        Returns:
+            B rows, which share their pixels as these do.
+        """
+        moved: dict[str, list[Tensor | None]] = {}
+        for name in PIXELS:
+            firsts = self.firsts(name)
+            given = {row: getattr(self, name)[row] for row in set(firsts)}
+            found = {
+                row: pixels if pixels is None else pixels.to(device, non_blocking=non_blocking)
+                for row, pixels in given.items()
+            }
+            moved[name] = [found[first] for first in firsts]
+        return replace(self, **moved)
 
     def repeated(self, times: int) -> Self:
         """Return each row `times` times, the copies contiguous, in the order of the responses to a prompt.
@@ -164,8 +221,15 @@ class VisionRows:
             All five vision fields by name, concatenated in row order; None for a field that no row has.
         """
         empty: dict[str, Any] = dict.fromkeys(MODEL_KEYWORDS)
-        images = None if all(images is None for images in self.raw_images) else self.raw_images
-        return {**empty, **self.tensors(), "raw_images": images}
+        return {**empty, **self.tensors(), "raw_images": self.images()}
+
+    def images(self) -> list[Any] | None:
+        """Return the raw images of the rows, as an `ExperienceVL` has them.
+
+        Returns:
+            One element a row; None if no row has any.
+        """
+        return None if all(images is None for images in self.raw_images) else self.raw_images
 
 
 def take_vision(keywords: dict[str, Any], input_ids: Tensor) -> VisionRows | None:

@@ -63,6 +63,10 @@ def image_keywords(backbone: Any, vision: VisionRows, device: torch.device) -> d
 
 def _firsts(vision: VisionRows) -> list[int]:
     """Return the first row with the same images for each row; a row without images is its own."""
+    firsts = vision.firsts("pixel_values")
+    if firsts != list(range(len(vision))):
+        return firsts
+    # Rows of a caller's own may have copies.
     found, firsts = dict[tuple[Any, ...], list[int]](), []
     for row, (pixels, grids) in enumerate(zip(vision.pixel_values, vision.image_grid_thws, strict=True)):
         if pixels is None or grids is None:
@@ -80,7 +84,7 @@ def _firsts(vision: VisionRows) -> list[int]:
 
 
 def _is_same(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and (one.data_ptr() == other.data_ptr() or torch.equal(one, other))
+    return other is not None and torch.equal(one, other)
 
 
 def _give_own_grids(_: nn.Module, words: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

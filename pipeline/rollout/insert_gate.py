@@ -27,6 +27,7 @@ from torch import Tensor
 from pipeline.experience.checks import sum_of
 from pipeline.experience.field_arrays import shown_name
 from pipeline.experience.ragged import RaggedRows
+from pipeline.experience.vision_rows import PIXELS
 from pipeline.rollout.reward.numbers import PREFIX
 from pipeline.runtime.messages import FaultReason
 
@@ -124,9 +125,10 @@ def _numbers(rows: RaggedRows) -> Iterator[tuple[str, str, Tensor]]:
         values = rows.tensor(field.name)
         assert values is not None
         yield field.name, field.columns, values
-    for name, value in (rows.vision or {}).items():
-        if isinstance(value, Tensor):
-            yield name, "", value
+    if rows.vision is not None:
+        for name in PIXELS:
+            for pixels in rows.vision.own(name):
+                yield name, "", pixels
 
 
 def _row_of(rows: RaggedRows, kind: str, place: int) -> tuple[int, int]:

@@ -418,7 +418,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             actions={name: values for name, values in actions.items() if values is not None},
             rows={name: values for name, values in learned.items() if name not in by_columns},
             info=info,
-            vision=None if rows.vision is None else rows.vision.fields(),
+            vision=rows.vision,
         )
 
     def _check_tokens(self, tokens: Tensor, lengths: Index) -> None:

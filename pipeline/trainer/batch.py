@@ -103,7 +103,7 @@ class TrainingBatch:
             returns=returns,
             behaviour_log_probs=column("behaviour_log_probs", is_needed=False),
             entropies=column("action_entropy", is_needed=False),
-            vision=None if rows.vision is None else VisionRows.of(rows.vision_experience()),
+            vision=rows.vision if rows.moved_vision is None else rows.moved_vision,
         )
 
     def __len__(self) -> int:

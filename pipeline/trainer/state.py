@@ -102,8 +102,8 @@ def digest_after(digest: int, batches: Iterable[RaggedRows | Experience]) -> int
             link.update(b"" if column is None else np.ascontiguousarray(column).data)
         if rows.vision is not None:
             for name in MODEL_KEYWORDS:
-                pixels = rows.vision.get(name)
-                link.update(b"" if pixels is None else _bytes_of(pixels))
+                for pixels in getattr(rows.vision, name):
+                    link.update(b"" if pixels is None else _bytes_of(pixels))
         # 63 bits: the digest also fits into a signed integer.
         digest = link.intdigest() >> 1
     return digest

@@ -17,7 +17,9 @@ from pipeline.errors import ArenaFullError, DecodeError, FieldError, ShapeError
 from pipeline.experience import codec
 from pipeline.experience.batching import make_experience_batch, remove_padding_in_sequences, split_experience_batch
 from pipeline.experience.extent_format import align, read_header
+from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import ExperienceVL
+from pipeline.experience.vision_rows import VisionRows
 from pipeline.runtime.messages import Sealed
 from tests.support.experiences import made_up, made_up_vl, stored, through
 from tests.support.protocol import House
@@ -64,10 +66,66 @@ def vl(counts, *, grids=None, pixels=None, raw=None, **changes):
     return ExperienceVL(**{**vars(experience), **fields, **changes})
 
 
+def groups(prompts, size):
+    """`size` responses to each prompt, which share its images; prompt i has i of them, patch p is full of p."""
+    rows = VisionRows.of(vl([*range(prompts)])).repeated(size)
+    counts = rows.counts()["image_num"].numpy()
+    return dataclasses.replace(RaggedRows.of(made_up(prompts * size)).with_info("image_num", counts), vision=rows)
+
+
 def png(mode="RGB", size=(3, 2)):
     """A picture of random bytes."""
     picture = Image.frombytes("RGBA", size, random.Random(0).randbytes(4 * size[0] * size[1])).convert("RGB")
     return picture.convert(mode) if mode != "LA" else picture.convert("L").convert("LA")
+
+
+# Rows that share their images.
+
+
+def test_rows_that_share_their_images_share_them_in_the_extent_and_in_the_batch():
+    rows = groups(3, 8)
+    single = stored(dataclasses.replace(rows, vision=VisionRows.of(rows.vision_experience()))).memory
+    reader = stored(rows)
+    pixels = 3 * 4 * 3 * 4
+    assert len(single) - len(reader.memory) > 7 * pixels
+
+    batch = codec.gather([(reader, [23, 3, 9]), (stored(vl([1])), [0]), (reader, [16, 8, 15])])
+
+    of_row = batch.vision.pixel_values
+    assert [None if row is None else row[:, 0].tolist() for row in of_row] == [
+        [*range(4, 12)], None, [*range(4)], [*range(4)], [*range(4, 12)], [*range(4)], [*range(4)],
+    ]  # fmt: skip
+    assert batch.vision.firsts("pixel_values") == [0, 1, 2, 3, 0, 2, 2]
+    assert [0 if grids is None else len(grids) for grids in batch.vision.image_grid_thws] == [2, 0, 1, 1, 2, 1, 1]
+    assert batch.columns["info.image_num"].tolist() == [2, 0, 1, 1, 2, 1, 1]
+    assert sum(map(len, batch.vision.own("pixel_values"))) == 8 + 4 + 4
+    # A padded batch has the pixels of each row.
+    padded = codec.gather_padded([(reader, [23, 3, 9]), (stored(vl([1])), [0]), (reader, [16, 8, 15])])
+    assert_same(padded, batch.padded())
+    # Rows of a batch go into an extent as they came out of one.
+    again = codec.gather([(stored(batch), [*range(7)])])
+    assert again.vision.firsts("pixel_values") == [0, 1, 2, 3, 0, 2, 2]
+    assert_same(again.padded(), padded)
+
+
+def test_shared_pixels_are_moved_to_a_device_once():
+    rows = groups(3, 4)
+    moved = rows.to_device(torch.device("meta"))
+
+    assert moved.moved_vision.pixel_values[8].is_meta and not moved.moved_vision.image_grid_thws[8].is_meta
+    assert moved.moved_vision.pixel_values[8] is moved.moved_vision.pixel_values[11]
+    assert rows.to_device(torch.device("cpu")).moved_vision.firsts("pixel_values") == rows.vision.firsts("pixel_values")
+    whole = moved.vision_experience()
+    assert whole.image_grid_thws.is_meta and whole.pixel_values.is_meta and len(whole.pixel_values) == 4 * (4 + 8)
+    assert moved.without("reward").moved_vision is None
+
+
+def test_rows_whose_pixels_differ_in_kind_do_not_make_an_extent():
+    rows = groups(3, 2)
+    rows.vision.pixel_values[4] = torch.ones(8, 2)
+
+    with pytest.raises(FieldError, match=r"^pixel_values is torch.float32 \(3,\) in one row, .* \(2,\) in another$"):
+        codec.Encoding(rows)
 
 
 # Any rows of any appends, in any order.
@@ -346,7 +404,7 @@ def read_all(memory):
     return batch
 
 
-@pytest.mark.parametrize("honest", [made_up(3, seed=5), HOSTILE], ids=["text", "vision"])
+@pytest.mark.parametrize("honest", [made_up(3, seed=5), HOSTILE, groups(2, 2)], ids=["text", "vision", "groups"])
 def test_a_header_that_lies_is_damage_and_nothing_else(honest):
     reader = stored(honest)
     header = msgspec.msgpack.decode(msgspec.msgpack.encode(reader.header))

@@ -126,8 +126,8 @@ def rows_of_all_ranks(own: RankRows) -> list[RankRows]:
 
 def _fields(rows: RaggedRows) -> list[str]:
     """Return the kind of rows and the names of their fields; batches with equal ones can be mixed."""
-    vision = [] if rows.vision is None else [name for name, value in sorted(rows.vision.items()) if value is not None]
-    return ["text" if rows.vision is None else "vision", *sorted(rows.named), *vision]
+    vision = [] if rows.vision is None else ["vision", *rows.vision.present()]
+    return [*sorted(rows.named), *vision]
 
 
 def _joined(places: Sequence[tuple[ExtentRows, int]]) -> list[ExtentRows]:

@@ -189,7 +189,7 @@ def test_images_go_with_their_rows(ranks: Ranks) -> None:
     mixed = [one for each in dealt for one in each.batches]
     assert dealt[0].trained < dealt[0].leased
     assert sorted(values(mixed)) == sorted(values([batch.rows for (batch,) in batches]))
-    grids = [one.vision["image_grid_thws"] for one in mixed if one.vision is not None]
+    grids = [each for one in mixed if one.vision is not None for each in one.vision.image_grid_thws]
     assert sum(len(each) for each in grids if each is not None) == images > 0
 
 
