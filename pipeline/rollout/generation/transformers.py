@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.attention_kernels import without_cudnn_attention
-from pipeline.models.inputs import accepted_keywords, cache_keyword, model_inputs
+from pipeline.models.inputs import CACHE_KEYWORDS, accepted_keywords, cache_keyword, model_inputs
 from pipeline.models.pass_size import width_multiple
 from pipeline.models.position_limits import check_generation
 from pipeline.models.varlen_attention import use_varlen_attention
@@ -72,7 +72,7 @@ def can_replace_generate(actor: object) -> bool:
         return False
     cached: bool = type(actor)._supports_default_dynamic_cache()  # type: ignore[misc]
     # Of some models that keep a state the cache of earlier transformers does not tell it.
-    takes_cache = "past_key_values" in inspect.signature(type(actor).forward).parameters
+    takes_cache = not inspect.signature(type(actor).forward).parameters.keys().isdisjoint(CACHE_KEYWORDS)
     if not cached or not takes_cache or actor.config.is_encoder_decoder or getattr(actor, "_is_stateful", False):
         return False
     layers = DynamicCache(config=actor.config.get_text_config(decoder=True)).layers
