@@ -8,6 +8,7 @@ import re
 import msgspec
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -21,6 +22,7 @@ from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import ExperienceVL
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.runtime.messages import Sealed
+from pipeline.trainer.state import digest_after
 from tests.support.experiences import made_up, made_up_vl, stored, through
 from tests.support.protocol import House
 
@@ -118,6 +120,18 @@ def test_shared_pixels_are_moved_to_a_device_once():
     whole = moved.vision_experience()
     assert whole.image_grid_thws.is_meta and whole.pixel_values.is_meta and len(whole.pixel_values) == 4 * (4 + 8)
     assert moved.without("reward").moved_vision is None
+
+
+def test_the_digest_of_what_was_trained_on_is_that_of_copies_and_reads_shared_pixels_once(monkeypatch):
+    rows, read, digest = groups(3, 4), [], xxhash.xxh3_64_digest
+    monkeypatch.setattr(xxhash, "xxh3_64_digest", lambda data: read.append(data.nbytes) or digest(data))
+
+    of_shared = digest_after(0, [rows])
+
+    assert sum(read) == (4 + 8) * 3 * 4 + (1 + 2) * 3 * 8
+    assert of_shared == digest_after(0, [rows.padded()])
+    rows.vision.pixel_values[5] = rows.vision.pixel_values[5] + 1
+    assert of_shared != digest_after(0, [rows])
 
 
 def test_rows_whose_pixels_differ_in_kind_do_not_make_an_extent():
