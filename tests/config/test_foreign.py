@@ -770,12 +770,18 @@ class TestFiles:
             "ds.packing_samples": True,
         }
 
-    def test_a_script_of_another_run_of_trl_is_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "run.sh"
-        path.write_text("trl rloo --model_name_or_path m --reward_clip_range -5 5\n")
+    def test_a_value_that_is_called_as_the_program_begins_no_options(self, tmp_path: Path) -> None:
+        text = "trl grpo --model_name_or_path m --loss_type grpo \\\n  --run_name trl --max_steps 8\n"
 
-        with pytest.raises(ConfigError, match="a run of `trl rloo`; of TRL those of `trl grpo` are converted"):
-            files.read(path, next(trainer for trainer in TRAINERS if trainer.word == "trl"))
+        assert self.read(tmp_path, "run.sh", text, "trl") == {
+            "model_name_or_path": "m", "loss_type": "grpo", "run_name": "trl", "max_steps": 8,
+        }  # fmt: skip
+
+    def test_a_script_of_another_run_of_trl_is_refused(self, tmp_path: Path) -> None:
+        for command in ("trl rloo", "accelerate launch trl/scripts/rloo.py"):
+            run = command.rpartition("launch ")[2]
+            with pytest.raises(ConfigError, match=f"a run of `{run}`; of TRL those of `trl grpo` are converted"):
+                self.read(tmp_path, "run.sh", f"{command} --model_name_or_path m --reward_clip_range -5 5\n", "trl")
 
     def test_a_program_of_trl_is_read_without_running_it(self, tmp_path: Path) -> None:
         text = (
@@ -834,6 +840,14 @@ class TestFiles:
             "\n".join(converted("trl", found).lost)
         )
 
+    def test_a_program_that_calls_another_trainer_of_trl_is_refused(self, tmp_path: Path) -> None:
+        data = "data = load_dataset('json', data_files='a.jsonl')\n"
+        with pytest.raises(ConfigError, match=r"t\.py: a run of `RLOOTrainer`; of TRL those of `GRPOTrainer` are conv"):
+            self.read(tmp_path, "t.py", f"{data}RLOOTrainer('m', f, args=RLOOConfig(beta=0.05)).train()\n", "trl")
+
+        own = f"{data}class OwnTrainer(GRPOTrainer): ...\nOwnTrainer('m', f, args=GRPOConfig(beta=0.05)).train()\n"
+        assert self.read(tmp_path, "t.py", own, "trl")["beta"] == 0.05
+
     @pytest.mark.parametrize("word", ["verl", "openrlhf"])
     def test_a_program_of_another_trainer_is_refused(self, tmp_path: Path, word: str) -> None:
         with pytest.raises(ConfigError, match=r"t\.py: a program; of \w+ JSON, YAML and shell scripts are converted"):
@@ -887,6 +901,8 @@ class TestFiles:
             ("deepspeed --num_gpus 2 --num_nodes 2 grpo.py", {"num_processes": 4}),
             ("accelerate launch --num_processes $N grpo.py", {"num_processes": "$N"}),
             ("torchrun --nproc_per_node 8 grpo.py --num_processes 2", {"num_processes": 2}),
+            ("accelerate launch --config_file z.yaml --num_processes 2 examples/scripts/gspo.py",
+             {"config_file": "z.yaml", "num_processes": 2}),
         ],
     )  # fmt: skip
     def test_the_processes_of_the_launcher_are_ranks(

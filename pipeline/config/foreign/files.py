@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import yaml
@@ -145,10 +145,11 @@ def _flat(table: Mapping[str, Any], trainer: Trainer, prefix: str = "") -> Itera
 
 def _of_script(path: Path, text: str, trainer: Trainer) -> Iterator[tuple[str, Any]]:
     found = words(path, text)
-    programs = [number for number, word in enumerate(found) if _is_program(word.text, trainer)]
+    programs = _programs([word.text for word in found], trainer)
     first = programs[-1] + 1 if programs else 0
-    if programs and first < len(found) and found[first].text in trainer.others:
-        kind = f"{found[first - 1].text} {found[first].text}"
+    program, *kinds = [word.text for word in found[first - 1 : first + 1]] if programs else [""]
+    if PurePosixPath(program).stem in trainer.others or (kinds and kinds[0] in trainer.others):
+        kind = program if program.endswith(".py") else f"{program} {kinds[0]}"
         raise ConfigError(f"{path}: a run of `{kind}`; of {trainer.name} those of `trl grpo` are converted")
     if programs and trainer.find("num_processes"):
         yield from _of_launcher(found[: programs[-1]])
@@ -167,8 +168,7 @@ def _of_script(path: Path, text: str, trainer: Trainer) -> Iterator[tuple[str, A
             yield name, _joined(values)
         name, values = "", []
         if word.text.startswith("--"):
-            name, has_value, value = word.text[2:].partition("=")
-            name = name.replace("-", "_")
+            name, has_value, value = _option(word.text)
             if has_value or not word.is_certain:
                 yield name, _value(word._replace(text=value))
                 name = ""
@@ -183,9 +183,9 @@ def _of_launcher(before: list[Word]) -> Iterator[tuple[str, Any]]:
     begin = max((number for number, word in enumerate(before) if word.end), default=-1) + 1
     given: dict[str, Any] = {}
     for word, following in itertools.pairwise([*before[begin:], Word("")]):
-        name, has_value, value = word.text.partition("=")
-        if name.startswith("--"):
-            given[name[2:].replace("-", "_")] = _value(word._replace(text=value) if has_value else following)
+        name, has_value, value = _option(word.text)
+        if word.text.startswith("--"):
+            given[name] = _value(word._replace(text=value) if has_value else following)
     if "config_file" in given:
         yield "config_file", given["config_file"]
     for name, of_machines in _PROCESSES:
@@ -214,9 +214,27 @@ def _command(found: list[Word], trainer: Trainer, *, is_program: bool) -> Iterat
         yield word
 
 
+def _programs(texts: list[str], trainer: Trainer) -> list[int]:
+    """Return the places of the trainer's program among the words; else that of a user's own, before its options."""
+    named, own = list[int](), list[int]()
+    for place, (before, word, after) in enumerate(zip(["", *texts], texts, [*texts[1:], ""], strict=False)):
+        # A bare word behind an option is its value, as in `--loss_type grpo`.
+        if _is_program(word, trainer) and not (before.startswith("--") and word.isidentifier()):
+            named.append(place)
+        elif trainer.has_programs and word.endswith(".py") and trainer.find(_option(after)[0]):
+            own.append(place)
+    return named or own[:1]
+
+
 def _is_program(word: str, trainer: Trainer) -> bool:
     last = word.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
     return last in trainer.programs and not word.startswith("--")
+
+
+def _option(word: str) -> tuple[str, str, str]:
+    """Return the name of an option, an equals sign if its value follows in the same word, and this value."""
+    name, sign, value = word.removeprefix("--").partition("=")
+    return name.replace("-", "_"), sign, value
 
 
 def _value(word: Word) -> Any:

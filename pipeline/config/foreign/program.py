@@ -50,7 +50,7 @@ def of_program(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         text: Its text.
 
     Raises:
-        ConfigError: If it is no Python.
+        ConfigError: If it is no Python, or calls another trainer alone.
     """
     try:
         tree = ast.parse(text)
@@ -60,6 +60,10 @@ def of_program(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{path}{place}: {getattr(error, 'msg', error)}") from error
     values = _Values(path.stem, tree)
     calls = sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call)), key=lambda call: call.lineno)
+    called = {_called(call) for call in calls}
+    others = [name for name in sorted(called) if name.endswith("Trainer")]
+    if others and called.isdisjoint(("GRPOConfig", _TRAINER)):
+        raise ConfigError(f"{path}: a run of `{others[0]}`; of TRL those of `{_TRAINER}` are converted")
     data = [call for call in calls if _called(call) == "load_dataset"]
     for call in calls:
         name = _called(call)
