@@ -22,6 +22,7 @@ KEYS = {f"{section}.{name}" for section, model in SECTIONS.items() for name in t
 OWN_NAMES = {key.rpartition(".")[2] for key in KEYS}
 BY_WORD = {trainer.word: trainer for trainer in TRAINERS}
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+CORRECTION = "algorithm.rollout_correction"
 
 
 def converted(word: str, options: dict[str, Any]) -> conversion.Conversion:
@@ -259,8 +260,14 @@ VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"rollout.kl_coef": 0.001, "rollout.kl_estimator": "k3", "trainer.kl_coef": 0.0}),
     ({f"{A}.loss_agg_mode": "seq-mean-token-sum-norm", "data.max_response_length": 77},
      {"trainer.loss_aggregation": "dr_grpo", "trainer.dr_grpo_tokens": 77}),
-    ({f"{A}.policy_loss.loss_mode": "gspo", f"{A}.loss_agg_mode": "token-mean"},
-     {"trainer.policy_loss": "gspo", "trainer.loss_aggregation": "sequence_mean"}),
+    # Releases before 0.9.1 took the mean of each sequence, whatever is set.
+    *(({f"{A}.policy_loss.loss_mode": "gspo", f"{A}.loss_agg_mode": theirs},
+       {"trainer.policy_loss": "gspo", "trainer.loss_aggregation": ours})
+      for theirs, ours in (("token-mean", "token_mean"), ("seq-mean-token-mean", "sequence_mean"))),
+    # The ratio begins at the engine's log-probs, and no weight is beside it.
+    ({f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 3},
+     {"rollout.log_probs": "engine", "trainer.importance_correction": None, "trainer.importance_cap": None}),
+    ({f"{CORRECTION}.bypass_mode": False}, {"rollout.log_probs": None, "trainer.importance_correction": "none"}),
     ({f"{A}.use_dynamic_bsz": True, f"{A}.ppo_micro_batch_size_per_gpu": 3}, {"trainer.micro_batch_tokens": 16384}),
     ({"data.train_files": ["a.parquet", "b.parquet"], "data.val_files": "c.parquet", "trainer.test_freq": 5},
      {"prompts.sources": [{"path": "a.parquet"}, {"path": "b.parquet"}], "evaluation.files": ["c.parquet"],
@@ -471,6 +478,11 @@ class TestConversions:
                 ("verl", {name: "batch"}, f'{name} = "batch": batch calls the function with lists, data_sources, ')
                 for name in ("reward_model.reward_manager", "reward.reward_manager", "reward.reward_manager.name")
             ),
+            (
+                "verl",
+                {"trainer.v1.trainer_mode": "separate_async"},
+                'trainer.v1.trainer_mode = "separate_async": rollouts and training go at once',
+            ),
             ("verl", {"algorithm.use_pf_ppo": True}, "algorithm.use_pf_ppo = true: rows are trained once"),
             (
                 "openrlhf",
@@ -598,7 +610,8 @@ class TestConversions:
             ("verl", {"data.train_max_samples": -1, "data.video_key": "videos", f"{M}.mtp.method": "mtp",
                       "data.return_multi_modal_inputs": True, "data.datagen.path": None, f"{R}.skip_rollout": False,
                       "algorithm.adv_estimator": "grpo", "algorithm.rollout_correction.loss_type": "ppo_clip",
-                      "reward_model.forward_max_token_len_per_gpu": 9, "reward_manager.name": "naive"}),
+                      "reward_model.forward_max_token_len_per_gpu": 9, "reward_manager.name": "naive",
+                      "trainer.v1.trainer_mode": "sync", "trainer.v1.sampler.max_off_policy_threshold": 8}),
             ("openrlhf", {"actor.num_nodes": 1, "actor.aux_loss_coef": 0, "ds.zero_stage": 3}),
         ],
     )  # fmt: skip

@@ -50,9 +50,6 @@ def _mini_batches(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _aggregation(value: Any, given: Given) -> dict[str, Any]:
-    if given[f"{_A}policy_loss.loss_mode"] == "gspo":
-        # As verl does, whatever is set.
-        return {"trainer.loss_aggregation": "sequence_mean"}
     if value not in _AGGREGATIONS:
         raise NotCarriedError(f"the modes that are here too are {', '.join(_AGGREGATIONS)}")
     found: dict[str, Any] = {"trainer.loss_aggregation": _AGGREGATIONS[value]}
@@ -189,6 +186,8 @@ def _refill(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _correction(value: Any, given: Given) -> dict[str, Any]:
+    if given["algorithm.rollout_correction.bypass_mode"]:
+        return {}
     found = {None: "none", "token": "token", "sequence": "sequence"}.get(value)
     if found is None:
         raise NotCarriedError("must be token or sequence")
@@ -199,7 +198,7 @@ def _correction(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _cap(value: Any, given: Given) -> dict[str, Any]:
-    if "algorithm.rollout_correction.rollout_is" not in given:
+    if "algorithm.rollout_correction.rollout_is" not in given or given["algorithm.rollout_correction.bypass_mode"]:
         return {}
     if not isinstance(value, str):
         return {"trainer.importance_cap": value}
@@ -296,7 +295,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried(f"{_A}clip_ratio_low", "trainer.clip_low", default=0.2),
     carried(f"{_A}clip_ratio_high", "trainer.clip_high", default=0.2),
     carried(f"{_A}clip_ratio_c", "trainer.dual_clip", "verl has a dual clip at 3, rlhfd none", default=3.0, to=lambda value, given: {"trainer.dual_clip": value} if given[f"{_A}policy_loss.loss_mode"] == "vanilla" else {}, written=True),
-    carried(f"{_A}loss_agg_mode", "trainer.loss_aggregation", "gspo is always aggregated by sequence_mean in verl; seq-mean-token-sum and token-sum are missing", default="token-mean", to=_aggregation, written=True),
+    carried(f"{_A}loss_agg_mode", "trainer.loss_aggregation", "before 0.9.1 verl takes seq-mean-token-mean with gspo, whatever is set; seq-mean-token-sum and token-sum are missing", default="token-mean", to=_aggregation, written=True),
     carried(f"{_A}loss_scale_factor", "trainer.dr_grpo_tokens", "with loss_agg_mode = seq-mean-token-sum-norm", to=lambda value, given: {}),
     carried(f"{_A}policy_loss.loss_mode", "trainer.policy_loss", "vanilla: ppo, gspo, cispo; the others are missing", default="vanilla", to=by_value("trainer.policy_loss", {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}, otherwise="the losses that are here too are vanilla, gspo, cispo; or one of your own, trainer.policy_loss")),
     missing(" ".join(f"{_A}policy_loss.{name}" for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta", "*")) + f" {_A}tau_pos {_A}tau_neg {_A}calculate_sum_pi_squared {_A}sum_pi_squared_checkpointing", "the losses of these options: write them as a policy loss of your own", key="trainer.policy_loss", unless=lambda value, given: given[f"{_A}policy_loss.loss_mode"] in ("vanilla", "gspo", "cispo")),
@@ -365,7 +364,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("algorithm.rollout_correction.rollout_is", "trainer.importance_correction", to=_correction, written=True),
     carried("algorithm.rollout_correction.rollout_is_threshold", "trainer.importance_cap", "two bounds with _ between them: icepop", default=2.0, to=_cap),
     carried(f"{_A}tis_imp_ratio_cap", "trainer.importance_correction trainer.importance_cap", "of verl before 0.6: token", to=_former_cap),
-    missing(" ".join(f"algorithm.rollout_correction.{name}" for name in ("rollout_rs", "rollout_rs_threshold", "bypass_mode", "rollout_is_batch_normalize", "*")), "token_mask, sequence_mask and icepop leave out weights beyond a bound", key="trainer.importance_correction", off=("ppo_clip",)),
+    carried("algorithm.rollout_correction.bypass_mode", "rollout.log_probs", "engine: the ratio of the loss begins at the engine's log-probs, and rollout_is has no effect", default=False, to=lambda value, given: {"rollout.log_probs": "engine"} if value else {}),
+    missing(" ".join(f"algorithm.rollout_correction.{name}" for name in ("rollout_rs", "rollout_rs_threshold", "rollout_is_batch_normalize", "*")), "token_mask, sequence_mask and icepop leave out weights beyond a bound", key="trainer.importance_correction", off=("ppo_clip",)),
     missing("algorithm.use_pf_ppo algorithm.pf_ppo.*", "rows are trained once, as they are", unless=lambda value, given: not given["algorithm.use_pf_ppo"]),
     # The critic.
     carried(f"{_C}optim.lr", "trainer.critic_learning_rate", default=1e-5, to=of_ppo("trainer.critic_learning_rate")),
@@ -412,6 +412,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("trainer.log_val_generations", "samples.per_minute", "prompts a minute whose responses are kept", default=0, to=lambda value, given: {}),
     needless("trainer.rollout_data_dir trainer.validation_data_dir", "`rlhfd samples --json` has rollouts, evaluations.jsonl the evaluations"),
     missing("trainer.resume_from_path trainer.val_only trainer.default_hdfs_dir trainer.checkpoint_callback_class", "`rlhfd start --from step-N` goes back to a checkpoint, `rlhfd eval` evaluates without training"),
+    missing("trainer.v1.trainer_mode trainer.v1.sampler.max_off_policy_threshold", "rollouts and training go at once with buffer.max_staleness above 0, the most versions that a row may be old: set it", key="buffer.max_staleness", unless=lambda value, given: given["trainer.v1.trainer_mode"] in (None, "sync")),
     needless("trainer.balance_batch trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep trainer.esi_redundant_time trainer.ray_wait_register_center_timeout trainer.device trainer.use_v1 trainer.v1.* trainer.use_legacy_worker_impl",
              "rows are dealt to the ranks for equal work; the daemon watches its processes itself"),
     missing("distillation.*", "the policy is trained by rewards alone", unless=lambda value, given: not given["distillation.enabled"]),
