@@ -260,6 +260,7 @@ VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"rollout.kl_coef": 0.001, "rollout.kl_estimator": "k3", "trainer.kl_coef": 0.0}),
     ({f"{A}.loss_agg_mode": "seq-mean-token-sum-norm", "data.max_response_length": 77},
      {"trainer.loss_aggregation": "dr_grpo", "trainer.dr_grpo_tokens": 77}),
+    ({"algorithm.adv_estimator": "grpo", f"{R}.n": 4, "algorithm.gamma": 1.0}, {"rollout.gamma": None}),
     # Releases before 0.9.1 took the mean of each sequence, whatever is set.
     *(({f"{A}.policy_loss.loss_mode": "gspo", f"{A}.loss_agg_mode": theirs},
        {"trainer.policy_loss": "gspo", "trainer.loss_aggregation": ours})
@@ -337,6 +338,13 @@ OPENRLHF_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
        {"trainer.policy_loss": "gspo", "trainer.loss_aggregation": "sequence_mean"})
       for mode in ({}, {"actor.loss_agg_mode": "token-mean"})),
     ({"loss_agg_mode": "seq-mean-token-mean"}, {"trainer.loss_aggregation": "sequence_mean"}),
+    # The ratio of gspo begins at the engine's log-probs then, and no weight is beside it.
+    *(({"actor.policy_loss_type": "gspo", **correction},
+       {"rollout.log_probs": "engine", "trainer.importance_correction": None, "trainer.importance_cap": None})
+      for correction in ({"algo.advantage.is_correction_level": "token"}, {"algo.advantage.is_correction_enable": True},
+                         {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": 2.0})),
+    ({"algo.advantage.estimator": "group_norm", "rollout.n_samples_per_prompt": 8, "algo.advantage.gamma": 1.0},
+     {"rollout.gamma": None}),
     # OpenRLHF clips a score before it is compared with those of its group with gae alone.
     ({}, {"rollout.reward_clip": 10}),
     ({"reward.clip_range": [-5, 5]}, {"rollout.reward_clip": 5}),

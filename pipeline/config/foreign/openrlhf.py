@@ -134,7 +134,17 @@ def _schedule(value: Any, given: Given) -> dict[str, Any]:
     return {"trainer.decay_steps": 0}
 
 
+def _corrects_by_ratio(given: Given) -> bool:
+    """Return whether the ratio of gspo begins at the engine's log-probs, in place of a weight beside it."""
+    is_on = given["algo.advantage.is_correction_enable"] or given["enable_vllm_is_correction"]
+    return given["actor.policy_loss_type"] == "gspo" and bool(
+        is_on or given["algo.advantage.is_correction_level"] != "off"
+    )
+
+
 def _correction(value: Any, given: Given) -> dict[str, Any]:
+    if _corrects_by_ratio(given):
+        return {}
     if value == "off":
         return {"trainer.importance_correction": "none"}
     if given["algo.advantage.is_correction_gating"] not in (None, "ratio"):
@@ -156,7 +166,7 @@ def _correction(value: Any, given: Given) -> dict[str, Any]:
 
 
 def _former_correction(value: Any, given: Given) -> dict[str, Any]:
-    if not value:
+    if not value or _corrects_by_ratio(given):
         return {}
     kind, (low, high) = given["algo.advantage.is_correction_type"], given["algo.advantage.is_correction_threshold"]
     if kind == "icepop" and low == 0.5:
@@ -258,7 +268,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("critic.adam.betas critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio critic.min_lr_ratio critic.max_norm", "the critic has the actor's optimizer, with a learning rate of its own", key="trainer.critic_learning_rate", unless=lambda value, given: not is_ppo(given)),
     missing("train.enable_ema train.ema_beta ptx_coef", "the weights of a checkpoint are those of its step", aliases="enable_ema ema_beta"),
     # The loss.
-    carried("actor.policy_loss_type", "trainer.policy_loss", default="ppo", aliases="policy_loss_type"),
+    carried("actor.policy_loss_type", "trainer.policy_loss rollout.log_probs", "the ratio of gspo with a correction begins at the engine's log-probs: rollout.log_probs is engine, and no weight is beside it", default="ppo", to=lambda value, given: {"trainer.policy_loss": value, **({"rollout.log_probs": "engine"} if _corrects_by_ratio(given) else {})}, aliases="policy_loss_type"),
     carried("actor.loss_agg_mode", "trainer.loss_aggregation", "gspo is always aggregated by sequence_mean in OpenRLHF", default="token-mean", to=_aggregation, written=True, aliases="loss_agg_mode"),
     carried("actor.eps_clip", "trainer.clip_range", default=0.2, aliases="eps_clip"),
     carried("actor.eps_clip_low_high", "trainer.clip_low trainer.clip_high", to=_bounds, aliases="eps_clip_low_high"),
@@ -268,7 +278,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("critic.value_clip", "trainer.value_clip_range", default=0.5, written=True, to=of_ppo("trainer.value_clip_range"), aliases="value_clip"),
     carried("critic.freezing_steps", "trainer.critic_warmup_steps", "plus 1: OpenRLHF counts steps from 0, and trains the actor in those above", default=-1, written=True, to=lambda value, given: {"trainer.critic_warmup_steps": max(0, value + 1)} if is_ppo(given) else {}, aliases="freezing_actor_steps"),
     carried("algo.advantage.estimator", "rollout.algorithm rollout.advantages", "gae: ppo, group_norm: grpo; reinforce and flash_reinforce are missing", default="gae", to=estimator(_ESTIMATORS, lambda given: bool(given["algo.advantage.no_std_norm"])), written=True, aliases="advantage_estimator"),
-    carried("algo.advantage.gamma", "rollout.gamma", default=1, aliases="gamma"),
+    carried("algo.advantage.gamma", "rollout.gamma", default=1, to=of_ppo("rollout.gamma"), aliases="gamma"),
     carried("algo.advantage.lambd", "rollout.lam", default=1, written=True, to=of_ppo("rollout.lam"), aliases="lambd"),
     carried("algo.advantage.no_std_norm", "rollout.advantages", "with group_norm: dr_grpo; missing with gae, reinforce and reinforce_baseline", default=False, to=_no_std, aliases="no_advantage_std_norm"),
     carried("algo.advantage.is_correction_level", "trainer.importance_correction", default="off", written=True, to=_correction),
@@ -277,8 +287,8 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("algo.advantage.is_correction_threshold", "trainer.importance_cap", "the upper bound; the lower one is 0.5 with icepop", default=[0.5, 5.0], to=_gate),
     carried("algo.advantage.is_correction_enable", "trainer.importance_correction", "of OpenRLHF 0.10, with is_correction_type", to=_former_correction),
     carried("algo.advantage.is_correction_type", "trainer.importance_correction", "of OpenRLHF 0.10: icepop; tis with a lower bound of 0: token; seq-mask-tis is missing", default="tis", to=lambda value, given: {}),
-    carried("enable_vllm_is_correction", "trainer.importance_correction", "of OpenRLHF before 0.10: token", to=lambda value, given: {"trainer.importance_correction": "token"} if value else {}),
-    carried("vllm_is_truncated_threshold", "trainer.importance_cap", "of OpenRLHF before 0.10", to=only_if(lambda given: bool(given["enable_vllm_is_correction"]), "trainer.importance_cap")),
+    carried("enable_vllm_is_correction", "trainer.importance_correction", "of OpenRLHF before 0.10: token", to=lambda value, given: {"trainer.importance_correction": "token"} if value and not _corrects_by_ratio(given) else {}),
+    carried("vllm_is_truncated_threshold", "trainer.importance_cap", "of OpenRLHF before 0.10", to=only_if(lambda given: bool(given["enable_vllm_is_correction"]) and not _corrects_by_ratio(given), "trainer.importance_cap")),
     carried("algo.kl.init_coef", "rollout.kl_coef trainer.kl_coef", "in the reward, with algo.kl.use_loss in the loss; in the reward of GRPO rlhfd takes the mean of a response, OpenRLHF the sum from each token on", default=0.01, written=True, to=_kl, aliases="init_kl_coef"),
     carried("algo.kl.use_loss", "trainer.kl_coef", "the weight in the loss in place of that in the reward", default=False, to=lambda value, given: {}, aliases="use_kl_loss"),
     carried("algo.kl.estimator", "rollout.kl_estimator trainer.kl_estimator", "of the weight in force", default="k1", written=True, to=_kl_estimator, aliases="kl_estimator use_kl_estimator_k3"),

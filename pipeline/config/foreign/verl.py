@@ -352,7 +352,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     # The algorithm.
     carried("algorithm.adv_estimator", "rollout.algorithm rollout.advantages", "gae: ppo; reinforce_plus_plus_baseline: reinforce_baseline; reinforce_plus_plus, remax, opo, gpg and others are missing", default="gae", to=estimator(_ESTIMATORS, lambda given: given["algorithm.norm_adv_by_std_in_grpo"] is False), written=True),
     carried("algorithm.norm_adv_by_std_in_grpo", "rollout.advantages", "false: dr_grpo", default=True, to=lambda value, given: {}),
-    carried("algorithm.gamma", "rollout.gamma", default=1.0),
+    carried("algorithm.gamma", "rollout.gamma", default=1.0, to=of_ppo("rollout.gamma")),
     carried("algorithm.lam", "rollout.lam", default=1.0, to=of_ppo("rollout.lam"), written=True),
     carried("algorithm.use_kl_in_reward", "rollout.kl_coef", "the weight, 0 without it; with GRPO rlhfd takes the mean of a response, verl the sum", default=False, to=_kl_in_reward, written=True),
     carried("algorithm.kl_ctrl.kl_coef", "rollout.kl_coef", "with use_kl_in_reward", default=0.001, to=lambda value, given: {}),
