@@ -5,10 +5,11 @@ above 0 such groups are dropped as they are sealed. The bounds of `pipeline.buff
 other prompts, until the batch is full, or until the prompts issued in place of dropped ones since the newest version
 are `max_refill` times those of a version; from then on groups without signal are kept.
 
-With `max_staleness = 0` prompts are issued in rounds: the prompts of a version, then as many as rows are missing once
-all of these are sealed, and so on. So the prompts of each ticket, and whether its groups are dropped, follow from the
-rewards alone and not from the order in which tickets end: kills and the number of workers change no bit. The state of a
-round is in the ledger's totals. With staleness a prompt is issued as soon as there is room.
+With `max_staleness = 0` prompts are issued in rounds, without refill too, where a prompt may be set aside or a row have
+no reward: the prompts of a version, then as many as rows are missing once all of these are sealed, and so on. So the
+prompts of each ticket, and whether its groups are dropped, follow from prompts and rewards alone and not from the order
+in which tickets end: kills and the number of workers change no bit. The state of a round is in the ledger's totals.
+With staleness a prompt is issued as soon as there is room.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def has_rounds(limits: Limits) -> bool:
     """Return whether prompts are issued in rounds."""
-    return limits.max_refill > 0 and limits.max_staleness == 0
+    return limits.max_staleness == 0
 
 
 def room_of_round(ledger: Ledger, limits: Limits, room: int) -> int:
@@ -47,7 +48,7 @@ def is_allowed(ledger: Ledger, limits: Limits) -> bool:
     prompts = limits.rows_per_version // limits.group_size
     # The first round of a version is in place of nothing.
     refilled = ledger.totals.refilled - (prompts if has_rounds(limits) else 0)
-    return refilled < limits.max_refill * prompts
+    return limits.max_refill > 0 and refilled < limits.max_refill * prompts
 
 
 def filtered_rows(sealed: Sealed, ledger: Ledger, limits: Limits) -> list[int]:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pipeline.buffer.spool import SpoolTotals, metadata_of
-from pipeline.runtime.messages import Lease, Published, Sealed, Ticket
+from pipeline.runtime.messages import Failed, Lease, Published, Sealed, Ticket
 from pipeline.storage.records import DROP_REASONS, ready_rows
 from pipeline.storage.tables import PromptRange
 from tests.support.protocol import LIMITS, Bench, trainer, worker
@@ -123,15 +123,23 @@ def test_numbers_of_groups_that_a_ticket_cannot_have_are_refused(flat):
     assert bench.counts.aside == {"invalid": 4}
 
 
-def test_in_step_a_round_waits_for_all_of_its_tickets_so_that_each_has_the_same_prompts_in_any_order():
+@pytest.mark.parametrize("max_refill", [0, 2])
+def test_in_step_a_round_waits_for_all_of_its_tickets_so_that_each_has_the_same_prompts_in_any_order(max_refill):
+    """In place of groups without signal, or without refill of prompts that gave no rows."""
     orders = []
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-        bench, tickets = begun(prompts_per_ticket=3, sample_batch_size=16, rows_per_version=16)
+        shape = {"prompts_per_ticket": 3, "sample_batch_size": 16, "rows_per_version": 16}
+        bench, tickets = begun(**shape, max_refill=max_refill)
         assert places(tickets) == [(0, 3), (3, 3), (6, 2)]
         for place in order:
             assert bench.heard("worker-0", Ticket) == []
             ticket = tickets[place]
-            bench.say(seal(ticket, 0, 1, rows=2 * ticket.prompts))
+            if max_refill:
+                bench.say(seal(ticket, 0, 1, rows=2 * ticket.prompts))
+            elif ticket.prompts > 2:
+                bench.say(seal(ticket, 0, rows=2))
+            else:
+                bench.say(Failed("worker-0", ticket.ticket, "no", False, ticket.attempt))
         orders.append(places(bench.heard("worker-0", Ticket)))
 
     assert orders == [[(8, 3), (11, 3)]] * 3
@@ -172,13 +180,16 @@ def death(town):
 
 
 @pytest.mark.parametrize(("world_size", "accumulation", "batch"), [(1, 1, 8), (2, 1, 8), (1, 2, 8), (2, 2, 6)])
-@pytest.mark.parametrize(("share", "max_refill"), [(0.4, 5), (0.9, 1)])
+@pytest.mark.parametrize(
+    ("share", "failing", "max_refill"), [(0.4, 0.0, 5), (0.9, 0.0, 1), (0.4, 0.3, 0), (0.4, 0.3, 2)]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_in_step_the_same_rows_are_trained_in_the_same_batches_whoever_dies(
-    seed, share, max_refill, world_size, accumulation, batch
+    seed, share, failing, max_refill, world_size, accumulation, batch
 ):
     options = {"world_size": world_size, "accumulation": accumulation, "batch": batch, "max_refill": max_refill}
-    town = Town(staleness=0, seed=seed, is_flat=flat(share), **options)
+    options |= {"is_flat": flat(share), "fails": lambda position: flat(failing)(position + 7)}
+    town = Town(staleness=0, seed=seed, **options)
 
     for _ in range(400):
         if town.rng.random() < 0.2:
@@ -191,7 +202,7 @@ def test_in_step_the_same_rows_are_trained_in_the_same_batches_whoever_dies(
         town.check_books()
     town.goes_on()
 
-    expected = undisturbed(town.weights[0], is_flat=flat(share), **options)
+    expected = undisturbed(town.weights[0], **options)
     assert town.weights[0] > 10
     assert rows_of(town) == rows_of(expected)[: len(town.trained)]
 

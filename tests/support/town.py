@@ -43,7 +43,7 @@ class Worker:
     incarnation: int
     weights: tuple[int, int]
     tickets: dict[int, Ticket] = dataclasses.field(default_factory=dict)
-    unsettled: dict[int, Sealed | Faulty | Evaluated] = dataclasses.field(default_factory=dict)
+    unsettled: dict[int, Sealed | Failed | Faulty | Evaluated] = dataclasses.field(default_factory=dict)
     turn: EngineTurn | None = None
     is_loaded: bool = True
 
@@ -102,6 +102,7 @@ class Town:
         evaluate_every=0,
         max_refill=0,
         is_flat=lambda position: False,
+        fails=lambda position: False,
         card=None,
     ):
         # The folder of the turns on a card that all ranks and engines share; None: each has memory of its own.
@@ -109,6 +110,8 @@ class Town:
         self.slept = 0
         # Whether the group of a prompt has no signal, by its position.
         self.is_flat = is_flat or (lambda position: False)
+        # Whether a prompt gives no rows, by its position.
+        self.fails = fails
         # Position and prompts of the ticket, and the row, of each trained row, by lease.
         self.trained = {}
         self.rng = random.Random(seed)
@@ -225,9 +228,11 @@ class Town:
         assert room == (ExtentState.RESERVED, index, ticket.offset), "a worker writes into its own room only"
         if ticket.policy_version != worker.weights[0] or self.weights[0] <= worker.weights[0]:
             worker.weights = self.weights
-        rows = 2 * (ticket.prompts - (shorter and ticket.prompts > 1))
+        positions = range(ticket.position, ticket.position + ticket.prompts - (shorter and ticket.prompts > 1))
+        whole = [position for position in positions if not self.fails(position)]
+        rows = 2 * len(whole)
         version, fingerprint = worker.weights
-        flat = [group for group in range(rows // 2) if self.is_flat(ticket.position + group)]
+        flat = [group for group, position in enumerate(whole) if self.is_flat(position)]
         sealed = Sealed(f"worker-{index}", ticket.ticket, rows, 50 * rows, 1, version, fingerprint, flat=flat)
         if fault == "rows":
             sealed = Sealed(sealed.worker, sealed.ticket, rows + 99, 50, 1, version, fingerprint)
@@ -235,6 +240,8 @@ class Town:
             sealed = Sealed(sealed.worker, sealed.ticket, rows, 50, 1, version, 7)
         elif fault == "not finite":
             sealed = Faulty(sealed.worker, sealed.ticket, "not_finite", "", rows, 50, 1, version, fingerprint)
+        if not rows:
+            sealed = Failed(f"worker-{index}", ticket.ticket, "no", False, ticket.attempt)
         worker.unsettled[ticket.ticket] = sealed
         if not lost:
             self.bench.say(sealed)
