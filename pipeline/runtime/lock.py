@@ -367,7 +367,7 @@ def find(runtime_dir: Path) -> InstanceRecord:
         if (record := InstanceRecord.read(runtime_dir)).pid == pid:
             return record
     refuse_stopped(pid)
-    raise UnreachableError(f"{_named(pid)} in {runtime_dir} does not answer: it is starting, or runs with --serial")
+    raise UnreachableError(f"{_named(pid)} in {runtime_dir} does not answer: it starts or ends, or runs with --serial")
 
 
 def terminate(runtime_dir: Path) -> None:

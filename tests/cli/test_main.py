@@ -483,7 +483,7 @@ class TestStatus:
             result = run("status", "--runtime-dir", ".")
 
         assert result.exit_code == ExitCode.UNREACHABLE
-        assert "does not answer: it is starting, or runs with --serial" in result.stderr
+        assert "does not answer: it starts or ends, or runs with --serial" in result.stderr
 
     def test_answer_is_readable_at_a_glance(self) -> None:
         assert status_view.render(STATUS).splitlines() == [

@@ -124,8 +124,8 @@ class ResponseGenerator(Protocol):
         """Compute with the weights that the actor's tensors hold now, from the next `generate` on.
 
         Args:
-            actor: The actor's state dict under Hugging Face's names: the same tensors each time, with new values. An
-                engine that computes with these tensors does nothing.
+            actor: The actor's state dict under Hugging Face's names, with LoRA the adapters' alone: the same tensors
+                each time, with new values. An engine that computes with these tensors does nothing.
         """
         ...
 
@@ -310,7 +310,7 @@ class Engine(Protocol):
         Requests in hand go on: their next tokens are of the new version. A caller that wants none waits for them first.
 
         Args:
-            actor: The actor's state dict under Hugging Face's names.
+            actor: The actor's state dict under Hugging Face's names, with LoRA the adapters' alone.
             version: Version of these weights.
 
         Raises:
