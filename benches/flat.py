@@ -22,7 +22,7 @@ from pipeline.runtime.transport import trainer_name, worker_name
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 
 _ROWS = 16

@@ -43,7 +43,7 @@ from pipeline.storage.ledger import Ledger
 from pipeline.telemetry import log as logs
 from pipeline.telemetry.evaluations import FILE_NAME, EvaluationFile
 from pipeline.telemetry.history import learning_of
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.run_log import RunLog
 from pipeline.telemetry.slab import MetricsSlab

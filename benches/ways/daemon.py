@@ -33,7 +33,7 @@ from pipeline.runtime.role import RoleContext
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, worker_name
 from pipeline.runtime.workspace import Workspace
 from pipeline.storage.arena import Arena
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection

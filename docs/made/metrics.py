@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from pipeline.telemetry.metric import CONSERVATION, EACH, INFO, OWN, Metric
-from pipeline.telemetry.metrics import METRICS
+from pipeline.telemetry.metrics import CONSERVATION, EACH, INFO, METRICS, OWN, Metric
 
 _SECTIONS: Final = {
     "rlhfd_build_info": "The run and its processes",

@@ -9,8 +9,7 @@ from pipeline.progress import Telemetry
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import FaultReason
 from pipeline.telemetry.evaluations import TOTAL, Evaluation
-from pipeline.telemetry.metric import EVALUATION_LABELS
-from pipeline.telemetry.metrics import Conservation
+from pipeline.telemetry.metrics import EVALUATION_LABELS, Conservation
 from pipeline.telemetry.slab import SlotWriter
 
 if TYPE_CHECKING:

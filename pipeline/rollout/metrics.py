@@ -17,7 +17,7 @@ from pipeline.rollout.reward.row_rewards import PREFIX
 from pipeline.rollout.roller import Rolled
 from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.telemetry.activity import ActivityClock
-from pipeline.telemetry.metric import NUMBER_LABELS, REWARD_LABELS
+from pipeline.telemetry.metrics import NUMBER_LABELS, REWARD_LABELS
 from pipeline.telemetry.number_names import COLUMN, sums_of
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.telemetry.writer import Counter

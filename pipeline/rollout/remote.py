@@ -36,7 +36,7 @@ from pipeline.rollout.ticket_stream import EngineStream, new_stream
 from pipeline.runtime.actor_start import ActorSpec, enter
 from pipeline.runtime.run_inputs import inputs_to_compare
 from pipeline.telemetry.carried_records import CarriedRecords
-from pipeline.telemetry.metric import OTHER
+from pipeline.telemetry.metrics import OTHER
 
 _SILENT_SHARE: Final = 0.8
 

@@ -30,7 +30,7 @@ from pipeline.rollout.generation.weights import WeightsSource
 from pipeline.rollout.prompt_batch import PromptBatch, tokens_of
 from pipeline.rollout.roller import Begun, LocalRoller, Rolled
 from pipeline.storage.weights_header import WeightsVersion
-from pipeline.telemetry.metric import OTHER
+from pipeline.telemetry.metrics import OTHER
 
 if TYPE_CHECKING:
     from pipeline.rollout.metrics import RolloutMetrics

@@ -27,8 +27,7 @@ from pipeline.supervisor.cluster_nodes import ClusterNodes
 from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.restarts import RestartPolicy
 from pipeline.telemetry import log_lines
-from pipeline.telemetry.metric import START
-from pipeline.telemetry.metrics import BY_NAME
+from pipeline.telemetry.metrics import BY_NAME, START
 from pipeline.telemetry.slab import MetricsSlab
 
 SlotState = Literal["idle", "waiting", "starting", "ready", "draining", "backoff", "failed", "ended"]

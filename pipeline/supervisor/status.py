@@ -28,7 +28,7 @@ from pipeline.supervisor.watchdog import Watchdog
 from pipeline.telemetry.evaluations import TOTAL
 from pipeline.telemetry.exposition import Exposition
 from pipeline.telemetry.history import EVALUATION, learning_of
-from pipeline.telemetry.metric import EVALUATION_LABELS, NUMBER_LABELS, REWARD_LABELS
+from pipeline.telemetry.metrics import EVALUATION_LABELS, NUMBER_LABELS, REWARD_LABELS
 from pipeline.telemetry.number_names import NumberNames
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
 from pipeline.telemetry.slab import MetricsSlab

@@ -52,7 +52,7 @@ from pipeline.supervisor.watchdog import Watchdog
 from pipeline.supervisor.web.access import Access
 from pipeline.supervisor.web.server import MOST_CONNECTIONS, HttpServer, instance_routes, page_routes
 from pipeline.telemetry import log as logs
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.run_log import RunLog
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.telemetry.stdio import never_blocking

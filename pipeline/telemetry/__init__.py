@@ -11,7 +11,6 @@ journald         the systemd journal's protocol
 log              log records as text or JSON
 log_file         a log file of bounded size
 log_lines        log lines parsed
-metric           the declaration of a metric
 metrics          every metric, declared once
 number_names     the names of the further numbers of reward functions
 reader           all slots added up

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.errors import FieldError
-from pipeline.telemetry.metric import OTHER, START
+from pipeline.telemetry.metrics import OTHER, START
 from pipeline.telemetry.slab import SlotWriter
 
 

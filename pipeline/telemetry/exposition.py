@@ -16,8 +16,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pipeline.telemetry.metric import Metric
-from pipeline.telemetry.metrics import METRICS
+from pipeline.telemetry.metrics import METRICS, Metric
 from pipeline.telemetry.reader import HistogramReading, MetricsReader
 
 _Numbers = Mapping[tuple[str, ...], float]

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from pipeline.storage.files import UNREADABLE, write_whole
-from pipeline.telemetry.metric import OTHER
+from pipeline.telemetry.metrics import OTHER
 from pipeline.telemetry.reader import HistogramReading, Reading
 
 FILE_NAME: Final = "history.msgpack"

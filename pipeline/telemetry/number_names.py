@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.storage.files import lock_where_possible
-from pipeline.telemetry.metric import MOST_NUMBERS
+from pipeline.telemetry.metrics import MOST_NUMBERS
 
 COLUMN: Final = "reward_numbers"
 """Name of the column in `info`."""

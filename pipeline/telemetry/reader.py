@@ -14,8 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from pipeline.telemetry.metric import Metric, SlotName
-from pipeline.telemetry.metrics import BY_NAME, METRICS, Conservation
+from pipeline.telemetry.metrics import BY_NAME, METRICS, Conservation, Metric, SlotName
 from pipeline.telemetry.slab import MetricsSlab
 
 _HEARTBEAT: Final = "rlhfd_process_last_heartbeat_timestamp_seconds"

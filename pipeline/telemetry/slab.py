@@ -53,8 +53,7 @@ from typing import NamedTuple
 from pipeline.errors import DeadlineError, FieldError, LedgerError
 from pipeline.storage.files import no_room, replacing
 from pipeline.storage.truncation import survive
-from pipeline.telemetry.metric import ACTIVITIES, BUFFER, START, SlotName
-from pipeline.telemetry.metrics import CONSERVATION_WORDS, Conservation, Progress
+from pipeline.telemetry.metrics import ACTIVITIES, BUFFER, CONSERVATION_WORDS, START, Conservation, Progress, SlotName
 from pipeline.telemetry.writer import LINE_WORDS, WORD_BYTES, Merge, MetricWriter, SlotLayout
 
 PAGE_BYTES = 4096

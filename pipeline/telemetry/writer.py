@@ -14,8 +14,7 @@ from operator import add, itemgetter
 from typing import NamedTuple
 
 from pipeline.errors import FieldError
-from pipeline.telemetry.metric import EACH, Kind, Metric, SlotName
-from pipeline.telemetry.metrics import BY_NAME, METRICS
+from pipeline.telemetry.metrics import BY_NAME, EACH, METRICS, Kind, Metric, SlotName
 
 WORD_BYTES = 8
 LINE_WORDS = 8
@@ -37,7 +36,7 @@ class SlotLayout:
     Attributes:
         cells: Every series that the role may write.
         words: Number of float64 words, a whole number of cache lines.
-        activities: Word of the seconds spent on each of `pipeline.telemetry.metric.ACTIVITIES`.
+        activities: Word of the seconds spent on each of `pipeline.telemetry.metrics.ACTIVITIES`.
     """
 
     def __init__(self, role: str, slots: tuple[SlotName, ...]) -> None:

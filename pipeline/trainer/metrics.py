@@ -14,7 +14,7 @@ from pipeline.models.device import allocator_bytes
 from pipeline.progress import Event, Telemetry
 from pipeline.storage.recording import Recorded
 from pipeline.telemetry.activity import ActivityClock
-from pipeline.telemetry.metric import NUMBER_LABELS, REWARD_LABELS
+from pipeline.telemetry.metrics import NUMBER_LABELS, REWARD_LABELS
 from pipeline.telemetry.number_names import NumberNames
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.trainer.dealing.ranks import Dealt

@@ -36,7 +36,7 @@ from pipeline.runtime.actor_start import ActorSpec, enter
 from pipeline.runtime.messages import ExtentRows, Message
 from pipeline.runtime.role import Report, RoleContext
 from pipeline.telemetry.carried_records import CarriedRecords
-from pipeline.telemetry.metric import START, TRAINER, SlotName
+from pipeline.telemetry.metrics import START, TRAINER, SlotName
 from pipeline.telemetry.slab import MetricsSlab, SlotState
 from pipeline.trainer import process
 from pipeline.trainer.connection import Connection

@@ -19,7 +19,7 @@ from pipeline.config.rewards import (
 from pipeline.config.schema import Config
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
-from pipeline.telemetry.metric import MOST_NUMBERS
+from pipeline.telemetry.metrics import MOST_NUMBERS
 from pipeline.telemetry.number_names import COLUMN, NumberNames, sums_of
 
 REWARD: Final = "reward/"

@@ -23,7 +23,7 @@ from pipeline.runtime.messages import (
 )
 from pipeline.supervisor.hangs import RunWatch
 from pipeline.telemetry.log import JsonFormatter
-from pipeline.telemetry.metric import EVALUATION_LABELS, SlotName
+from pipeline.telemetry.metrics import EVALUATION_LABELS, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.protocol import LIMITS, Bench, seal_of, trainer, worker

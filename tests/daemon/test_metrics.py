@@ -24,9 +24,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from pipeline.config.schema import Config
-from pipeline.telemetry.metric import INFO, NUMBER_LABELS, OWN, REWARD_LABELS, SlotName
-from pipeline.telemetry.metric import Metric as Declared
-from pipeline.telemetry.metrics import METRICS
+from pipeline.telemetry.metrics import INFO, METRICS, NUMBER_LABELS, OWN, REWARD_LABELS, SlotName
+from pipeline.telemetry.metrics import Metric as Declared
 from tests.support.daemon import (
     PROGRAM,
     SMALL,

@@ -20,7 +20,7 @@ from benches.report import Section, Table, sections_of
 from pipeline.runtime.lock import shm_directory
 from pipeline.supervisor.capacity.budgets import AWAKE_PHASE, STEP_PHASE
 from pipeline.telemetry.activity import ActivityClock
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.daemon import is_alive, wait_until
 from tests.support.slabs import begun

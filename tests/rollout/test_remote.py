@@ -25,7 +25,7 @@ from pipeline.models.weights.store import WeightsPublisher, WeightsReader
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import CallResult, NodeStatus, NodeTelemetry, RolloutNode, WorkerSpec
 from pipeline.runtime import run_inputs
-from pipeline.telemetry.metric import OTHER
+from pipeline.telemetry.metrics import OTHER
 from tests.support.daemon import wait_until
 from tests.support.told import events_of
 

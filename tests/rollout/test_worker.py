@@ -40,7 +40,7 @@ from pipeline.runtime.messages import (
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import PromptResult
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.experiences import made_up

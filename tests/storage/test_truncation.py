@@ -15,7 +15,7 @@ from pipeline.storage.truncation import Sizes
 CUT = """
 import os, sys
 from pathlib import Path
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 path = Path(sys.argv[1])

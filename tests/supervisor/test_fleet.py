@@ -26,7 +26,7 @@ from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.placement import Devices
 from pipeline.supervisor.shutdown import Shutdown
 from pipeline.telemetry.log import JsonFormatter
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.version_header import write_header
 

@@ -28,7 +28,7 @@ from pipeline.runtime.child_process import allow_descriptors
 from pipeline.storage.arena import Arena
 from pipeline.supervisor.fleet import Fleet
 from pipeline.supervisor.placement import Devices
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from tests.buffer.test_quarantine import place
 from tests.trainer.test_checkpoints import files_of_at_most

@@ -10,7 +10,7 @@ import pytest
 from pipeline.config.schema import Config
 from pipeline.supervisor.exits import after_exit
 from pipeline.supervisor.hangs import Reason, after_hang
-from pipeline.telemetry.metric import ACTIVITIES
+from pipeline.telemetry.metrics import ACTIVITIES
 from tests.supervisor.test_exits import Case
 from tests.supervisor.test_exits import case as case
 

@@ -8,7 +8,7 @@ from pipeline.config.schema import Config
 from pipeline.supervisor import status as module
 from pipeline.supervisor.pace import RateWindow, Steps
 from pipeline.supervisor.status import InstanceStatus
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 

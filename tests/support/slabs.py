@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.telemetry.metric import SlotName
-from pipeline.telemetry.metrics import Conservation
+from pipeline.telemetry.metrics import Conservation, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab, SlotWriter
 

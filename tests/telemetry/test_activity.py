@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import FieldError
 from pipeline.telemetry.activity import ActivityClock
-from pipeline.telemetry.metric import ACTIVITIES
+from pipeline.telemetry.metrics import ACTIVITIES
 from pipeline.telemetry.slab import MetricsSlab, SlabLayout
 from tests.support.slabs import SLOTS, begun
 from tests.telemetry.test_kills import DyingWords, KilledError

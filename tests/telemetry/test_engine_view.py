@@ -10,7 +10,7 @@ import pytest
 from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.telemetry.engine_view import EngineView, EngineWindow
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 

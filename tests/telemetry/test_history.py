@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pipeline.telemetry.history import SPAN_S, History, HistoryRecorder, Point
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 

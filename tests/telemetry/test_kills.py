@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.telemetry.metric import SlotName
-from pipeline.telemetry.metrics import CONSERVATION_WORDS, Conservation
+from pipeline.telemetry.metrics import CONSERVATION_WORDS, Conservation, SlotName
 from pipeline.telemetry.reader import HistogramReading, MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.slabs import BLOCK, PROMPTS, ROOT, SLOTS, STEPS, begun, value

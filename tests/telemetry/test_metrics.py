@@ -6,8 +6,19 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.telemetry.metric import CONSERVATION, EACH, EVERY_ROLE, INFO, OWN, Metric, counter, gauge
-from pipeline.telemetry.metrics import CONSERVATION_WORDS, METRICS, Conservation
+from pipeline.telemetry.metrics import (
+    CONSERVATION,
+    CONSERVATION_WORDS,
+    EACH,
+    EVERY_ROLE,
+    INFO,
+    METRICS,
+    OWN,
+    Conservation,
+    Metric,
+    counter,
+    gauge,
+)
 from tests.support.slabs import BLOCK, ROOT, SLOTS
 
 

@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from pipeline.supervisor.gpus import Gpu, gpu_series
 from pipeline.telemetry.exposition import Exposition
-from pipeline.telemetry.metric import SlotName
-from pipeline.telemetry.metrics import METRICS
+from pipeline.telemetry.metrics import METRICS, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.slabs import BLOCK, ROOT, begun

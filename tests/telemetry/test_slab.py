@@ -13,8 +13,7 @@ import pytest
 
 from pipeline.errors import ConfigError, FieldError, LedgerError
 from pipeline.telemetry.activity import ActivityClock
-from pipeline.telemetry.metric import SlotName
-from pipeline.telemetry.metrics import Progress
+from pipeline.telemetry.metrics import Progress, SlotName
 from pipeline.telemetry.reader import HistogramReading, MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.support.slabs import BLOCK, PROMPTS, SLOTS, STEPS, begun, value

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.samples import SampleWriter, folder_of
 from pipeline.telemetry.slab import MetricsSlab

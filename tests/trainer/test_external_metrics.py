@@ -13,7 +13,7 @@ import torch
 
 from pipeline.runtime.transport import trainer_name
 from pipeline.supervisor.external import ExternalTrainer, process_row
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.external_metrics import ExternalMetrics

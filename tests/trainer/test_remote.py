@@ -14,7 +14,7 @@ from pipeline.runtime.messages import Ack, Drain, ExtentRows
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.telemetry.carried_records import CarriedRecords
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.meeting import Meeting
 from pipeline.trainer.prefetch import ArenaRows, Gathering, Prefetcher

@@ -14,7 +14,7 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.runtime.latest_checkpoint import best_checkpoint
 from pipeline.telemetry.evaluations import EvaluationFile
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from pipeline.trainer.dealing.ranks import Ranks

@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.errors import RewardError
 from pipeline.experience.ragged import RaggedRows
 from pipeline.progress import Telemetry
-from pipeline.telemetry.metric import MOST_NUMBERS
+from pipeline.telemetry.metrics import MOST_NUMBERS
 from pipeline.telemetry.number_names import COLUMN, NumberNames, packed
 
 REWARD: Final = "reward"

@@ -30,7 +30,7 @@ from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.messages import Sealed, Ticket, Welcome
 from pipeline.storage.arena import Arena
 from pipeline.storage.weights_header import WeightsVersion
-from pipeline.telemetry.metric import SlotName
+from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.slab import MetricsSlab
 from tests.rollout.test_worker import Sent
 from tests.support import tiny, whole_rows

@@ -25,7 +25,7 @@ from pipeline.rollout.reward.functions import FunctionReward, load_reward_functi
 from pipeline.rollout.reward.numbers import PREFIX, columns_of, pack, scored, split
 from pipeline.rollout.reward.pool import RewardPool
 from pipeline.rollout.roller import Rolled
-from pipeline.telemetry.metric import MOST_NUMBERS, NUMBER_LABELS, SlotName
+from pipeline.telemetry.metrics import MOST_NUMBERS, NUMBER_LABELS, SlotName
 from pipeline.telemetry.number_names import COLUMN, NumberNames, numbers_of, sums_of
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab

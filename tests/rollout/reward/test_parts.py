@@ -35,7 +35,7 @@ from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.reward.wire import RowScore
 from pipeline.rollout.roller import LocalRoller, Rolled
 from pipeline.telemetry.exposition import Exposition
-from pipeline.telemetry.metric import REWARD_LABELS, SlotName
+from pipeline.telemetry.metrics import REWARD_LABELS, SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
 from tests.rollout.test_maker import MASK, PROMPTS, RESPONSES, FakeReward, maker
