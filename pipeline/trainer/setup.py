@@ -20,20 +20,6 @@ from pipeline import sort_digits
 from pipeline.config.schema import Config
 from pipeline.errors import DeadlineError, ExitCode
 from pipeline.runtime.role import Report, RoleContext
-from pipeline.sort_digits import (
-    HEADS,
-    HIDDEN,
-    INNER,
-    LAYERS,
-    PROMPT_COUNT,
-    SYMBOLS,
-    WARMUP_STEPS,
-    file_bytes_of,
-    is_prepared,
-    model_directory,
-    prompts_path,
-    recipe_of,
-)
 from pipeline.storage.files import NO_LOCKS, try_lock
 
 if TYPE_CHECKING:
@@ -55,7 +41,7 @@ def prepare(
     directory: str | os.PathLike[str],
     *,
     model_seed: int = 0,
-    warmup_steps: int = WARMUP_STEPS,
+    warmup_steps: int = sort_digits.WARMUP_STEPS,
     timeout_s: float = 300.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -76,19 +62,21 @@ def prepare(
         OSError: If the directory cannot be written.
     """
     directory = Path(directory)
-    if is_prepared(directory, model_seed=model_seed, warmup_steps=warmup_steps):
+    if sort_digits.is_prepared(directory, model_seed=model_seed, warmup_steps=warmup_steps):
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_name(f".{directory.name}.lock"), timeout_s):
-        if is_prepared(directory, model_seed=model_seed, warmup_steps=warmup_steps):
+        if sort_digits.is_prepared(directory, model_seed=model_seed, warmup_steps=warmup_steps):
             return
         partial = directory.with_name(f".{directory.name}.partial")
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
-        _write_prompts(prompts_path(partial))
-        _make_model(model_directory(partial), model_seed, warmup_steps, progress or (lambda done, total: None))
-        recipe = {**recipe_of(model_seed, warmup_steps), "file_bytes": file_bytes_of(partial)}
+        _write_prompts(sort_digits.prompts_path(partial))
+        _make_model(
+            sort_digits.model_directory(partial), model_seed, warmup_steps, progress or (lambda done, total: None)
+        )
+        recipe = {**sort_digits.recipe_of(model_seed, warmup_steps), "file_bytes": sort_digits.file_bytes_of(partial)}
         (partial / "recipe.json").write_text(json.dumps(recipe))
         if directory.exists():
             shutil.rmtree(directory)
@@ -104,7 +92,7 @@ def _digits(rng: random.Random) -> str:
 def _write_prompts(path: Path) -> None:
     rng = random.Random(0)
     with path.open("w", encoding="ascii") as file:
-        for _ in range(PROMPT_COUNT):
+        for _ in range(sort_digits.PROMPT_COUNT):
             digits = _digits(rng)
             file.write(json.dumps({"prompt": f"{digits}>", "answer": "".join(sorted(digits))}) + "\n")
 
@@ -113,7 +101,7 @@ def _make_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    symbol_ids = {symbol: token_id for token_id, symbol in enumerate(SYMBOLS)}
+    symbol_ids = {symbol: token_id for token_id, symbol in enumerate(sort_digits.SYMBOLS)}
     backend = Tokenizer(models.WordLevel(symbol_ids, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
@@ -134,11 +122,11 @@ def _make_model(path: Path, model_seed: int, warmup_steps: int, progress: Callab
 
     tokenizer = _make_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(SYMBOLS),
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
+        vocab_size=len(sort_digits.SYMBOLS),
+        hidden_size=sort_digits.HIDDEN,
+        intermediate_size=sort_digits.INNER,
+        num_hidden_layers=sort_digits.LAYERS,
+        num_attention_heads=sort_digits.HEADS,
         max_position_embeddings=256,
         initializer_range=0.05,
         tie_word_embeddings=True,
@@ -184,7 +172,7 @@ def _supervised_rows(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows ``7302>0237<eos>``, padded on the right, and labels that count the answer alone."""
     import torch
 
-    symbol_ids = {symbol: token_id for token_id, symbol in enumerate(SYMBOLS)}
+    symbol_ids = {symbol: token_id for token_id, symbol in enumerate(sort_digits.SYMBOLS)}
     width = 2 * _DIGITS_MOST + 2
     input_ids = torch.full((_WARMUP_ROWS, width), _PAD)
     labels = torch.full((_WARMUP_ROWS, width), _IGNORED_LABEL)
