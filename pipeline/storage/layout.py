@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
+
 import xxhash
 
 from pipeline.errors import LedgerError
@@ -16,20 +19,13 @@ from pipeline.storage.records import (
     Totals,
 )
 from pipeline.storage.redo_log import REDO_LOG_HEADER_BYTES, WRITE_HEADER_BYTES, RedoLog
-from pipeline.storage.tables import (
-    VACANT_BYTES,
-    VERSION_BYTES,
-    VERSIONS_BYTES,
-    PromptRange,
-    PublishedVersions,
-    pack_redo,
-    pack_vacant,
-    redo_bytes,
-    unpack_redo,
-    unpack_vacant,
-)
+from pipeline.storage.tables import MOST_LEASES, VERSION_BYTES, VERSIONS_BYTES, PromptRange, PublishedVersions
 
 _KNOWN_STATES = bytes(ExtentState)
+# The tables of leases and of prompts begin with the number of their entries.
+_COUNT = struct.Struct("<Q")
+_LEASE = struct.Struct("<Q")
+_PROMPTS = struct.Struct("<QQ")
 
 
 class LedgerLayout:
@@ -49,8 +45,8 @@ class LedgerLayout:
         self.redo_log_bytes = REDO_LOG_HEADER_BYTES + max(1 << 20, 64 * rows_per_extent)
         self.totals_offset = self.redo_log_bytes
         self.vacant_offset = self.totals_offset + TOTALS_BYTES
-        self.redo_offset = self.vacant_offset + VACANT_BYTES
-        self.versions_offset = self.redo_offset + redo_bytes(extents)
+        self.redo_offset = self.vacant_offset + _COUNT.size + MOST_LEASES * _LEASE.size
+        self.versions_offset = self.redo_offset + _COUNT.size + extents * _PROMPTS.size
         self.extents_offset = self.versions_offset + VERSIONS_BYTES
         self.items_offset = self.extents_offset + extents * EXTENT_BYTES
         self.nbytes = self.items_offset + extents * rows_per_extent * ITEM_BYTES
@@ -95,11 +91,11 @@ class LedgerMemory:
 
     def vacant(self) -> list[int]:
         """Return the vacant lease numbers, lowest first."""
-        return unpack_vacant(self._memory[self._layout.vacant_offset :])
+        return [lease for (lease,) in self._entries(self._layout.vacant_offset, _LEASE)]
 
     def redo(self) -> list[PromptRange]:
         """Return the prompts to be issued again, lowest position first."""
-        return unpack_redo(self._memory[self._layout.redo_offset :])
+        return [PromptRange(*prompts) for prompts in self._entries(self._layout.redo_offset, _PROMPTS)]
 
     def versions(self) -> PublishedVersions:
         """Return the newest published versions."""
@@ -126,15 +122,21 @@ class LedgerMemory:
         start = self._layout.items_offset + record.slot * self._layout.rows_per_extent * ITEM_BYTES
         return bytes(self._memory[start : start + record.rows * ITEM_BYTES])
 
+    def _entries(self, offset: int, of_entry: struct.Struct) -> Iterator[tuple[int, ...]]:
+        (count,) = _COUNT.unpack_from(self._memory, offset)
+        start = offset + _COUNT.size
+        return of_entry.iter_unpack(self._memory[start : start + count * of_entry.size])
+
     # Writes.
 
     def put_vacant(self, vacant: list[int]) -> None:
         """Write the vacant lease numbers."""
-        self.redo_log.put(self._layout.vacant_offset, pack_vacant(vacant))
+        self.redo_log.put(self._layout.vacant_offset, _COUNT.pack(len(vacant)) + b"".join(map(_LEASE.pack, vacant)))
 
     def put_redo(self, redo: list[PromptRange]) -> None:
         """Write the prompts to be issued again."""
-        self.redo_log.put(self._layout.redo_offset, pack_redo(redo))
+        entries = b"".join(_PROMPTS.pack(*prompts) for prompts in redo)
+        self.redo_log.put(self._layout.redo_offset, _COUNT.pack(len(redo)) + entries)
 
     def put_version(self, versions: PublishedVersions, index: int) -> None:
         """Write one entry of the versions."""

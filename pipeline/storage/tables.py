@@ -1,4 +1,4 @@
-"""The ledger's small tables: vacant leases, prompts to be issued again, published versions."""
+"""What the ledger's small tables hold: numbers of leases, ranges of prompts, published versions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ MOST_LEASES = 4096
 # Above every `buffer.max_staleness`: no row of an older version is left.
 VERSIONS_KEPT = 2048
 
-_COUNT = struct.Struct("<Q")
-_LEASE = struct.Struct("<Q")
-_REDO = struct.Struct("<QQ")
 _VERSION = struct.Struct("<qQQ")
-VACANT_BYTES = _COUNT.size + MOST_LEASES * _LEASE.size
 VERSION_BYTES = _VERSION.size
 VERSIONS_BYTES = VERSIONS_KEPT * VERSION_BYTES
 
@@ -27,33 +23,6 @@ class PromptRange(NamedTuple):
 
     position: int
     prompts: int
-
-
-def redo_bytes(extents: int) -> int:
-    """Return the size of the table of prompts to be issued again, in a ledger of `extents` extents."""
-    return _COUNT.size + extents * _REDO.size
-
-
-def pack_vacant(vacant: list[int]) -> bytes:
-    """Return the bytes of the vacant lease numbers."""
-    return _COUNT.pack(len(vacant)) + b"".join(map(_LEASE.pack, vacant))
-
-
-def unpack_vacant(data: memoryview) -> list[int]:
-    """Return the vacant lease numbers, lowest first."""
-    (count,) = _COUNT.unpack_from(data)
-    return [lease for (lease,) in _LEASE.iter_unpack(data[_COUNT.size : _COUNT.size + count * _LEASE.size])]
-
-
-def pack_redo(redo: list[PromptRange]) -> bytes:
-    """Return the bytes of the prompts to be issued again."""
-    return _COUNT.pack(len(redo)) + b"".join(_REDO.pack(*prompts) for prompts in redo)
-
-
-def unpack_redo(data: memoryview) -> list[PromptRange]:
-    """Return the prompts to be issued again, lowest position first."""
-    (count,) = _COUNT.unpack_from(data)
-    return [PromptRange(*entry) for entry in _REDO.iter_unpack(data[_COUNT.size : _COUNT.size + count * _REDO.size])]
 
 
 def add_prompts(ranges: list[PromptRange], more: PromptRange, *, most: int) -> list[PromptRange]:
