@@ -14,6 +14,17 @@ With K = 0 a batch also waits for every earlier prompt. All rows of a version co
 that arrive early would otherwise take the place of earlier prompts in the version's first batch: another rank, or
 another step, would train on them. So the rows of each batch are fixed, and a run gives the same experience with any
 number of workers.
+
+With `max_refill` above 0 there is refill (dynamic sampling, DAPO, arXiv:2503.14476 section 3.2): groups whose rewards
+are all equal, of which each row has advantage 0, are dropped as they are sealed. The bounds then have room for as many
+other prompts, until the batch is full, or until the prompts issued in place of dropped ones since the newest version
+are `max_refill` times those of a version; from then on groups without signal are kept.
+
+With `max_staleness = 0` prompts are issued in rounds, without refill too, where a prompt may be set aside or a row have
+no reward: the prompts of a version, then as many as rows are missing once all of these are sealed, and so on. So the
+prompts of each ticket, and whether its groups are dropped, follow from prompts and rewards alone and not from the order
+in which tickets end: kills and the number of workers change no bit. The state of a round is in the ledger's totals.
+With staleness a prompt is issued as soon as there is room.
 """
 
 from __future__ import annotations
@@ -22,7 +33,6 @@ import dataclasses
 import itertools
 from typing import Literal
 
-from pipeline.buffer import refill
 from pipeline.runtime.messages import Faulty, Sealed
 from pipeline.storage.extent_file import SavedExtent
 from pipeline.storage.ledger import Ledger
@@ -91,7 +101,7 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
     left = prompts_left(ledger, limits)
     if not left:
         return 0, "ended"
-    room = refill.room_of_round(ledger, limits, room_in_bound(ledger, limits))
+    room = _room_of_round(ledger, limits, room_in_bound(ledger, limits))
     if room < limits.group_size:
         return 0, "staleness"
     if limits.limit_batches:
@@ -99,6 +109,42 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
     if room < limits.group_size or not ledger.has_free_slot():
         return 0, "full"
     return min(left, room // limits.group_size), ""
+
+
+def has_rounds(limits: Limits) -> bool:
+    """Return whether prompts are issued in rounds."""
+    return limits.max_staleness == 0
+
+
+def _room_of_round(ledger: Ledger, limits: Limits, room: int) -> int:
+    """Return the rows that the present round may still issue, or those of a new one, of the `room` that there is."""
+    if not has_rounds(limits):
+        return room
+    left = ledger.totals.round_left * limits.group_size
+    if not left and ledger.reserved:
+        return 0
+    return min(room, left or room)
+
+
+def new_round(ledger: Ledger, limits: Limits, room: int) -> int:
+    """Return the prompts of the round that the next ticket begins; 0 if it begins none."""
+    return room // limits.group_size if has_rounds(limits) and not ledger.totals.round_left else 0
+
+
+def _may_refill(ledger: Ledger, limits: Limits) -> bool:
+    """Return whether groups without signal are dropped now, with room for prompts in their place."""
+    prompts = limits.rows_per_version // limits.group_size
+    # The first round of a version is in place of nothing.
+    refilled = ledger.totals.refilled - (prompts if has_rounds(limits) else 0)
+    return limits.max_refill > 0 and refilled < limits.max_refill * prompts
+
+
+def filtered_rows(sealed: Sealed, ledger: Ledger, limits: Limits) -> list[int]:
+    """Return the rows of a ticket that are dropped because they carry no signal."""
+    if not sealed.flat or not _may_refill(ledger, limits):
+        return []
+    size = limits.group_size
+    return [row for group in sealed.flat for row in range(group * size, (group + 1) * size)]
 
 
 def prompts_left(ledger: Ledger, limits: Limits) -> int:

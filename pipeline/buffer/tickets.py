@@ -7,7 +7,7 @@ import heapq
 import logging
 from collections.abc import Sequence
 
-from pipeline.buffer import admission, refill
+from pipeline.buffer import admission
 from pipeline.buffer.context import BufferContext
 from pipeline.buffer.metrics import AsideReason
 from pipeline.config.lengths import extent_bytes_bound
@@ -184,7 +184,7 @@ class Tickets:
             return None, "full"
         record = self._ledger.reserve(
             rows=rows, prompts=prompts, offset=extent.offset, nbytes=extent.nbytes, owner=owner,
-            new_round=refill.new_round(self._ledger, limits, admission.room_in_bound(self._ledger, limits)),
+            new_round=admission.new_round(self._ledger, limits, admission.room_in_bound(self._ledger, limits)),
         )  # fmt: skip
         return record, ""
 
@@ -218,9 +218,9 @@ class Tickets:
 
     def _accept(self, record: ExtentRecord, sealed: Sealed, now_s: float) -> None:
         reserved = Extent(record.offset, record.nbytes)
-        filtered = refill.filtered_rows(sealed, self._ledger, self._context.limits)
+        filtered = admission.filtered_rows(sealed, self._ledger, self._context.limits)
         self._log_exhausted(sealed, filtered)
-        has_rounds = refill.has_rounds(self._context.limits)
+        has_rounds = admission.has_rounds(self._context.limits)
         is_free = self._ledger.seal(
             record, rows=sealed.rows, nbytes=sealed.nbytes, checksum=sealed.checksum,
             policy_version=sealed.policy_version, fingerprint=sealed.fingerprint, now_s=now_s, filtered=filtered,

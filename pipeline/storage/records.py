@@ -60,7 +60,7 @@ class Totals:
         trained_through: First lease that the newest version does not include.
         spool: Number of the spool that was restored into this arena, 0 for none.
         refilled: Prompts issued in place of dropped ones since the newest version; with rounds, prompts of the rounds
-            begun since then (see `pipeline.buffer.refill`).
+            begun since then (see `pipeline.buffer.admission`).
         round_left: Prompts of the present round that no ticket was issued for.
     """
 
