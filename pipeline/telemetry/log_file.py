@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from pipeline.storage.files import write_at_end
+from pipeline.storage.files import is_at, write_at_end
 from pipeline.telemetry import log_lines
 
 MOST_BYTES: Final = 16 << 20
@@ -46,7 +46,9 @@ class LogFile:
         """Write a line; return whether it was written."""
         data = text.encode(errors="replace")[: self._half_bytes - 1] + b"\n"
         try:
-            if (end := self._size()) + len(data) > self._half_bytes:
+            if not is_at(self._file, self._path):
+                self._open_again()
+            if (end := os.fstat(self._file).st_size) + len(data) > self._half_bytes:
                 with contextlib.suppress(FileNotFoundError):  # removed by another program
                     os.replace(self._path, predecessor(self._path))
                 self._open_again()
@@ -60,15 +62,6 @@ class LogFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
-
-    def _size(self) -> int:
-        """Return the size of the file; one that another program has moved or removed is left for a new one."""
-        found = os.fstat(self._file)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(found, self._path.lstat()):
-                return found.st_size
-        self._open_again()
-        return os.fstat(self._file).st_size
 
     def _open_again(self) -> None:
         before, self._file = self._file, self._open()
@@ -109,7 +102,7 @@ def read(path: Path, count: int, role: str = "", *, follow: bool = False) -> Ite
             yield list(last)
         while follow:
             # Checked before the file is read to its end: no line is appended to a file that was replaced before.
-            is_replaced = not _is_same(file, path)
+            is_replaced = not is_at(file.fileno(), path)
             if lines := list(_lines(file)):
                 if found := list(filter(wanted, lines)):
                     yield found
@@ -140,10 +133,3 @@ def _lines(file: BinaryIO) -> Iterator[str]:
             file.seek(-len(line), os.SEEK_CUR)
             return
         yield line[:-1].decode(errors="replace")
-
-
-def _is_same(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
