@@ -233,7 +233,7 @@ class Learner:
             value_loss=None if self._critic is None else value,
             return_mean=None if returns is None else returns.mean,
             return_stddev=None if returns is None else returns.scale,
-            entropy_loss=entropy if self._objective.entropy_coef else None,
+            entropy_loss=entropy if self._trainer.entropy_coef else None,
             kl_loss=kl if kl_coef > 0 else None,
             gradient_norm=updates.norm(0),
             critic_gradient_norm=None if self._critic is None else updates.norm(1),
@@ -311,7 +311,7 @@ class Learner:
 
     def _corrected(self, rows: RaggedRows, batch: TrainingBatch) -> Corrected:
         """Return the rows that are trained, with their importance weights."""
-        skip_cut, equal_groups = self._objective.skip_cut, self._objective.equal_groups
+        skip_cut, equal_groups = self._trainer.mask_cut_responses, self._objective.equal_groups
         kept = trained_rows(rows, self._algorithm, skip_cut=skip_cut, equal_groups=equal_groups)
         if self._kl_coef <= 0:
             batch = replace(batch, base_log_probs=None)
@@ -462,7 +462,7 @@ class Learner:
         trains = self._learning_rate_ratios()[0] > 0
         with watch.during("forward"), torch.set_grad_enabled(trains):
             log_probs, entropies = inside(
-                self._actor, lambda: self._log_probs(self._actor, part, with_entropy=objective.entropy_coef > 0)
+                self._actor, lambda: self._log_probs(self._actor, part, with_entropy=self._trainer.entropy_coef > 0)
             )
             policy = objective.policy(log_probs, part)
             policy_loss = objective.aggregate(policy.losses, counts, totals)

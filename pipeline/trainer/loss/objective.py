@@ -22,36 +22,28 @@ class Objective:
     """The loss of a step, of its parts on any rank.
 
     Attributes:
+        trainer: The settings.
         policy_loss: From inputs to a loss an action.
         aggregate: From a loss an action to a share of the step's loss.
         kl_estimator: From log-ratios to a KL an action.
         clip_low: The ratio's lower bound is 1 - `clip_low`.
         clip_high: The ratio's upper bound is 1 + `clip_high`.
-        dual_clip: Most by which a negative advantage is multiplied; None for no bound.
-        entropy_coef: Weight of the entropy bonus.
-        skip_cut: Whether rows whose response was cut are left out.
         equal_groups: Whether rows of groups with equal scores are not left out.
-        correction: Kind of the importance weights.
-        cap: Largest importance weight.
-        floor: Smallest importance weight that is not masked.
         whitens: Whether advantages are shifted and scaled to mean 0 and variance 1 over the step.
         constant_tokens: Constant length of a response, for `dr_grpo`.
+        floor: Smallest importance weight that `icepop` does not mask.
     """
 
+    trainer: TrainerConfig
     policy_loss: PolicyLossFunction
     aggregate: Aggregation
     kl_estimator: KlEstimator
     clip_low: float
     clip_high: float
-    dual_clip: float | None
-    entropy_coef: float
-    skip_cut: bool
     equal_groups: bool
-    correction: str
-    cap: float
-    floor: float
     whitens: bool
     constant_tokens: int
+    floor: float = ICEPOP_FLOOR
 
     @classmethod
     def of(
@@ -73,18 +65,13 @@ class Objective:
         if trainer.loss_aggregation == "dr_grpo" and constant_tokens is None:
             raise ValueError("dr_grpo needs a constant length: dr_grpo_tokens, or the tokens of the longest response")
         return cls(
+            trainer=trainer,
             policy_loss=load_policy_loss(trainer.policy_loss),
             aggregate=AGGREGATIONS[trainer.loss_aggregation],
             kl_estimator=KL_ESTIMATORS[trainer.kl_estimator],
             clip_low=trainer.clip_range if trainer.clip_low is None else trainer.clip_low,
             clip_high=trainer.clip_range if trainer.clip_high is None else trainer.clip_high,
-            dual_clip=trainer.dual_clip,
-            entropy_coef=trainer.entropy_coef,
-            skip_cut=trainer.mask_cut_responses,
             equal_groups=equal_groups or trainer.loss_rows == "all",
-            correction=trainer.importance_correction,
-            cap=trainer.importance_cap,
-            floor=ICEPOP_FLOOR,
             whitens=whitens,
             constant_tokens=constant_tokens or 1,
         )
@@ -100,7 +87,7 @@ class Objective:
             The terms.
         """
         assert part.log_probs is not None
-        bounds = self.clip_low, self.clip_high, self.dual_clip
+        bounds = self.clip_low, self.clip_high, self.trainer.dual_clip
         terms = self.policy_loss(PolicyInputs(log_probs, part.log_probs, part.advantages, part.counts, *bounds))
         weights = part.importance_weights
         return terms if weights is None else terms._replace(losses=terms.losses * weights)
@@ -111,7 +98,7 @@ class Objective:
 
     def entropy_loss(self, entropies: Tensor, counts: Tensor, totals: StepTotals) -> Tensor:
         """Return the share of the step's entropy bonus, as a loss: minus the coefficient times the entropy."""
-        return -self.entropy_coef * self.aggregate(entropies, counts, totals)
+        return -self.trainer.entropy_coef * self.aggregate(entropies, counts, totals)
 
     def correct(self, batch: TrainingBatch) -> Corrected:
         """Return a batch with its importance weights; unchanged if it has no log-probs of the engine."""
@@ -119,7 +106,8 @@ class Objective:
         if behaviour is None or log_probs is None:
             none = torch.full((2,), -torch.inf, dtype=torch.float64)
             return Corrected(batch, torch.zeros(4), none, torch.zeros(0))
-        found = importance_weights(log_probs, behaviour, counts, self.correction, cap=self.cap, floor=self.floor)
+        kind, cap = self.trainer.importance_correction, self.trainer.importance_cap
+        found = importance_weights(log_probs, behaviour, counts, kind, cap=cap, floor=self.floor)
         ratios, gaps = found.ratios.double(), (log_probs - behaviour).abs()
         sums = torch.stack([counts.sum().double(), ratios.sum(), found.cut.sum().double(), gaps.sum().double()])
         extremes = sums.new_full((2,), -torch.inf)

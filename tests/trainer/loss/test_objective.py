@@ -76,7 +76,7 @@ def expected_loss(learner: Learner, experience: Experience) -> Tensor:
     """Return the loss of the trained rows, in one piece without micro-batches."""
     objective = learner._objective
     assert experience.info is not None
-    kept = experience.info["group_mixed"] & ~(experience.info["cut"] & objective.skip_cut)
+    kept = experience.info["group_mixed"] & ~(experience.info["cut"] & objective.trainer.mask_cut_responses)
     e = rows_of(experience, kept)
     assert e.action_mask is not None and e.attention_mask is not None and e.advantages is not None
     assert e.action_log_probs is not None and e.behaviour_log_probs is not None
@@ -92,25 +92,25 @@ def expected_loss(learner: Learner, experience: Experience) -> Tensor:
         taken = advantages[mask]
         advantages = (advantages - taken.mean()) / (taken.var(correction=0) + 1e-8).sqrt()
     k = e.action_log_probs - e.behaviour_log_probs
-    if objective.correction.startswith("sequence"):
+    if objective.trainer.importance_correction.startswith("sequence"):
         k = (k * mask).sum(dim=1, keepdim=True).expand(mask.shape)
     weights = k.exp()
-    is_outside = (weights > 1.3) | ((weights < 0.8) & (objective.correction == "icepop"))
-    if objective.correction in ("token", "sequence"):
+    is_outside = (weights > 1.3) | ((weights < 0.8) & (objective.trainer.importance_correction == "icepop"))
+    if objective.trainer.importance_correction in ("token", "sequence"):
         weights = weights.clamp(max=1.3)
-    elif objective.correction == "none":
+    elif objective.trainer.importance_correction == "none":
         weights = torch.ones_like(weights)
     else:
         weights = weights * ~is_outside
     given = PolicyInputs(
         log_probs[mask], e.action_log_probs[mask], advantages[mask], mask.sum(dim=1), objective.clip_low,
-        objective.clip_high, objective.dual_clip,
+        objective.clip_high, objective.trainer.dual_clip,
     )  # fmt: skip
     losses = torch.zeros_like(log_probs).masked_scatter(mask, objective.policy_loss(given).losses)
     k_base = log_probs - e.base_action_log_probs
     kl = {"k1_kl": k_base, "k2_kl": k_base**2 / 2, "k3_kl": (-k_base).exp() - 1 + k_base}
     per_action = losses * weights + 0.05 * kl[objective.kl_estimator.__name__]  # type: ignore[attr-defined]
-    per_action = (per_action - objective.entropy_coef * entropy) * mask
+    per_action = (per_action - objective.trainer.entropy_coef * entropy) * mask
     if objective.aggregate.__name__ == "token_mean":  # type: ignore[attr-defined]
         return per_action.sum() / mask.sum()
     if objective.aggregate.__name__ == "sequence_mean":  # type: ignore[attr-defined]
