@@ -33,7 +33,7 @@ from pipeline.storage.weights_header import WeightsVersion
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.process import whole_models
 from pipeline.trainer.saving.rank_models import RankModels
-from pipeline.trainer.sharding.sharding import sharded_models
+from pipeline.trainer.sharding.models import sharded_models
 from pipeline.trainer.state import Progress, tensors_of
 
 RANKS = 2

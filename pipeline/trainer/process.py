@@ -56,10 +56,9 @@ from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.background import CheckpointWriter
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.saving.rank_models import RankModels
-from pipeline.trainer.sharding.models import inside, load_actor_shards, replica_of, whole_answer
+from pipeline.trainer.sharding.models import inside, load_actor_shards, replica_of, sharded_models, whole_answer
 from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.sharding.replicas import TIMEOUT
-from pipeline.trainer.sharding.sharding import sharded_models
 from pipeline.trainer.sleep import CardTurns, turn_of_start
 from pipeline.trainer.spreading import of_first, spread
 from pipeline.trainer.state import Progress, RankProgress, tensors_of

@@ -13,6 +13,7 @@ forward pass of the root.
 
 from __future__ import annotations
 
+import ctypes
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.chunked_log_probs import plain_head
 from pipeline.models.critic import VALUE_HEAD_FILE, Critic
@@ -36,6 +38,8 @@ from pipeline.trainer.sharding.tensor_files import HERE, Files, sources_of
 
 _Result = TypeVar("_Result", Tensor, tuple[Tensor, Tensor | None])
 
+_M_MMAP_THRESHOLD = -3
+_MAPPED_FROM_BYTES = 1 << 20
 _OFF = 'trainer.sharding = "none" trains it whole'
 
 
@@ -138,6 +142,35 @@ def shards_of(model: nn.Module, *, published: bool = False) -> dict[str, Shard]:
         assert local.shape[0] == min(rows, shape[0] - first), f"{name}: {tuple(local.shape)} of {shape}"
         found[name] = Shard(local, shape, first * (tensor.numel() // shape[0]), kind.dtypes[name])
     return found
+
+
+def sharded_models(config: Config, device: torch.device) -> dict[str, nn.Module]:
+    """Return a rank's shards of the run's models, ``actor`` and, with PPO, ``critic``; a collective.
+
+    Raises:
+        ConfigError: If a model does not load, or cannot be sharded.
+    """
+    if device.type == "cpu":
+        _return_freed_memory()
+    model, replica = config.model, Replica.of(device, config.trainer.world_size // config.shards)
+    models = {
+        "actor": load_actor_shards(
+            model.actor, dtype=model.dtype, device=device, replica=replica, lora=model, seed=config.daemon.seed
+        )
+    }
+    if config.rollout.algorithm == "ppo":
+        path, field = (model.actor, "model.actor") if model.critic is None else (model.critic, "model.critic")
+        models["critic"] = load_critic_shards(path, dtype=model.dtype, device=device, replica=replica, field=field)
+    return models
+
+
+def _return_freed_memory() -> None:
+    """Let glibc map every tensor of 1 MiB or more by itself, so that its memory returns to the kernel when it is freed.
+
+    By default glibc takes tensors of up to 32 MiB from its heap, once it has freed one, and the gathered layers and
+    gradients that come and go in each pass leave holes there as large as all shards.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
 
 
 def load_actor_shards(
