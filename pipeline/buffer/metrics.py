@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from pipeline.progress import Telemetry
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import FaultReason
-from pipeline.telemetry.evaluations import TOTAL, Evaluation
+from pipeline.telemetry.evaluations import GAUGES, TOTAL, Evaluation
 from pipeline.telemetry.metrics import EVALUATION_LABELS, Conservation
 from pipeline.telemetry.slab import SlotWriter
 
@@ -20,14 +20,6 @@ TicketEnd = Literal["sealed", "reissued", "failed"]
 LeaseEnd = Literal["acked", "nacked", "holder_died"]
 Kept = Literal["kept", "full", "error"]
 AsideReason = Literal["checksum", "killed_trainer", "fingerprint", "rolled_back", "invalid", FaultReason]
-
-_EVALUATED = {
-    "pass_at_1": "rlhfd_evaluation_pass_at_1_ratio",
-    "pass_at_k": "rlhfd_evaluation_pass_at_k_ratio",
-    "reward_mean": "rlhfd_evaluation_reward_mean",
-    "response_length_mean_tokens": "rlhfd_evaluation_response_length_mean_tokens",
-    "cut_ratio": "rlhfd_evaluation_cut_ratio",
-}
 
 
 class BufferMetrics(Telemetry):
@@ -166,7 +158,7 @@ class EvaluationMetrics:
         self._means = {
             (label, field): writer.gauge(metric, file=label)
             for label in (TOTAL, *EVALUATION_LABELS[: len(plan.names)])
-            for field, metric in _EVALUATED.items()
+            for field, metric in GAUGES.items()
         }
         self._shown: Evaluation | None = None
 
@@ -183,7 +175,7 @@ class EvaluationMetrics:
         self._shown = last
         self._version.set(last.version)
         for label, summary in zip((TOTAL, *EVALUATION_LABELS), (last.total, *last.files), strict=False):
-            for field in _EVALUATED:
+            for field in GAUGES:
                 value = getattr(summary, field)
                 # A file that was left out of the configuration since has no gauge.
                 if (mean := self._means.get((label, field))) is not None:

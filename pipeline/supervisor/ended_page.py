@@ -20,9 +20,8 @@ from pipeline.runtime.latest_checkpoint import best_checkpoint, read_latest
 from pipeline.runtime.run_folder import RunNote
 from pipeline.storage.files import UNREADABLE
 from pipeline.supervisor.page import SampleFeed
-from pipeline.supervisor.status import EVALUATED
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
-from pipeline.telemetry.evaluations import Evaluation, Summary, read_evaluations
+from pipeline.telemetry.evaluations import GAUGES, Evaluation, Summary, read_evaluations
 from pipeline.telemetry.history import FILE_NAME as HISTORY
 from pipeline.telemetry.history import History, Point, points_after
 
@@ -139,7 +138,7 @@ def _shown(evaluation: Evaluation, folder: Path) -> Fields:
 
 
 def _means(summary: Summary) -> Fields:
-    return {name: getattr(summary, name) for name in EVALUATED}
+    return {name: getattr(summary, name) for name in GAUGES}
 
 
 def _points(path: Path, after: Point) -> Iterator[tuple[Fields, Point | None]]:

@@ -25,7 +25,7 @@ from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.gpus import GpuWatch, gpu_series
 from pipeline.supervisor.pace import RateWindow, Steps
 from pipeline.supervisor.watchdog import Watchdog
-from pipeline.telemetry.evaluations import TOTAL
+from pipeline.telemetry.evaluations import GAUGES, TOTAL
 from pipeline.telemetry.exposition import Exposition
 from pipeline.telemetry.history import EVALUATION, learning_of
 from pipeline.telemetry.metrics import EVALUATION_LABELS, NUMBER_LABELS, REWARD_LABELS
@@ -37,12 +37,6 @@ _HISTORY = 512
 _SHOWN_REWARDS = 56
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-EVALUATED = {
-    "pass_at_1": "rlhfd_evaluation_pass_at_1_ratio",
-    "pass_at_k": "rlhfd_evaluation_pass_at_k_ratio",
-    "reward_mean": "rlhfd_evaluation_reward_mean",
-    "response_length_mean_tokens": "rlhfd_evaluation_response_length_mean_tokens",
-}
 _SLOT_STATES = ("starting", "ready", "draining", "backoff", "failed")
 
 
@@ -320,7 +314,7 @@ class InstanceStatus:
         last = self._evaluated
         version = last.value("rlhfd_evaluation_version")
         files = {
-            name: {field: last.value(metric, file=name) for field, metric in EVALUATED.items()}
+            name: {field: last.value(metric, file=name) for field, metric in GAUGES.items()}
             for name in (TOTAL, *self._files)
         }
         return {

@@ -22,6 +22,14 @@ from pipeline.storage.files import UNREADABLE, write_at_end
 FILE_NAME: Final = "evaluations.jsonl"
 TOTAL: Final = "all"
 """The name of the summary of all files."""
+GAUGES: Final = {
+    "pass_at_1": "rlhfd_evaluation_pass_at_1_ratio",
+    "pass_at_k": "rlhfd_evaluation_pass_at_k_ratio",
+    "reward_mean": "rlhfd_evaluation_reward_mean",
+    "response_length_mean_tokens": "rlhfd_evaluation_response_length_mean_tokens",
+    "cut_ratio": "rlhfd_evaluation_cut_ratio",
+}
+"""The means of a `Summary` and their metrics."""
 
 log = logging.getLogger(__name__)
 

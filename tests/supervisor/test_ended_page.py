@@ -141,6 +141,7 @@ def test_the_state_is_that_of_the_end(folder: Path, tmp_path: Path) -> None:
     assert status["reward_functions"] == {"exact": 0.5, "format": 1.0}
     assert status["staleness_mean_versions"] == 1.0 and status["tokens_per_s"] is None
     assert status["evaluation"]["version"] == 3 and status["evaluation"]["pass_at_1"] == 0.4
+    assert status["evaluation"]["cut_ratio"] == evaluation(3, 4).total.cut_ratio
     assert status["ended_unix_s"] >= AT_S + 3602.0
     assert answer["why"] == [
         "The run has stopped at step 3.", f"Its checkpoint of step 2, a folder for from_pretrained: {checkpoint}"

@@ -114,6 +114,7 @@ def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(rated
     buffer.gauge("rlhfd_evaluation_version").set(7)
     for file, right in (("all", 0.5), ("file-1", 0.75)):
         buffer.gauge("rlhfd_evaluation_pass_at_1_ratio", file=file).set(right)
+    buffer.gauge("rlhfd_evaluation_cut_ratio", file="all").set(0.125)
     expected = {"kl": 0.25, "loss": 0.5, "pass_at_1": 0.5}, (7, 0.75, 0.5)
     assert shown(1.0) == expected
     slab.fold("trainer")
@@ -124,3 +125,4 @@ def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(rated
     # A step of a new rank without a reference has no KL.
     slab.writer("trainer").gauge("rlhfd_loss", kind="total").set(0.125)
     assert shown(4.0) == ({"loss": 0.125, "pass_at_1": 0.5}, expected[1])
+    assert status._evaluation()["cut_ratio"] == 0.125
