@@ -211,7 +211,8 @@ def test_slots_are_page_locked_by_their_first_copy_and_given_back():
             publisher.publish(version, given)
             reader.fetch(target)
 
-        views = [slot.views["actor.w"] for slot in [*publisher._slots, *reader._slots]]
+        slots = [mapping.slot(slot) for mapping in (publisher, reader._mapping) for slot in range(3)]
+        views = [slot.views["actor.w"] for slot in slots]
         assert all(view.is_pinned() for view in views)
         assert torch.equal(target["actor.w"], given["actor.w"])
         reader.close()
@@ -220,7 +221,7 @@ def test_slots_are_page_locked_by_their_first_copy_and_given_back():
         assert not any(view.is_pinned() for view in views)
         successor = WeightsPublisher(path, given)
         successor.publish(4, given)
-        assert any(slot.views["actor.w"].is_pinned() for slot in successor._slots)
+        assert any(slot.views["actor.w"].is_pinned() for slot in map(successor.slot, range(3)))
         successor.close()
 
 

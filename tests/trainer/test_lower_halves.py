@@ -131,7 +131,7 @@ def test_a_successor_has_each_float32_copy_and_goes_on_to_the_same_bits(rank, tm
 
 
 def test_shared_memory_holds_of_each_copy_the_bits_that_its_weight_lacks(rank):
-    stored = rank.ranks.versions._training._mapping.specs
+    stored = rank.ranks.versions._training.specs
     kinds = {spec.name.split(".")[1] for spec in stored if spec.name.startswith(("actor.", "critic."))}
 
     assert kinds == {"step", "exp_avg", "exp_avg_sq", "lower", "ties"}, "the value head has no copy"

@@ -445,7 +445,7 @@ def test_a_damaged_training_state_is_replaced_by_a_checkpoint_or_by_nothing(site
         (site.root / "step-000002" / "model.safetensors").unlink()
     dead = site.trainer()
     dead.publish(3, Progress(3))
-    dead.connection.versions._training._slots[0].views["progress"][0] = 99
+    dead.connection.versions._training.slot(0).views["progress"][0] = 99
     successor = site.trainer(seed=1)
 
     if checkpoint == "whole":

@@ -85,7 +85,7 @@ class Slot:
         is_kept: bool = True,
     ) -> None:
         self.views = dict(views)
-        self._memory = memory
+        self.memory = memory
         self._driver = process_driver() if driver is None else driver
         self._is_kept = is_kept
         self._is_locked = False
@@ -194,7 +194,7 @@ class Slot:
 
     def _digest(self, index: int) -> int:
         start, end = self._blocks[index]
-        return xxhash.xxh3_64_intdigest(self._memory[start:end])
+        return xxhash.xxh3_64_intdigest(self.memory[start:end])
 
     def _same_layout(self, name: str, target: torch.Tensor) -> torch.Tensor:
         """Return the target, or, if a copy of bytes is no copy of the tensor, memory beside it on its device."""
@@ -205,7 +205,7 @@ class Slot:
     @contextlib.contextmanager
     def _threads(self) -> Iterator[_Digests]:
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        if len(self._memory) < _THREADS_FROM_BYTES or threads == 1:
+        if len(self.memory) < _THREADS_FROM_BYTES or threads == 1:
             yield lambda block, indices: [block(index) for index in indices]
             return
         with ThreadPoolExecutor(threads) as pool:
@@ -254,7 +254,7 @@ class Slot:
                 other.append(name)
             spans[name] = span
         if on_card and self._is_kept and not self._is_locked:
-            self._is_locked = self._driver.register(self._bytes.ctypes.data, len(self._memory))
+            self._is_locked = self._driver.register(self._bytes.ctypes.data, len(self.memory))
         return spans, on_card, other
 
     def _part(self, name: str, shard: Shard) -> torch.Tensor:

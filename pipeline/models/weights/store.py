@@ -86,7 +86,7 @@ def tensor_identity(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]
 
 
 class WeightsMapping:
-    """The file's mapping, shared by publisher and readers."""
+    """The file's mapping, of publisher and readers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,30 +98,25 @@ class WeightsMapping:
             self._map = mmap.mmap(file.fileno(), 0)
         self.memory = memoryview(self._map)
         self.slots: int
-        magic, self.slots, self.slot_bytes, self.data_offset, manifest_bytes = HEADER.unpack_from(self.memory)
+        self.nbytes: int
+        magic, self.slots, self.nbytes, self.data_offset, manifest_bytes = HEADER.unpack_from(self.memory)
         if magic != MAGIC:
             raise WeightsError(f"{path} is not a weights file of this version")
-        if len(self._map) < (whole := self.data_offset + self.slots * self.slot_bytes):
+        if len(self._map) < (whole := self.data_offset + self.slots * self.nbytes):
             raise WeightsError(truncated(path, len(self._map), whole))
         manifest = self.memory[PAGE_BYTES : PAGE_BYTES + manifest_bytes]
         self.specs = msgspec.msgpack.decode(manifest, type=list[TensorSpec])
         self.marks = self.memory[:PAGE_BYTES].cast("Q")
-
-    def slot_memory(self, slot: int) -> memoryview:
-        """Return the bytes of a slot."""
-        start = self.data_offset + slot * self.slot_bytes
-        return self.memory[start : start + self.slot_bytes]
+        self._slots: dict[int, Slot] = {}
 
     def slot(self, slot: int) -> Slot:
         """Return a slot with its tensors."""
-        memory = self.slot_memory(slot)
-        return Slot(memory, tensor_views(memory, self.specs))
+        if slot not in self._slots:
+            memory = self.memory[self.data_offset + slot * self.nbytes :][: self.nbytes]
+            self._slots[slot] = Slot(memory, tensor_views(memory, self.specs))
+        return self._slots[slot]
 
-    def all_slots(self) -> list[Slot]:
-        """Return all slots in order."""
-        return [self.slot(slot) for slot in range(self.slots)]
-
-    def newest(self) -> int | None:
+    def newest_slot(self) -> int | None:
         """Return the slot of the newest version; None before the first publish."""
         slot = self.marks[NEWEST]
         return slot - 1 if slot else None
@@ -132,7 +127,7 @@ class WeightsMapping:
 
     def slot_of(self, wanted: Age) -> int | None:
         """Return the slot that holds a complete version; None if there is none."""
-        for slot in range(self.slots if self.newest() is not None else 0):
+        for slot in range(self.slots if self.newest_slot() is not None else 0):
             if self.marks[slot_mark(slot)] % 2 == 0 and self.version(slot).age == wanted:
                 return slot
         return None
@@ -148,10 +143,13 @@ class WeightsMapping:
 
     def release(self) -> None:
         """Take the slots out of the resident memory of this process until the next access; their bytes stay."""
-        self._map.madvise(mmap.MADV_DONTNEED, self.data_offset, self.slots * self.slot_bytes)
+        self._map.madvise(mmap.MADV_DONTNEED, self.data_offset, self.slots * self.nbytes)
 
     def close(self) -> None:
-        """Unmap the file."""
+        """Unmap the file; it stays."""
+        # Without a name that outlives the loop: the map is closed once no slot refers to it.
+        while self._slots:
+            self._slots.popitem()[1].close()
         self.marks.release()
         self.memory.release()
         try:
@@ -161,7 +159,7 @@ class WeightsMapping:
             pass
 
 
-class WeightsPublisher:
+class WeightsPublisher(WeightsMapping):
     """The trainer's side of the weights; exactly one process publishes."""
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor] | None = None, *, slots: int = 3) -> None:
@@ -183,19 +181,8 @@ class WeightsPublisher:
             if (before := newest_version(path)) is not None:
                 self._history = before.history
             _create(path, tensor_specs(tensors), slots)
-        self._mapping = WeightsMapping(path)
-        self.release = self._mapping.release
-        self.newest_slot = self._mapping.newest
-        self.slot_of = self._mapping.slot_of
-        self.version = self._mapping.version
-        self.slots = self._mapping.slots
-        self.names = frozenset(spec.name for spec in self._mapping.specs)
-        self._slots = self._mapping.all_slots()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one version."""
-        return int(self._mapping.slot_bytes)
+        super().__init__(path)
+        self.names = frozenset(spec.name for spec in self.specs)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], **described: Any) -> WeightsVersion:
         """Publish `version` as the newest, from whole tensors.
@@ -212,7 +199,7 @@ class WeightsPublisher:
             WeightsError: If a tensor is missing, of another shape, or the version is not new.
         """
         wanted, slot = self.following(WeightsVersion(version, **described)), self.begin()
-        published = wanted._replace(fingerprint=combined(self._slots[slot].write(tensors)))
+        published = wanted._replace(fingerprint=combined(self.slot(slot).write(tensors)))
         self.finish(slot, published)
         return published
 
@@ -231,45 +218,33 @@ class WeightsPublisher:
 
     def next_slot(self, spared: Age | None = None) -> int:
         """Return the slot that `begin` takes."""
-        newest, slots = self.newest_slot(), self._mapping.slots
+        newest = self.newest_slot()
         taken = None if spared is None else self.slot_of(spared)
-        following = 0 if newest is None else (newest + 1) % slots
-        return (following + 1) % slots if following == taken else following
+        following = 0 if newest is None else (newest + 1) % self.slots
+        return (following + 1) % self.slots if following == taken else following
 
     def begin(self, *, spared: Age | None = None) -> int:
         """Mark the slot after the newest as being written, or the one after that if it holds the version `spared`."""
         slot = self.next_slot(spared)
-        self._mapping.marks[slot_mark(slot)] |= 1
+        self.marks[slot_mark(slot)] |= 1
         return slot
-
-    def slot(self, slot: int) -> Slot:
-        """Return a slot, with its tensors."""
-        return self._slots[slot]
 
     def finish(self, slot: int, published: WeightsVersion) -> None:
         """Make the slot of `begin`, whose bytes are whole, the newest version."""
-        mark, marks = slot_mark(slot), self._mapping.marks
+        mark = slot_mark(slot)
         for spec, word in enumerate(pack_version(published), mark + 1):
-            marks[spec] = word
-        marks[mark] += 1
+            self.marks[spec] = word
+        self.marks[mark] += 1
         # Last: a reader that finds this slot as the newest finds it complete.
-        marks[NEWEST] = slot + 1
-
-    def close(self) -> None:
-        """Unmap the file; it stays, for the workers."""
-        _close(self._slots)
-        self._mapping.close()
+        self.marks[NEWEST] = slot + 1
 
     @staticmethod
     def matches(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether the file exists and has the names, dtypes and shapes of these tensors."""
         if not path.exists():
             return False
-        mapping = WeightsMapping(path)
-        try:
+        with contextlib.closing(WeightsMapping(path)) as mapping:
             return bool(mapping.specs == tensor_specs(tensors))
-        finally:
-            mapping.close()
 
 
 class WeightsReader:
@@ -280,8 +255,8 @@ class WeightsReader:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._mapping = WeightsMapping(path)
-        self._slots = self._mapping.all_slots()
 
     def _follow(self) -> None:
         """Map the present file; the old one stays if there is none, as at the end of the daemon."""
@@ -289,22 +264,17 @@ class WeightsReader:
             if os.stat(self.path).st_ino != self._mapping.inode:
                 mapping = WeightsMapping(self.path)
                 self.close()
-                self._mapping, self._slots = mapping, mapping.all_slots()
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._mapping.path
+                self._mapping = mapping
 
     @property
     def nbytes(self) -> int:
         """Bytes of one version."""
-        return int(self._mapping.slot_bytes)
+        return self._mapping.nbytes
 
     def newest(self) -> WeightsVersion | None:
         """Return the newest version; None before the first publish."""
         self._follow()
-        slot = self._mapping.newest()
+        slot = self._mapping.newest_slot()
         return None if slot is None else self._mapping.version(slot)
 
     def newest_whole(self) -> WeightsVersion:
@@ -332,7 +302,7 @@ class WeightsReader:
             WeightsError: If there is no such version, a target is missing or has another shape, or every attempt at a
                 whole copy failed.
         """
-        return self._whole(age, lambda slot, found: self._slots[slot].read(into, partial=partial) == found.fingerprint)
+        return self._whole(age, lambda slot, found: slot.read(into, partial=partial) == found.fingerprint)
 
     def feed(self, load: Callable[[Mapping[str, torch.Tensor]], None], *, age: Age | None = None) -> WeightsVersion:
         """Hand the tensors of a version to a function that loads them, without a copy in between.
@@ -348,7 +318,7 @@ class WeightsReader:
         Raises:
             WeightsError: If there is no such version, or every attempt at a whole one failed.
         """
-        return self._whole(age, lambda slot, found: self._slots[slot].fingerprint_during(load) == found.fingerprint)
+        return self._whole(age, lambda slot, found: slot.fingerprint_during(load) == found.fingerprint)
 
     def copy(self) -> WeightsCopy:
         """Return a copy of the newest version, to be sent to another machine.
@@ -358,20 +328,20 @@ class WeightsReader:
         """
         data = np.empty(0, np.uint8)
 
-        def take(slot: int, found: WeightsVersion) -> bool:
+        def take(slot: Slot, found: WeightsVersion) -> bool:
             nonlocal data
-            memory = np.frombuffer(self._mapping.slot_memory(slot), np.uint8)
+            memory = np.frombuffer(slot.memory, np.uint8)
             data = data if len(data) == len(memory) else np.empty_like(memory)
             data[:] = memory
             return True
 
         return WeightsCopy(self._whole(None, take), list(self._mapping.specs), data)
 
-    def _whole(self, age: Age | None, take: Callable[[int, WeightsVersion], bool]) -> WeightsVersion:
+    def _whole(self, age: Age | None, take: Callable[[Slot, WeightsVersion], bool]) -> WeightsVersion:
         """Call `take` on a slot until the slot was not written to during the call; return the version taken."""
         for _ in range(_FETCH_ATTEMPTS):
             self._follow()
-            slot = self._mapping.newest() if age is None else self._mapping.slot_of(age)
+            slot = self._mapping.newest_slot() if age is None else self._mapping.slot_of(age)
             if slot is None:
                 raise WeightsError(
                     "no weights were published yet" if age is None else f"version {age[0]} is no longer held"
@@ -379,7 +349,7 @@ class WeightsReader:
             mark = slot_mark(slot)
             before = self._mapping.marks[mark]
             found = self._mapping.version(slot)
-            if before % 2 == 0 and take(slot, found) and self._mapping.marks[mark] == before:
+            if before % 2 == 0 and take(self._mapping.slot(slot), found) and self._mapping.marks[mark] == before:
                 return found
             log.warning("weights of version %d were overwritten during the copy, retrying", found.version)
         raise WeightsError(f"no whole copy of the weights in {_FETCH_ATTEMPTS} attempts")
@@ -393,7 +363,7 @@ class WeightsReader:
         slot = self._mapping.slot_of(age)
         if slot is None:
             raise WeightsError(f"version {age[0]} is no longer held")
-        return self._slots[slot].views
+        return self._mapping.slot(slot).views
 
     def holds(self, age: Age) -> bool:
         """Return whether a version is held, complete."""
@@ -402,14 +372,7 @@ class WeightsReader:
 
     def close(self) -> None:
         """Unmap."""
-        _close(self._slots)
         self._mapping.close()
-
-
-def _close(slots: list[Slot]) -> None:
-    for slot in slots:
-        slot.close()
-    slots.clear()
 
 
 def bytes_of_slot(specs: list[TensorSpec]) -> int:

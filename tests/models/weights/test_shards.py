@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from pipeline.errors import WeightsError
-from pipeline.models.weights import store
+from pipeline.models.weights import slot_copy, versions
 from pipeline.models.weights.shards import Shard
 from pipeline.models.weights.store import WeightsReader
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage.weights_header import WeightsVersion, newest_version
-from tests.models.weights.test_versions import ENDLESS, DyingMapping, Killed
+from tests.models.weights.test_versions import ENDLESS, Dying, DyingMapping, DyingPublisher, Killed
 
 ROWS, WIDTH = 5, 220_000
 """A tensor of more than one block of 1 MiB, whose rows two ranks cannot halve."""
@@ -197,8 +197,9 @@ def test_a_rank_that_dies_at_a_collective_leaves_the_version_before(tmp_path: Pa
 def test_rank_0_killed_at_any_store_of_the_page_leaves_the_version_before_or_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "WeightsMapping", DyingMapping)
-    monkeypatch.setattr(DyingMapping, "all_slots", store.WeightsMapping.__mro__[1].all_slots)
+    monkeypatch.setattr(versions, "WeightsMapping", DyingMapping)
+    monkeypatch.setattr(versions, "WeightsPublisher", DyingPublisher)
+    monkeypatch.setattr(DyingPublisher, "slot_type", slot_copy.Slot)
     seen = set()
     # A publish has 30 stores: 1 and 9 of the page, and 10 of each training state.
     for stores in range(31):
@@ -206,9 +207,9 @@ def test_rank_0_killed_at_any_store_of_the_page_leaves_the_version_before_or_thi
         path.parent.mkdir()
         crew = Crew(path)
         crew.publish(0, 0.0)
-        DyingMapping.budget[0] = stores
+        Dying.budget[0] = stores
         results = crew.publish(1, 1.0)
-        DyingMapping.budget[0] = ENDLESS
+        Dying.budget[0] = ENDLESS
         is_dead = any(isinstance(result, Killed) for result in results)
         newest = newest_version(path)
         assert newest is not None and (newest.version == 0 if is_dead else newest.version == 1)
@@ -351,7 +352,7 @@ def test_each_block_is_hashed_by_one_rank_and_those_of_one_rank_beside_its_copy(
     crew.publish(0, 0.0)
     for rank, versions in enumerate(crew.versions):
         assert versions._weights is not None
-        for slot in versions._weights._slots:
+        for slot in map(versions._weights.slot, range(3)):
             digest = slot._digest
             monkeypatch.setattr(
                 slot, "_digest", lambda index, rank=rank, digest=digest: hashed.append((rank, index)) or digest(index)

@@ -168,7 +168,7 @@ def test_a_copy_that_comes_once_is_not_worth_a_page_lock():
     its = slot()
     its.write(tensors())
 
-    Slot(its._memory, its.views, driver=gpu, is_kept=False).read(target)
+    Slot(its.memory, its.views, driver=gpu, is_kept=False).read(target)
 
     assert gpu.registrations == 0
     assert torch.equal(target["a"], tensors()["a"])

@@ -167,7 +167,7 @@ def test_damaged_weights_are_never_reported_as_loaded(path):
     publisher = WeightsPublisher(path, tensors())
     publisher.publish(1, tensors(1.0))
     reader = WeightsReader(path)
-    publisher._slots[0].views["actor.a"][0, 0] = 99.0
+    publisher.slot(0).views["actor.a"][0, 0] = 99.0
 
     with pytest.raises(WeightsError, match="no whole copy"):
         reader.fetch(tensors())

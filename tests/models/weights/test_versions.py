@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipeline.models.weights import store, tensor_specs, versions
+from pipeline.models.weights import store, versions
 from pipeline.models.weights.shards import as_shards
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage import weights_header
@@ -50,32 +50,42 @@ class DyingSlot(store.Slot):
     def write(self, tensors):
         for name, shard in as_shards(tensors).items():
             view = self.views[name]
-            if DyingMapping.budget[0] == 0:
+            if Dying.budget[0] == 0:
                 half = view.numel() // 2
                 view.flatten()[:half].copy_(shard.local.flatten()[:half])
                 raise Killed
-            DyingMapping.budget[0] -= 1
+            Dying.budget[0] -= 1
             view.copy_(shard.local)
         return super().write(tensors)
 
 
-class DyingMapping(store.WeightsMapping):
+class Dying:
     """A mapping whose writer dies when the budget of stores is spent."""
 
     budget: ClassVar = [ENDLESS]
 
-    def __init__(self, path):
-        super().__init__(path)
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
         self.real_marks = self.marks
         self.marks = DyingMemory(self.real_marks, self.budget)
-
-    def all_slots(self):
-        memories = [self.slot_memory(slot) for slot in range(self.slots)]
-        return [DyingSlot(memory, tensor_specs.tensor_views(memory, self.specs)) for memory in memories]
 
     def close(self):
         self.marks = self.real_marks
         super().close()
+
+
+class DyingMapping(Dying, store.WeightsMapping):
+    pass
+
+
+class DyingPublisher(Dying, store.WeightsPublisher):
+    slot_type = DyingSlot
+
+    def slot(self, slot):
+        real = super().slot(slot)
+        if type(real) is not self.slot_type:
+            real = self._slots[slot] = self.slot_type(real.memory, real.views)
+        return real
 
 
 class VersionsMachine(RuleBasedStateMachine):
@@ -89,8 +99,8 @@ class VersionsMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.original = store.WeightsMapping
-        store.WeightsMapping = versions.WeightsMapping = DyingMapping
+        self.original = versions.WeightsMapping, versions.WeightsPublisher
+        versions.WeightsMapping, versions.WeightsPublisher = DyingMapping, DyingPublisher
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "weights"
         self.values = 0
@@ -133,7 +143,7 @@ class VersionsMachine(RuleBasedStateMachine):
 
     def attempt(self, version, value, stores, *, rollback, keeps_state=True):
         before, after = (self.version, self.value, self.history), (version, value, self.history + rollback)
-        DyingMapping.budget[0] = ENDLESS if stores is None else stores
+        Dying.budget[0] = ENDLESS if stores is None else stores
         try:
             self.publish(version, value, rollback=rollback, keeps_state=keeps_state)
         except Killed:
@@ -144,7 +154,7 @@ class VersionsMachine(RuleBasedStateMachine):
         else:
             found = after
         finally:
-            DyingMapping.budget[0] = ENDLESS
+            Dying.budget[0] = ENDLESS
         self.version, self.value, self.history = found
         if found == after and keeps_state:
             self.kept = after
@@ -188,7 +198,7 @@ class VersionsMachine(RuleBasedStateMachine):
         assert all(torch.equal(tensor, training(value)[name]) for name, tensor in state.items())
 
     def teardown(self):
-        store.WeightsMapping = versions.WeightsMapping = self.original
+        versions.WeightsMapping, versions.WeightsPublisher = self.original
         self.folder.cleanup()
 
 
@@ -260,7 +270,7 @@ def test_a_training_state_of_another_model_is_not_used(tmp_path):
 def test_a_damaged_training_state_is_never_used_as_if_it_were_whole(tmp_path):
     trainer = PolicyVersions(tmp_path / "weights")
     damaged = trainer.publish(WeightsVersion(0), model(1.0), training(1))
-    trainer._training._slots[0].views["progress"][0] = 99
+    trainer._training.slot(0).views["progress"][0] = 99
 
     with pytest.raises(store.WeightsError, match="no whole copy"):
         trainer.restore_training(damaged, training(0))
@@ -281,7 +291,7 @@ def test_the_newest_version_is_read_from_the_header_without_a_mapping(tmp_path, 
 def test_the_newest_version_is_found_while_another_slot_is_written(tmp_path, monkeypatch):
     trainer = PolicyVersions(tmp_path / "weights")
     published = trainer.publish(WeightsVersion(0), model(1.0), None)
-    words, other = trainer._weights._mapping.marks, weights_header.slot_mark(1)
+    words, other = trainer._weights.marks, weights_header.slot_mark(1)
     read, reads = os.pread, []
 
     def pread(*arguments):

@@ -94,7 +94,7 @@ def test_adapters_are_in_force_by_their_version_alone_and_only_whole_ones_of_the
         torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=1e-4)
 
     # Bytes of version 2 are changed after its publish: it never reaches the engine, which goes on with version 1.
-    next(iter(publisher._slots[1].views.values()))[0, 0] += 1
+    next(iter(publisher.slot(1).views.values()))[0, 0] += 1
     with pytest.raises(WeightsError, match="no whole copy of the weights in 16 attempts"):
         engine.fetch_weights(path, (2, 0))
     assert_of(run(engine, request())[0], first, 1)

@@ -287,7 +287,7 @@ def test_damaged_weights_are_never_used(directory, models, tmp_path, forkserver)
     tensors = flatten(actor=models.second.state_dict())
     publisher = WeightsPublisher(tmp_path / "weights", tensors)
     publisher.publish(1, tensors)
-    next(iter(publisher._slots[0].views.values()))[0, 0] += 1
+    next(iter(publisher.slot(0).views.values()))[0, 0] += 1
     engine = forked_engine(settings(directory), forkserver)
     try:
         with pytest.raises(RlhfdError, match="no whole version of the weights in 16 attempts"):
