@@ -61,8 +61,7 @@ from pipeline.rollout.model_passes import eval_mode
 from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
-from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.reward.row_rewards import RowRewards
+from pipeline.rollout.reward.row_rewards import RewardProblems, RowRewards
 from pipeline.rollout.reward.summed import load_reward
 from pipeline.rollout.roller import LocalRoller
 from pipeline.rollout.sampling import sampling_of

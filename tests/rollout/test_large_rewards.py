@@ -20,7 +20,7 @@ from pipeline.progress import Telemetry
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores
-from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.row_rewards import RewardProblems
 from pipeline.rollout.roller import Rolled
 from pipeline.rollout.shaping import Shaping, shaping_of
 from pipeline.telemetry.slab import MetricsSlab

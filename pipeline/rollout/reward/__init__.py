@@ -11,10 +11,9 @@ named         reward functions by name: exact, math, regex and others
 numbers       the further numbers of a function, beside the reward
 own_tokenizer  a reward model with a tokenizer of its own
 pool          reward functions in processes that can be killed
-problems      the log of rows without a reward: each cause once
 process       the processes of a pool
 remote        the rewards `remote` and `judge`, of a service
-row_rewards   the weighted sums of the scores of functions, and rows without one
+row_rewards   the weighted sums of the scores of functions, and rows without one in the log
 sandbox       the limited process of `code`
 service       requests to a service: attempts, deadline, circuit breaker
 signatures    the call of a function by its signature: batched, async, its columns

@@ -22,9 +22,8 @@ import msgspec
 from pipeline.config.rewards import RewardConfig, reward_of, to_json
 from pipeline.config.user_modules import PROMPT
 from pipeline.progress import Telemetry
-from pipeline.rollout.reward.problems import RewardProblems
 from pipeline.rollout.reward.process import prepare
-from pipeline.rollout.reward.row_rewards import GivenRows, RowRewards
+from pipeline.rollout.reward.row_rewards import GivenRows, RewardProblems, RowRewards
 from pipeline.rollout.reward.wire import (
     RowScore,
     RowsScored,

@@ -15,8 +15,7 @@ from pipeline.models.reward_model import SequenceReward
 from pipeline.progress import Telemetry
 from pipeline.prompts.types import Prompt
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
-from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.reward.row_rewards import GivenRows, RowRewards
+from pipeline.rollout.reward.row_rewards import GivenRows, RewardProblems, RowRewards
 from pipeline.rollout.reward.wire import RowScore
 
 

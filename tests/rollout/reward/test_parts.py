@@ -29,8 +29,7 @@ from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.reward.functions import FunctionReward
 from pipeline.rollout.reward.pool import RewardPool
-from pipeline.rollout.reward.problems import RewardProblems
-from pipeline.rollout.reward.row_rewards import RowRewards
+from pipeline.rollout.reward.row_rewards import RewardProblems, RowRewards
 from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.reward.wire import RowScore
 from pipeline.rollout.roller import LocalRoller, Rolled

@@ -17,7 +17,7 @@ import torch
 
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.rollout.reward.pool import RewardPool
-from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.row_rewards import RewardProblems
 from tests.support.daemon import is_alive, wait_until
 from tests.support.told import Told
 

@@ -16,7 +16,7 @@ from pipeline.config.rewards import LengthReward, RewardConfig
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool
-from pipeline.rollout.reward.problems import RewardProblems
+from pipeline.rollout.reward.row_rewards import RewardProblems
 from tests.support.folders import importable
 from tests.support.told import Told
 
