@@ -5,5 +5,4 @@ client  a client's connection to the server
 queue   the server's decisions
 rows    the schema that all rows share; their copy on the CPU
 server  the server process, without torch
-writer  the producer's side: rows encoded into reserved room
 """

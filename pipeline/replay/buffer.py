@@ -16,6 +16,7 @@ process but the owner.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -26,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from pipeline.errors import (
@@ -39,13 +41,13 @@ from pipeline.errors import (
 )
 from pipeline.experience import codec
 from pipeline.experience.batching import make_experience_batch, split_experience_batch
-from pipeline.experience.checks import check_kinds, check_travels
+from pipeline.experience.checks import check_finite, check_kinds, check_travels
+from pipeline.experience.extent_format import ExtentHeader
 from pipeline.experience.types import BufferItem, Experience
-from pipeline.replay.client import CALL_S, ROWS_PER_EXTENT, Link, LinkPool, Settings, make_folder, sweep
-from pipeline.replay.rows import counted_alike, rows_on_cpu
+from pipeline.replay.client import CALL_S, ROWS_PER_EXTENT, Link, LinkPool, Settings, make_folder, sweep, write_private
+from pipeline.replay.rows import RowKind, counted_alike, kinds_of, rows_on_cpu
 from pipeline.replay.server import ReplayServer
-from pipeline.replay.writer import RowWriter
-from pipeline.runtime.messages import Ack, Ask, Books, Damaged, Lease, WantBatch
+from pipeline.runtime.messages import Ack, Ask, Books, Damaged, Failed, Lease, Sealed, Ticket, WantBatch, WantRoom
 from pipeline.storage.arena import Arena
 
 # The redo log has room for one transaction that ends a batch of this many appends of one row.
@@ -172,11 +174,11 @@ class DetachedReplayBuffer:
         except FileNotFoundError:
             raise BufferClosedError(f"replay buffer {folder.name}: closed by its owner") from None
         self._arena.populate()
-        self._writer = RowWriter(self._arena, self._links, folder)
+        self._kinds: dict[str, RowKind] = {}
         self._readers: dict[int, codec.ExtentReader] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (str(self.path), self.timeout_s)
+        return functools.partial(DetachedReplayBuffer.attach, timeout_s=self.timeout_s), (str(self.path),)
 
     def __repr__(self) -> str:
         return f"DetachedReplayBuffer({self.sample_batch_size}, limit={self.limit}, path={str(self.path)!r})"
@@ -215,12 +217,12 @@ class DetachedReplayBuffer:
         deadline_s = self._deadline(timeout_s)
         experience = rows_on_cpu(experience)
         if len(experience.sequences) <= ROWS_PER_EXTENT:
-            self._writer.write(experience, deadline_s)
+            self._write(experience, deadline_s)
             return
         items = split_experience_batch(experience)
         for start in range(0, len(items), ROWS_PER_EXTENT):
             try:
-                self._writer.write(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
+                self._write(make_experience_batch(items[start : start + ROWS_PER_EXTENT]), deadline_s)
             except RlhfdError as error:
                 if not start:
                     raise
@@ -246,6 +248,38 @@ class DetachedReplayBuffer:
                 for item in items
             ]
         self.append(make_experience_batch(items), timeout_s=timeout_s)
+
+    def _write(self, experience: Experience, deadline_s: float) -> None:
+        """Add a batch on the CPU with an attention mask, of at most the rows of one extent; errors as for `append`."""
+        encoding = codec.Encoding(experience)
+        check_finite(vars(experience))
+        rows, nbytes = encoding.header.rows, encoding.nbytes
+        with self._links.take() as link:
+            ticket = link.ask(lambda own: WantRoom(*own, rows, nbytes, deadline_s), Ticket, deadline_s)
+            link.ticket = ticket.ticket
+            try:
+                # Not before: an append that gets no room does not determine the schema.
+                self._check_kind(encoding.header)
+                encoded = encoding.write(self._arena.extent(ticket.offset, ticket.nbytes))
+            except Exception as error:
+                link.end(Failed(link.name, ticket.ticket, str(error), retry=False))
+                raise
+            link.end(Sealed(link.name, ticket.ticket, rows, encoded.nbytes, encoded.checksum, 0, 0))
+
+    def _check_kind(self, header: ExtentHeader) -> None:
+        for part, kind in kinds_of(header).items():
+            if part not in self._kinds:
+                self._kinds[part] = self._first_kind(part, kind)
+            if kind != self._kinds[part]:
+                raise FieldError(kind.difference(self._kinds[part]))
+
+    def _first_kind(self, part: str, kind: RowKind) -> RowKind:
+        """Return the schema that the first append of all processes has recorded, which may be this one."""
+        try:
+            write_private(self.path / f"{part}.kind", msgspec.json.encode(kind))
+            return msgspec.json.decode((self.path / f"{part}.kind").read_bytes(), type=RowKind)
+        except FileNotFoundError:
+            raise BufferClosedError(f"replay buffer {self.path.name}: closed by its owner") from None
 
     # Consumers.
 
@@ -403,7 +437,3 @@ def _disconnect(links: LinkPool, server: ReplayServer | None) -> None:
     links.close()
     if server is not None:
         server.close()
-
-
-def _attach(path: str, timeout_s: float | None) -> DetachedReplayBuffer:
-    return DetachedReplayBuffer.attach(path, timeout_s=timeout_s)

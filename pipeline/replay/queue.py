@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pipeline.errors import ArenaFullError
 from pipeline.runtime.messages import (
@@ -37,6 +37,7 @@ from pipeline.storage.records import ExtentRecord, ExtentState, ready_rows
 log = logging.getLogger(__name__)
 
 Send = Callable[[str, Message], None]
+_Request = TypeVar("_Request", WantRoom, WantBatch, Ask)
 RefusalKind = Literal["deadline", "closed", "arena"]
 
 
@@ -96,9 +97,7 @@ class ReplayQueue:
         self._draining = False
         self._peers: dict[str, int] = {}
         self._answered: dict[str, int] = {}
-        self._room: dict[str, WantRoom] = {}
-        self._batch: dict[str, WantBatch] = {}
-        self._drain: Ask | None = None
+        self._waiting: dict[str, WantRoom | WantBatch | Ask] = {}
         self._holders = {lease: client for lease, client in holders.items() if lease in ledger.leases()}
         self._vacant = sorted(lease for lease in ledger.leases() if lease not in self._holders)
         for record in list(ledger.extents.values()):
@@ -124,9 +123,7 @@ class ReplayQueue:
 
     def next_deadline_s(self) -> float:
         """Return the earliest deadline of the waiting requests, `math.inf` without one."""
-        waiting: list[WantRoom | WantBatch | Ask] = [*self._room.values(), *self._batch.values()]
-        waiting += [self._drain] if self._drain else []
-        return min((request.deadline_s for request in waiting), default=math.inf)
+        return min((request.deadline_s for request in self._waiting.values()), default=math.inf)
 
     def handle(self, message: Message, now_s: float) -> None:
         """Handle one message; waiting requests are served in `step`."""
@@ -150,29 +147,26 @@ class ReplayQueue:
 
     def step(self, now_s: float) -> None:
         """Serve the waiting requests that can be served now; refuse those whose deadline has passed."""
-        while self._batch and not self.closed and self._deliver(next(iter(self._batch.values()))):
-            pass
-        while self._room and not self.closed and self._give_room(next(iter(self._room.values()))):
-            pass
+        # Each up to the first one that cannot be served.
+        all(map(self._deliver, self._wanting(WantBatch)))
+        all(map(self._give_room, self._wanting(WantRoom)))
         if self._draining and not self.closed:
             self._form_leases()
             if not self.ledger.ready and not self.ledger.leased and not self.ledger.reserved:
                 self.close(f"drained and closed by {self._owner}")
-        for room in [room for room in self._room.values() if room.deadline_s <= now_s]:
+        for room in self._wanting(WantRoom, now_s):
             self._refuse(room, "deadline", f"no room for {room.rows} rows: {self._fill_level()}")
-        for batch in [batch for batch in self._batch.values() if batch.deadline_s <= now_s]:
+        for batch in self._wanting(WantBatch, now_s):
             self._refuse(batch, "deadline", f"{self.ledger.ready} rows wait, a batch takes {self._batch_rows}")
-        if self._drain is not None and self._drain.deadline_s <= now_s:
-            rows = self.ledger.ready + self.ledger.leased
-            self._refuse(self._drain, "deadline", f"{rows} rows were not taken")
+        for drain in self._wanting(Ask, now_s):
+            self._refuse(drain, "deadline", f"{self.ledger.ready + self.ledger.leased} rows were not taken")
 
     def close(self, reason: str = "") -> None:
         """Refuse every waiting request and every later one."""
         self.closed = reason or f"closed by {self._owner}"
-        if self._drain is not None:
-            self._answer(self._drain, self._books(self._drain, 0))
-        waiting: list[WantRoom | WantBatch] = [*self._room.values(), *self._batch.values()]
-        for request in waiting:
+        for drain in self._wanting(Ask):
+            self._answer(drain, self._books(drain, 0))
+        for request in list(self._waiting.values()):
             self._refuse(request, "closed", self.closed)
 
     # Clients.
@@ -205,10 +199,7 @@ class ReplayQueue:
     def _forget(self, client: str) -> None:
         self._peers.pop(client, None)
         self._answered.pop(client, None)
-        self._room.pop(client, None)
-        self._batch.pop(client, None)
-        if self._drain is not None and self._drain.client == client:
-            self._drain = None
+        self._waiting.pop(client, None)
 
     def _reserved_by(self, client: str) -> list[ExtentRecord]:
         return [record for record in self.ledger.reserved_extents() if client_name(record.owner) == client]
@@ -217,6 +208,10 @@ class ReplayQueue:
         return [lease for lease, holder in self._holders.items() if holder == client]
 
     # Requests: each client has one in flight and repeats it while it waits.
+
+    def _wanting(self, kind: type[_Request], until_s: float = math.inf) -> list[_Request]:
+        """Return the waiting requests of a kind with a deadline up to a time, in the order in which they came."""
+        return [one for one in self._waiting.values() if isinstance(one, kind) and one.deadline_s <= until_s]
 
     def _request(self, request: WantRoom | WantBatch | Ask) -> None:
         if self._peers.get(request.client) != request.incarnation:
@@ -228,14 +223,14 @@ class ReplayQueue:
         elif isinstance(request, Ask):
             self._ask(request)
         elif isinstance(request, WantBatch):
-            self._batch.setdefault(request.client, request)
+            self._waiting[request.client] = request
         elif self._draining:
             self._refuse(request, "closed", f"being closed by {self._owner}")
         elif request.nbytes > self._allocator.capacity_bytes:
             capacity_bytes = self._allocator.capacity_bytes
             self._refuse(request, "arena", f"{request.nbytes:,} B do not fit into an arena of {capacity_bytes:,} B")
         else:
-            self._room.setdefault(request.client, request)
+            self._waiting[request.client] = request
 
     def _ask(self, ask: Ask) -> None:
         rows = 0
@@ -245,17 +240,14 @@ class ReplayQueue:
         elif ask.action == "clear":
             rows = self._clear()
         elif ask.action == "drain":
-            self._draining, self._drain = True, ask
-            for room in list(self._room.values()):
+            self._draining, self._waiting[ask.client] = True, ask
+            for room in self._wanting(WantRoom):
                 self._refuse(room, "closed", f"being closed by {self._owner}")
             return
         self._answer(ask, self._books(ask, rows))
 
     def _answer(self, request: WantRoom | WantBatch | Ask, answer: Message) -> None:
-        self._room.pop(request.client, None)
-        self._batch.pop(request.client, None)
-        if self._drain is not None and self._drain.client == request.client:
-            self._drain = None
+        self._waiting.pop(request.client, None)
         self._answered[request.client] = request.request
         self._send(request.client, answer)
 
