@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pipeline.config.prompts import PromptsConfig
 from pipeline.errors import ConfigError, PromptError
@@ -19,18 +19,6 @@ from pipeline.prompts.types import JsonValue, Message, Prompt
 Template: TypeAlias = Literal["auto", "none", "chat"]
 
 _PROBE_TOKENS = 64
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that `render` uses."""
-
-    def __call__(self, text: str) -> Mapping[str, Sequence[int]]:
-        """Encode a text, with special tokens."""
-
-    def apply_chat_template(
-        self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
-    ) -> Mapping[str, Sequence[int]]:
-        """Encode chat messages by the tokenizer's chat template; further keywords are the template's."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,7 @@ def rendering_of(prompts: PromptsConfig) -> Rendering:
     return Rendering(template, prompts.system_prompt, dict(prompts.template_arguments), tuple(tools))
 
 
-def render(prompt: Prompt, tokenizer: Tokenizer, template: Template | Rendering = "auto") -> list[int]:
+def render(prompt: Prompt, tokenizer: Any, template: Template | Rendering = "auto") -> list[int]:
     """Return the token ids of a prompt, ready for generation.
 
     Args:

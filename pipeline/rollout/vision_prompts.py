@@ -90,7 +90,7 @@ class VisionPrompts:
                 `pipeline.prompts.rendering.render`.
             ConfigError: As `pipeline.prompts.rendering.render`.
         """
-        ids = render(prompt, self._tokenizer, template)  # type: ignore[arg-type]
+        ids = render(prompt, self._tokenizer, template)
         named = ids.count(self._image_token)
         if not named and isinstance(prompt.prompt, str):
             ids = [token for _ in prompt.images for token in self._image_in_front] + ids
