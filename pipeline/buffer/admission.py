@@ -256,7 +256,7 @@ def prompts_of(record: ExtentRecord | SavedExtent, rows: list[int], group_size: 
 def uncovered_position(ledger: Ledger, lease: int) -> int:
     """Return a position; every prompt before it is trained, dropped or in a lease up to `lease`."""
     lowest = ledger.index.lowest_position()
-    later = (record.position for number, chosen in ledger.leases().items() if number > lease for record, _ in chosen)
+    later = (record.position for number, chosen in ledger.leases.items() if number > lease for record, _ in chosen)
     under_way = [] if lowest is None else [lowest]
     return min([ledger.totals.position, *(prompts.position for prompts in ledger.redo), *under_way, *later])
 

@@ -232,7 +232,7 @@ class Buffer:
         Returns:
             Whether all rows for the spool were written.
         """
-        for lease in list(self.ledger.leases()):
+        for lease in list(self.ledger.leases):
             self.ledger.requeue(lease)
         for record in list(self.ledger.reserved_extents()):
             # With its prompts, in one commit: this process may be killed before the spool is written.

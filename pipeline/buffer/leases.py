@@ -60,7 +60,7 @@ class Leases:
     def rebase(self) -> None:
         """Record that a trainer starts from the newest version: batches trained since then are in no later version."""
         totals, world_size = self._ledger.totals, self._limits.world_size
-        lowest = min([totals.leases, *self._ledger.leases(), *self._ledger.vacant[:1]])
+        lowest = min([totals.leases, *self._ledger.leases, *self._ledger.vacant[:1]])
         through = lowest // world_size * world_size
         if through > totals.trained_through:
             self._ledger.rebase(through)
@@ -70,7 +70,7 @@ class Leases:
         if self._ledger.totals.policy_version < 0:
             return
         outstanding: dict[str, int] = {}
-        for lease in self._ledger.leases():
+        for lease in self._ledger.leases:
             name = trainer_name(lease % self._limits.world_size)
             outstanding[name] = outstanding.get(name, 0) + 1
         while True:
@@ -128,7 +128,7 @@ class Leases:
         vacant = next((lease for lease in self._ledger.vacant if lease % world_size == rank), None)
         if vacant is not None:
             self._take_back(rank, vacant, "holder_died", now_s)
-        for lease in sorted(self._ledger.leases()):
+        for lease in sorted(self._ledger.leases):
             if lease % world_size == rank and lease not in held:
                 chosen = self._ledger.redeliver(lease)
                 self._observer.lease_ended("holder_died", sum(len(rows) for _, rows in chosen), None)
@@ -136,7 +136,7 @@ class Leases:
 
     def acknowledge(self, ack: Ack, now_s: float) -> None:
         """Count a batch as trained."""
-        if ack.lease in self._ledger.leases():
+        if ack.lease in self._ledger.leases:
             self._end("acked", ack.lease, now_s)
             self.free(self._ledger.acknowledge(ack.lease))
         else:
@@ -144,14 +144,14 @@ class Leases:
 
     def release(self, release: Release, now_s: float) -> None:
         """Take a batch back; its rows are ready again."""
-        if release.lease in self._ledger.leases():
+        if release.lease in self._ledger.leases:
             self._end("nacked", release.lease, now_s)
             self._ledger.requeue(release.lease)
         else:
             self._observer.duplicate()
 
     def _end(self, result: LeaseEnd, lease: int, now_s: float) -> None:
-        rows = sum(len(rows) for _, rows in self._ledger.leases()[lease])
+        rows = sum(len(rows) for _, rows in self._ledger.leases[lease])
         # Of a lease of an earlier buffer no time is known.
         leased_s = self._leased_s.pop(lease, None)
         self._observer.lease_ended(result, rows, None if leased_s is None else now_s - leased_s)
@@ -163,7 +163,7 @@ class Leases:
         """
         rank = int(damaged.trainer.partition("-")[2])
         known = self._peers.get(damaged.trainer)
-        parts = self._ledger.leases().get(damaged.lease, [])
+        parts = self._ledger.leases.get(damaged.lease, [])
         found = [record for record, _ in parts if record.ticket in damaged.tickets]
         if known == damaged.incarnation or not found:
             self._observer.duplicate()
@@ -182,14 +182,14 @@ class Leases:
         number. It keeps the batch; only its own death would quarantine the rows.
         """
         rank = int(trainer.partition("-")[2])
-        if lease not in self._ledger.leases() or lease % self._limits.world_size != rank:
+        if lease not in self._ledger.leases or lease % self._limits.world_size != rank:
             return
         self._ledger.blame(lease)
         if trainer in self._peers:
             return
         poison = [
             (record, chosen)
-            for record, rows in self._ledger.leases()[lease]
+            for record, rows in self._ledger.leases[lease]
             if (chosen := [row for row in rows if record.items[row].deaths >= _DEATHS])
         ]
         if poison:
@@ -204,7 +204,7 @@ class Leases:
 
     def _take_back(self, rank: int, start: int, result: LeaseEnd, now_s: float) -> None:
         """Make a rank's batches from number `start` on ready again; a rank takes its batches in order of numbers."""
-        for lease in sorted(self._ledger.leases()):
+        for lease in sorted(self._ledger.leases):
             if lease >= start and lease % self._limits.world_size == rank:
                 self._end(result, lease, now_s)
                 self._ledger.requeue(lease)
@@ -235,7 +235,7 @@ class Leases:
             world_size = self._limits.world_size
             self._ledger.roll_back(published.version, published.fingerprint, world_size=world_size, redo=undone)
             return
-        for lease in [lease for lease in self._ledger.leases() if lease < published.trained_through]:
+        for lease in [lease for lease in self._ledger.leases if lease < published.trained_through]:
             self._end("acked", lease, now_s)
             self.free(self._ledger.acknowledge(lease))
         if published.version > totals.policy_version:
@@ -249,7 +249,7 @@ class Leases:
 
         Their prompts are issued again. The successor of a buffer killed in between does the rest from the ledger.
         """
-        for lease in [lease for lease in self._ledger.leases() if lease < self._ledger.totals.trained_through]:
+        for lease in [lease for lease in self._ledger.leases if lease < self._ledger.totals.trained_through]:
             self._end("nacked", lease, now_s)
             self._ledger.requeue(lease)
         for record, rows in admission.rolled_back_rows(self._ledger):

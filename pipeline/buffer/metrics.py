@@ -122,7 +122,7 @@ class BufferMetrics(Telemetry):
                 ready_bytes=index.ready_bytes,
                 leased_bytes=index.sealed_bytes - index.ready_bytes,
                 writing_bytes=sum(record.nbytes for record in reserved),
-                leases_active=len(ledger.leases()),
+                leases_active=len(ledger.leases),
                 tickets_outstanding=len(reserved),
             )
         )

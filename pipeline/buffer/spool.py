@@ -247,11 +247,7 @@ class Spool:
                     log.error("spooled experience not taken in: rows=%d: %s", len(extent.chosen), error)
                     lost.append(extent)
                     continue
-                ledger.restore(
-                    ticket=extent.ticket, position=extent.position, prompts=extent.prompts, rows=extent.rows,
-                    chosen=extent.chosen, policy_version=extent.policy_version, fingerprint=extent.fingerprint,
-                    checksum=extent.checksum, offset=room.offset, nbytes=extent.nbytes, now_s=now_s,
-                )  # fmt: skip
+                ledger.restore(extent, room.offset, now_s)
         finally:
             os.close(source)
             os.close(target)

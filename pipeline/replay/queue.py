@@ -98,8 +98,8 @@ class ReplayQueue:
         self._peers: dict[str, int] = {}
         self._answered: dict[str, int] = {}
         self._waiting: dict[str, WantRoom | WantBatch | Ask] = {}
-        self._holders = {lease: client for lease, client in holders.items() if lease in ledger.leases()}
-        self._vacant = sorted(lease for lease in ledger.leases() if lease not in self._holders)
+        self._holders = {lease: client for lease, client in holders.items() if lease in ledger.leases}
+        self._vacant = sorted(lease for lease in ledger.leases if lease not in self._holders)
         for record in list(ledger.extents.values()):
             allocator.take(Extent(record.offset, record.nbytes))
             if record.state is ExtentState.RESERVED and record.owner < 0:
@@ -354,7 +354,7 @@ class ReplayQueue:
 
     def _end_lease(self, client: str, lease: int) -> None:
         # A lease that another client holds has not ended, even if this client acknowledges it.
-        if client in self._peers and lease not in self.ledger.leases():
+        if client in self._peers and lease not in self.ledger.leases:
             self._send(client, Delivered(self._peers[client], lease))
 
     def _form_leases(self) -> None:
@@ -403,4 +403,4 @@ class ReplayQueue:
             self._allocator.release(Extent(record.offset, record.nbytes))
 
     def _rows_of(self, lease: int) -> int:
-        return sum(len(rows) for _, rows in self.ledger.leases()[lease])
+        return sum(len(rows) for _, rows in self.ledger.leases[lease])

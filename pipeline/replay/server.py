@@ -137,7 +137,7 @@ def serve(folder: Path, owner_pid: int) -> None:
     mailbox, outboxes = Mailbox(folder, BUFFER), _Outboxes(folder)
     leases = remembered_leases(folder)
     for client, lease in leases.items():
-        if lease not in ledger.leases():
+        if lease not in ledger.leases:
             # The lease has ended, or was never made; then its number goes to another batch.
             remember_lease(folder, client, -1)
     queue = ReplayQueue(

@@ -33,6 +33,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.errors import LedgerError
+from pipeline.storage.extent_file import SavedExtent
 from pipeline.storage.index import LedgerIndex
 from pipeline.storage.layout import LedgerLayout, LedgerMemory
 from pipeline.storage.records import DROP_REASONS, Chosen, ExtentRecord, ExtentState, Item, ItemState, fresh_items
@@ -50,6 +51,7 @@ class Ledger:
         extents: Every record that is not FREE, by ticket, oldest ticket first.
         index: Sums over the records, and the records that are reserved or ready.
         ready: Rows in state READY; `leased` and `reserved` likewise.
+        leases: The rows of each lease that is out, in batch order.
         vacant: Lease numbers without rows, lowest first.
         redo: Prompts to be issued again, before those from `totals.position` on.
         versions: The newest published versions.
@@ -75,7 +77,7 @@ class Ledger:
         self.extents: dict[int, ExtentRecord] = {}
         self.index = LedgerIndex(self.extents)
         self.ready = self.leased = self.reserved = 0
-        self._leases: dict[int, Chosen] = {}
+        self.leases: dict[int, Chosen] = {}
         records, self._free_slots = self.memory.extents()
         self._take_over(records)
 
@@ -181,13 +183,13 @@ class Ledger:
             self.index.change(record, record.ready - len(rows))
             self.ready -= len(rows)
             self.leased += len(rows)
-        self._leases[lease] = chosen
+        self.leases[lease] = chosen
         self._commit()
         return lease
 
     def redeliver(self, lease: int) -> Chosen:
         """Count one more delivery of a batch whose holder died; it stays leased under its number."""
-        chosen = self._leases[lease]
+        chosen = self.leases[lease]
         for record, rows in chosen:
             self._change_items(record, rows, Item.count_delivery)
         self._commit()
@@ -195,14 +197,14 @@ class Ledger:
 
     def blame(self, lease: int) -> None:
         """Count one more trainer that died at a batch."""
-        for record, rows in self._leases[lease]:
+        for record, rows in self.leases[lease]:
             self._change_items(record, rows, Item.count_death)
         self._commit()
 
     def acknowledge(self, lease: int) -> list[ExtentRecord]:
         """Count a batch as trained; return the extents that became free."""
         freed = []
-        for record, rows in self._leases.pop(lease):
+        for record, rows in self.leases.pop(lease):
             self.totals.trained += len(rows)
             self.leased -= len(rows)
             freed += self._remove(record, rows)
@@ -220,7 +222,7 @@ class Ledger:
                 raise LedgerError(f"more than {MOST_LEASES:,} vacant leases")
             bisect.insort(self.vacant, lease)
             self.memory.put_vacant(self.vacant)
-        for record, rows in self._leases.pop(lease):
+        for record, rows in self.leases.pop(lease):
             self._change_items(record, rows, Item.make_ready)
             self.index.change(record, record.ready + len(rows))
             self.leased -= len(rows)
@@ -245,27 +247,28 @@ class Ledger:
         self._commit()
         return freed
 
-    def restore(self, *, ticket: int, position: int, prompts: int, rows: int, chosen: list[int], policy_version: int,
-                fingerprint: int, offset: int, nbytes: int, checksum: int, now_s: float) -> None:  # fmt: skip
-        """Restore an extent that an earlier ledger had sealed; its rows in `chosen` are READY, the others GONE.
+    def restore(self, saved: SavedExtent, offset: int, now_s: float) -> None:
+        """Restore an extent that an earlier ledger had sealed, at an offset of the arena.
+
+        Its chosen rows are READY, the others GONE.
 
         Raises:
             LedgerError: If its ticket is in the ledger already, or no record is free.
         """
-        if ticket in self.extents or not self._free_slots or rows > self.layout.rows_per_extent:
-            raise LedgerError(f"ticket {ticket} of {rows} rows cannot be restored")
+        if saved.ticket in self.extents or not self._free_slots or saved.rows > self.layout.rows_per_extent:
+            raise LedgerError(f"ticket {saved.ticket} of {saved.rows} rows cannot be restored")
         record = ExtentRecord(
-            self._free_slots.pop(), ExtentState.SEALED, 1, -1, rows, prompts, ticket, position, policy_version,
-            fingerprint, offset, nbytes, checksum, now_s,
+            self._free_slots.pop(), ExtentState.SEALED, 1, -1, saved.rows, saved.prompts, saved.ticket, saved.position,
+            saved.policy_version, saved.fingerprint, offset, saved.nbytes, saved.checksum, now_s,
         )  # fmt: skip
-        record.hold([Item(ItemState.READY if row in chosen else ItemState.GONE) for row in range(rows)])
-        record.held = len(chosen)
-        self.extents[ticket] = record
+        record.hold([Item(ItemState.READY if row in saved.chosen else ItemState.GONE) for row in range(saved.rows)])
+        record.held = len(saved.chosen)
+        self.extents[saved.ticket] = record
         self.index.seal(record)
         self.index.change(record, record.held)
-        self.ready += len(chosen)
-        self.totals.sealed += len(chosen)
-        self.totals.tickets = max(self.totals.tickets, ticket + 1)
+        self.ready += record.held
+        self.totals.sealed += record.held
+        self.totals.tickets = max(self.totals.tickets, saved.ticket + 1)
         self.memory.put_extent(record)
         self.memory.put_items(record, 0, b"".join([item.pack() for item in record.items]))
         self._commit()
@@ -329,10 +332,6 @@ class Ledger:
     def sealed_extents(self) -> Iterator[ExtentRecord]:
         """Yield the extents that hold items, oldest ticket first."""
         return (record for record in self.extents.values() if record.state is ExtentState.SEALED)
-
-    def leases(self) -> dict[int, Chosen]:
-        """Return the rows of each lease that is out, in batch order."""
-        return self._leases
 
     def next_lease(self) -> int:
         """Return the lease number of the next batch."""
@@ -413,7 +412,7 @@ class Ledger:
                 self.index.reserve(record)
             else:
                 self._read_items(record)
-        for parts in self._leases.values():
+        for parts in self.leases.values():
             # The order of the leased batch: see `LedgerIndex.ready`.
             parts.sort(key=lambda part: (part[0].policy_version, part[0].position, part[0].ticket))
 
@@ -432,7 +431,7 @@ class Ledger:
     def _read_leases(self, record: ExtentRecord) -> None:
         for row, item in enumerate(record.items):
             if item.state is ItemState.LEASED:
-                parts = self._leases.setdefault(item.lease, [])
+                parts = self.leases.setdefault(item.lease, [])
                 if not parts or parts[-1][0] is not record:
                     parts.append((record, []))
                 parts[-1][1].append(row)

@@ -536,7 +536,7 @@ def test_a_batch_that_the_successor_holds_when_word_of_the_second_death_comes_is
 
     (again,) = bench.heard("trainer-0", Lease)
     assert (again.lease, again.parts) == (lease.lease, lease.parts)
-    assert bench.ledger.leases().keys() == {lease.lease} and bench.counts.aside == {}
+    assert bench.ledger.leases.keys() == {lease.lease} and bench.counts.aside == {}
     bench.say(PeerDied("trainer-0", working_on=lease.lease))
     assert bench.counts.aside == {"killed_trainer": 8}, "the next death sets it aside"
 
@@ -618,7 +618,7 @@ def test_a_rollback_that_is_told_again_ends_no_lease():
 
     bench.say(Published(3, 10, 0, rollback=True))
 
-    assert list(bench.ledger.leases()) == [lease.lease]
+    assert list(bench.ledger.leases) == [lease.lease]
 
 
 def test_a_rollout_with_weights_that_were_rolled_back_is_refused_without_blame():

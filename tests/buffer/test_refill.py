@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.buffer.spool import SpoolTotals, metadata_of
 from pipeline.runtime.messages import Failed, Lease, Published, Sealed, Ticket
+from pipeline.storage.extent_file import SavedExtent
 from pipeline.storage.records import DROP_REASONS, ready_rows
 from pipeline.storage.tables import PromptRange
 from tests.support.protocol import LIMITS, Bench, trainer, worker
@@ -259,10 +260,7 @@ def test_a_stop_in_the_midst_of_a_round_changes_no_ticket_of_the_run():
     spooled = msgspec.json.decode(metadata_of(bench.ledger, cut)["totals"], type=SpoolTotals)
     (record,) = bench.ledger.sealed_extents()
     again = Bench(limits(**shape))
-    again.ledger.restore(
-        ticket=0, position=0, prompts=3, rows=6, chosen=ready_rows(record), policy_version=0, fingerprint=9, offset=0,
-        nbytes=200, checksum=1, now_s=0.0,
-    )  # fmt: skip
+    again.ledger.restore(SavedExtent(0, 0, 3, 6, ready_rows(record), 0, 9, checksum=1, nbytes=200), 0, 0.0)
     again.ledger.resume(
         position=spooled.position, redo=spooled.redo, versions=spooled.versions, spool=1, refilled=spooled.refilled,
         round_left=spooled.round_left,

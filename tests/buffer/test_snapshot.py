@@ -388,7 +388,7 @@ class Machine:
 
     def train(self):
         self.positions |= {lease.lease: lease.position for lease in self.start.heard(Lease)}
-        if out := self.start.ledger.leases():
+        if out := self.start.ledger.leases:
             lease = min(out)
             rows = {(record.checksum, row) for record, chosen in out[lease] for row in chosen}
             version, self.fingerprints = max(self.path), self.fingerprints + 1

@@ -68,7 +68,7 @@ def test_forged_messages_neither_crash_the_buffer_nor_unbalance_its_books(reques
 
 
 def _forged(rng, bench):
-    known = [*bench.ledger.extents, *bench.ledger.leases(), 0, 1, 2, 4, 8, 9, 2**31, bench.ledger.totals.policy_version]
+    known = [*bench.ledger.extents, *bench.ledger.leases, 0, 1, 2, 4, 8, 9, 2**31, bench.ledger.totals.policy_version]
     kinds = [kind for kind in messages.KINDS if kind is not messages.Drain or rng.random() < 0.01]
     return forged(rng, rng.choice(kinds), NAMES, known)
 
@@ -76,7 +76,7 @@ def _forged(rng, bench):
 def _honest(rng, bench):
     """Return the next messages of a peer, so that there is work to disturb."""
     reserved = list(bench.ledger.reserved_extents())
-    leases = list(bench.ledger.leases())
+    leases = list(bench.ledger.leases)
     version = bench.ledger.totals.policy_version
     said = [Published(version + 1, 9, bench.ledger.totals.leases), *worker(0, incarnation=rng.randrange(3)), *trainer()]
     said += [

@@ -149,7 +149,7 @@ def test_the_next_buffer_reads_what_the_last_one_wrote():
 
     assert again.extents == ledger.extents
     assert again.totals == ledger.totals
-    assert again.leases() == ledger.leases() == {lease: [(first, [1, 2])]}
+    assert again.leases == ledger.leases == {lease: [(first, [1, 2])]}
     assert (again.ready, again.leased, again.reserved) == (2, 2, 4)
 
 
@@ -219,8 +219,8 @@ def test_the_next_buffer_delivers_a_batch_again_in_the_order_in_which_it_was_lea
 
     again = open_ledger(memory)
 
-    places = [(record.position, rows) for record, rows in ledger.leases()[lease]]
-    assert [(record.position, rows) for record, rows in again.leases()[lease]] == places
+    places = [(record.position, rows) for record, rows in ledger.leases[lease]]
+    assert [(record.position, rows) for record, rows in again.leases[lease]] == places
     assert [position for position, _ in places] == [0, 4]
 
 
@@ -374,7 +374,7 @@ def state_of(ledger):
     # A look at the rows decodes those that the open left as bytes.
     assert indexed(ledger) == walked(ledger)
     tables = ledger.vacant, ledger.redo, ledger.versions
-    return ledger.extents, ledger.totals, tables, ledger.leases(), ledger.ready, ledger.leased, ledger.reserved
+    return ledger.extents, ledger.totals, tables, ledger.leases, ledger.ready, ledger.leased, ledger.reserved
 
 
 def test_a_buffer_killed_at_any_store_leaves_the_state_before_or_after_its_transaction():

@@ -154,7 +154,7 @@ def view(ledger):
         },
         "leases": {
             lease: sorted((record.ticket, row) for record, rows in parts for row in rows)
-            for lease, parts in ledger.leases().items()
+            for lease, parts in ledger.leases.items()
         },
         "totals": (
             counts, totals.tickets, totals.position, totals.leases, totals.policy_version, totals.trained_through

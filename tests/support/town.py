@@ -428,7 +428,7 @@ class Town:
             assert not (awake and any(rank.is_stepping for rank in self.ranks)), "an engine is awake during a step"
         ledger, totals = self.ledger, self.ledger.totals
         assert self.bench.balanced
-        out = set(ledger.leases())
+        out = set(ledger.leases)
         assert out.isdisjoint(ledger.vacant)
         assert all(totals.trained_through <= lease < totals.leases for lease in ledger.vacant)
         used = sum(-(-max(record.nbytes, 1) // 64) * 64 for record in ledger.extents.values())

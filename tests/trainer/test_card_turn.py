@@ -143,7 +143,7 @@ def test_a_rank_that_drains_while_it_waits_gives_its_batch_and_its_turn_back(ben
 
     assert bench.agreed[-1] == (False, False), "no rank waits for it in a collective, nor engines for its turn"
     assert trainer.step == 0 and not trainer.is_waiting_for_card
-    assert not bench.house.ledger.leases() and bench.house.counts.ended["nacked"] >= 2
+    assert not bench.house.ledger.leases and bench.house.counts.ended["nacked"] >= 2
 
 
 def test_numbers_are_those_of_a_rank_without_turns(bench, tmp_path_factory):

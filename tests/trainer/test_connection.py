@@ -329,7 +329,7 @@ def test_a_restarted_buffer_learns_of_an_acknowledgement_it_missed(house):
     house.turn()
 
     assert house.ledger.totals.trained == 8
-    assert house.ledger.leases().get(0) is None
+    assert house.ledger.leases.get(0) is None
 
 
 def test_a_dead_buffers_lease_that_was_not_read_yet_comes_again_from_the_next(house):
