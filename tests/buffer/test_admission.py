@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.buffer import admission, refill
+from pipeline.buffer import admission
 from pipeline.buffer.admission import Limits
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.ledger import Ledger
@@ -24,7 +24,7 @@ def ledger_at(version=0):
 
 def issue(ledger, limits=LIMITS):
     prompts, _ = admission.prompts_to_issue(ledger, limits)
-    new_round = refill.new_round(ledger, limits, admission.room_in_bound(ledger, limits))
+    new_round = admission.new_round(ledger, limits, admission.room_in_bound(ledger, limits))
     rows = prompts * limits.group_size
     record = ledger.reserve(rows=rows, prompts=prompts, offset=0, nbytes=64, new_round=new_round)
     ledger.assign(record, 0)
