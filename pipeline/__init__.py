@@ -20,9 +20,8 @@ if TYPE_CHECKING:
         split_experience_batch,
         zero_pad_sequences,
     )
-    from pipeline.experience.quarantine_reader import QuarantinedExtent, read_quarantine
     from pipeline.experience.ragged import RaggedRows
-    from pipeline.experience.recorded_batches import recorded_batches
+    from pipeline.experience.saved_rows import QuarantinedExtent, read_quarantine, recorded_batches
     from pipeline.experience.types import BufferItem, BufferItemVL, Experience, ExperienceVL, is_vl_experience
     from pipeline.experience.vision_rows import VisionRows
     from pipeline.models.critic import Critic
@@ -50,9 +49,8 @@ _MODULES = {
         "split_experience_batch",
         "zero_pad_sequences",
     ),
-    "experience.quarantine_reader": ("QuarantinedExtent", "read_quarantine"),
     "experience.ragged": ("RaggedRows",),
-    "experience.recorded_batches": ("recorded_batches",),
+    "experience.saved_rows": ("QuarantinedExtent", "read_quarantine", "recorded_batches"),
     "experience.types": ("BufferItem", "BufferItemVL", "Experience", "ExperienceVL", "is_vl_experience"),
     "experience.vision_rows": ("VisionRows",),
     "models.critic": ("Critic",),

@@ -1,6 +1,6 @@
 """The quarantine: copies on disk of experience that is never delivered again, to find the cause.
 
-`pipeline.experience.quarantine_reader.read` opens a copy.
+`pipeline.experience.saved_rows.read_quarantine` opens a copy.
 """
 
 from __future__ import annotations

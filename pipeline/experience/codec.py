@@ -93,9 +93,9 @@ class Encoding:
         return Encoded(self.nbytes, xxhash.xxh3_64_intdigest(memory[: self.nbytes]) if checksum else 0)
 
 
-def encode(batch: Experience | RaggedRows, memory: memoryview, *, checksum: bool = True) -> Encoded:
+def encode(batch: Experience | RaggedRows, memory: memoryview) -> Encoded:
     """Write rows into an extent: `Encoding` and its `write`, with their arguments and errors."""
-    return Encoding(batch).write(memory, checksum=checksum)
+    return Encoding(batch).write(memory)
 
 
 class ExtentReader:

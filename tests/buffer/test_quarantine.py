@@ -10,7 +10,7 @@ from safetensors import safe_open
 from pipeline.buffer.quarantine import Quarantine
 from pipeline.errors import DecodeError
 from pipeline.experience import codec
-from pipeline.experience.quarantine_reader import read_quarantine
+from pipeline.experience.saved_rows import read_quarantine
 from pipeline.storage import extent_file
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout

@@ -9,7 +9,7 @@ from pipeline.buffer.sizing import checked_layout, ledger_layout
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, DecodeError, UnreachableError
 from pipeline.experience import codec
-from pipeline.experience.quarantine_reader import read_quarantine
+from pipeline.experience.saved_rows import read_quarantine
 from pipeline.runtime.latest_checkpoint import Latest, read_latest, write_latest
 from pipeline.runtime.lock import InstanceRecord
 from pipeline.runtime.role import Report

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import FieldError, ShapeError
-from pipeline.experience.quarantine_reader import read_quarantine
 from pipeline.experience.ragged import RaggedRows
+from pipeline.experience.saved_rows import read_quarantine
 from pipeline.experience.types import Experience
 from pipeline.rollout.insert_gate import find_fault
 from pipeline.runtime.messages import FaultReason

@@ -18,7 +18,7 @@ import torch
 from pipeline.config.identity import identity_of
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.experience.recorded_batches import batches_of
+from pipeline.experience.saved_rows import batches_of
 from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.lora import published

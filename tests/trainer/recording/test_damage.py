@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError, DecodeError
-from pipeline.experience.recorded_batches import batches_of, recorded_batches
+from pipeline.experience.saved_rows import batches_of, recorded_batches
 from pipeline.storage import extent_file
 from pipeline.storage.recording import (
     LINES,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import CheckpointError
-from pipeline.experience.recorded_batches import recorded_batches
+from pipeline.experience.saved_rows import recorded_batches
 from pipeline.storage.recording import (
     LINES,
     ROWS,

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
-from pipeline.experience.recorded_batches import recorded_batches
+from pipeline.experience.saved_rows import recorded_batches
 from pipeline.storage.recording import (
     LINES,
     Origin,
