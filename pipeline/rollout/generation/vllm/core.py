@@ -27,6 +27,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.tensor_specs import TensorSpec
+from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
 from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.vllm.adapters import ADAPTER, least_rank
 from pipeline.rollout.generation.vllm.packed import PackedMatrices
@@ -293,10 +294,10 @@ class Core:
         """Return a report with the present load."""
         waiting = len(self._scheduler.waiting) + len(getattr(self._scheduler, "skipped_waiting", ()))
         free = 1.0 - float(self._scheduler.kv_cache_manager.usage)
-        return Stepped(
-            ended, self.taken, len(self._scheduler.running), waiting, free, self._preemptions, self._tokens_in,
-            self._progress.tokens, self._prefix_tokens, self._prefix_hits,
-        )  # fmt: skip
+        counts = EngineCounts(
+            self._tokens_in, self._progress.tokens, self._preemptions, self._prefix_tokens, self._prefix_hits
+        )
+        return Stepped(ended, self.taken, EngineLoad(len(self._scheduler.running), waiting, free, counts=counts))
 
     def _live_tokens(self) -> int:
         return sum(request.num_output_tokens for request in self._scheduler.requests.values())

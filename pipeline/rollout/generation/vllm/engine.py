@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -80,7 +81,7 @@ _LEAST_TEMPERATURE = 0.01
 
 log = logging.getLogger(__name__)
 
-_R = TypeVar("_R", wire.Ready, wire.Updated, wire.Paused, wire.Slept, wire.Woken)
+_R = TypeVar("_R", wire.Ready, wire.Updated, wire.Done)
 
 
 def new_engine(
@@ -289,7 +290,7 @@ class VllmEngine:
         self._submitted = 0
         # Number of the request, its rows, and the descriptor of its images.
         self._rows_not_taken: collections.deque[tuple[int, int, int | None]] = collections.deque()
-        self._report = wire.Stepped([], 0, 0, 0, 1.0)
+        self._load = EngineLoad(0, 0, counts=EngineCounts())
         self._version = -1
         # Messages after one that raised an error wait here.
         self._inbox: collections.deque[wire.Report] = collections.deque()
@@ -315,14 +316,8 @@ class VllmEngine:
     @property
     def load(self) -> EngineLoad:
         """The work in hand, as of the last report."""
-        report = self._report
-        on_its_way = sum(rows for _, rows, _ in self._rows_not_taken)
-        counts = EngineCounts(
-            report.tokens_in, report.tokens_out, report.preemptions, report.prefix_tokens, report.prefix_hits
-        )
-        return EngineLoad(
-            report.running, report.waiting + on_its_way, report.free_cache, self._settings.max_rows, counts
-        )
+        waiting = self._load.waiting + sum(rows for _, rows, _ in self._rows_not_taken)
+        return dataclasses.replace(self._load, waiting=waiting, room_rows=self._settings.max_rows)
 
     def submit(self, request: Request) -> None:
         """Take a request over; see `pipeline.rollout.generation.interface.Engine`."""
@@ -429,7 +424,7 @@ class VllmEngine:
     def pause(self) -> None:
         """Return once no step is being taken, and none will be."""
         self._send(wire.Pause())
-        self._answer(wire.Paused)
+        self._answer(wire.Done)
 
     def resume(self) -> None:
         """Go on."""
@@ -438,12 +433,12 @@ class VllmEngine:
     def sleep(self) -> None:
         """Give the card's memory back; see `pipeline.rollout.generation.interface.Sleeper`."""
         self._send(wire.Sleep())
-        self._answer(wire.Slept)
+        self._answer(wire.Done)
 
     def wake(self) -> None:
         """Take memory of the card again; it has no weights before the next update."""
         self._send(wire.Wake())
-        self._answer(wire.Woken)
+        self._answer(wire.Done)
 
     def close(self) -> None:
         """End the process."""
@@ -452,7 +447,7 @@ class VllmEngine:
         self._completed.clear()
         while self._rows_not_taken:
             self._let_go_of_first()
-        self._report = msgspec.structs.replace(self._report, ended=[], running=0, waiting=0, free_cache=1.0)
+        self._load = dataclasses.replace(self._load, running=0, waiting=0, free_cache=1.0)
 
     def _send(self, message: wire.Order) -> None:
         try:
@@ -501,14 +496,15 @@ class VllmEngine:
                 self._telemetry.progress()
 
     def _stepped(self, report: wire.Stepped) -> None:
-        self._report = report
+        self._load = report.load
         while self._rows_not_taken and self._rows_not_taken[0][0] <= report.taken:
             self._let_go_of_first()
         for ended in report.ended:
             # Cancelled ones are not in hand any more.
             if (key := self._keys.pop(ended.key, None)) is not None:
                 self._completed.append(Completed(key, tuple(_response(row) for row in ended.rows)))
-        self._telemetry.progress(tokens=report.tokens_out)
+        assert report.load.counts is not None
+        self._telemetry.progress(tokens=report.load.counts.tokens_out)
 
     def _let_go_of_first(self) -> None:
         """Close the images of the first request, which the process has taken over, or never will."""

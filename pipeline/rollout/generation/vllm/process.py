@@ -174,16 +174,16 @@ def _obey(core: Core, link: Link[wire.Order], order: wire.Order, *, paused: bool
                 if error.kind != "version":
                     sys.exit(1)
         case wire.Pause():
-            link.send(wire.Paused())
+            link.send(wire.Done())
             return True
         case wire.Resume():
             return False
         case wire.Sleep():
             core.sleep()
-            link.send(wire.Slept())
+            link.send(wire.Done())
         case wire.Wake():
             core.wake()
-            link.send(wire.Woken())
+            link.send(wire.Done())
     return paused
 
 

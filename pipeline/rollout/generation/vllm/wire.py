@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from pipeline.models.weights.tensor_specs import TensorSpec
+from pipeline.rollout.generation.interface import EngineLoad
 
 
 class Lora(msgspec.Struct, frozen=True):
@@ -158,26 +159,12 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         ended: Requests that have ended.
         taken: Requests received since the engine's start.
-        running: Responses that advance with each step.
-        waiting: Responses that do not advance yet.
-        free_cache: Free share of the key-value cache.
-        preemptions: Responses that lost their place in the cache to others, since the engine's start.
-        tokens_in: Tokens of the prompts of all responses taken over, since the engine's start.
-        tokens_out: Tokens sampled since the engine's start, those of cancelled requests included.
-        prefix_tokens: Prompt tokens of ended responses, since the engine's start.
-        prefix_hits: The part of these tokens that the prefix cache held.
+        load: The work in hand of the process, and its work since its start; its room is not told.
     """
 
     ended: list[Ended]
     taken: int
-    running: int
-    waiting: int
-    free_cache: float
-    preemptions: int = 0
-    tokens_in: int = 0
-    tokens_out: int = 0
-    prefix_tokens: int = 0
-    prefix_hits: int = 0
+    load: EngineLoad
 
 
 class Updated(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -187,16 +174,8 @@ class Updated(msgspec.Struct, frozen=True, array_like=True, tag=True):
     history: int
 
 
-class Paused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `Pause`."""
-
-
-class Slept(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `Sleep`."""
-
-
-class Woken(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `Wake`."""
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `Pause`, `Sleep` and `Wake`."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -210,7 +189,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Order = Settings | Submit | Cancel | Fetch | Take | Pause | Resume | Sleep | Wake
-Report = Ready | Stepped | Updated | Paused | Slept | Woken | Failed
+Report = Ready | Stepped | Updated | Done | Failed
 
 orders = msgspec.msgpack.Decoder(Order)
 reports = msgspec.msgpack.Decoder(Report)

@@ -11,7 +11,7 @@ import torch
 from pipeline.errors import FieldError
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.weights.store import WeightsPublisher, flatten
-from pipeline.rollout.generation.interface import Request, Sampling
+from pipeline.rollout.generation.interface import EngineCounts, EngineLoad, Request, Sampling
 from pipeline.rollout.generation.vllm import engine as engines
 from pipeline.rollout.generation.vllm import images, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
@@ -62,7 +62,7 @@ class Child:
         return self.link.receive(0.0)
 
     def report(self, taken):
-        self.link.send(wire.Stepped([], taken, 0, 0, 1.0))
+        self.link.send(wire.Stepped([], taken, EngineLoad(0, 0, counts=EngineCounts())))
 
     def kill(self):
         self.link.close()

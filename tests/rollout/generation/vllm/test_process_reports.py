@@ -8,6 +8,7 @@ import threading
 from typing import Any, cast
 
 from pipeline.errors import LinkEndedError
+from pipeline.rollout.generation.interface import EngineLoad
 from pipeline.rollout.generation.vllm import process, wire
 from pipeline.runtime.link import Link
 
@@ -33,7 +34,7 @@ class EndsARequestAStep:
 
     def stepped(self) -> wire.Stepped:
         rows = [wire.Row([7] * 4000, None, stopped=True, spans=[])]
-        return wire.Stepped([wire.Ended(self.steps, rows)], 0, 0, 0, 1.0)
+        return wire.Stepped([wire.Ended(self.steps, rows)], 0, EngineLoad(0, 0))
 
 
 def serve(core: EndsARequestAStep, link: Link[wire.Order]) -> None:
