@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pipeline.errors import WeightsError
-from pipeline.models.weights import slot_copy, versions
+from pipeline.models.weights import slot_copy
+from pipeline.models.weights import versions as versions_module
 from pipeline.models.weights.shards import Shard
 from pipeline.models.weights.store import WeightsReader
 from pipeline.models.weights.versions import PolicyVersions
@@ -197,8 +198,8 @@ def test_a_rank_that_dies_at_a_collective_leaves_the_version_before(tmp_path: Pa
 def test_rank_0_killed_at_any_store_of_the_page_leaves_the_version_before_or_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "WeightsMapping", DyingMapping)
-    monkeypatch.setattr(versions, "WeightsPublisher", DyingPublisher)
+    monkeypatch.setattr(versions_module, "WeightsMapping", DyingMapping)
+    monkeypatch.setattr(versions_module, "WeightsPublisher", DyingPublisher)
     monkeypatch.setattr(DyingPublisher, "slot_type", slot_copy.Slot)
     seen = set()
     # A publish has 30 stores: 1 and 9 of the page, and 10 of each training state.
