@@ -44,7 +44,7 @@ def made_up_rows(columns: int, vocabulary: int) -> Rows:
     tokens = torch.randint(3, vocabulary, (_ROWS * columns,))
     num_actions = columns - PROMPT_COLUMNS
     prompts, lengths = np.full(_ROWS, PROMPT_COLUMNS), np.full(_ROWS, num_actions)
-    return Rows(tokens, prompts, lengths, PROMPT_COLUMNS, num_actions, pad_token_id=0)
+    return Rows(tokens, prompts, lengths, PROMPT_COLUMNS, num_actions, pad_token_id=0, cut=torch.zeros(_ROWS))
 
 
 @torch.no_grad()

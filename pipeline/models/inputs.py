@@ -1,10 +1,11 @@
-"""Arguments of a forward pass over whole rows: tokens, position ids derived from the rows, and pixels."""
+"""A forward pass over whole rows: its mode, and its arguments: tokens, position ids derived from the rows, pixels."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -15,6 +16,20 @@ from pipeline.models.vision_inputs import refuse_images, vision_backbone, vision
 
 CACHE_KEYWORDS: Final = ("cache", "past_key_values")
 """Names of the argument for keys and values of earlier tokens: from transformers 5.24 on, and before."""
+
+
+@contextlib.contextmanager
+def eval_mode(*models: Any) -> Iterator[None]:
+    """Switch dropout off; on exit, restore it in the modules that were in training mode."""
+    modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError, FieldError
 from pipeline.models.attention_kernels import without_cudnn_attention
 from pipeline.models.flat_rows import FlatRows, Index, on_device, ranges, starts_of
-from pipeline.models.inputs import accepted_keywords
+from pipeline.models.inputs import accepted_keywords, eval_mode
 from pipeline.models.position_limits import check_rows
 from pipeline.models.prefix_attention import PrefixLayout
 from pipeline.models.varlen_attention import problem_of_attention, uses_varlen_attention
@@ -241,10 +241,7 @@ def _computes_rows_alone(model: nn.Module, field: str, device: torch.device) -> 
     """Return whether the outputs before the actions of rows with shared prompts are those of each row alone."""
     alone, shared = _example(device)
     # No dropout, which would differ between two calls.
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
+    with eval_mode(model):
         keywords = accepted_keywords(model, shared.keywords(model))
         found = getattr(model(input_ids=shared.input_ids, **keywords), field)[0, shared.before]
         expected = []
@@ -252,9 +249,6 @@ def _computes_rows_alone(model: nn.Module, field: str, device: torch.device) -> 
             more = accepted_keywords(model, {"use_cache": False})
             output = model(input_ids=row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **more)
             expected.append(getattr(output, field)[0, -count - 1 : -1])
-    finally:
-        for module in training:
-            module.training = True
     wanted = torch.cat(expected)
     tolerance = _TOLERANCE.get(wanted.dtype, _TOLERANCE_16_BITS) * max(1.0, float(wanted.abs().max()))
     return bool(((found - wanted).abs() <= tolerance).all())

@@ -25,6 +25,7 @@ from pipeline.models.critic import Critic
 from pipeline.models.device import free_cached, process_device
 from pipeline.models.float32_logits import compute_in_float32, use_float32_logits
 from pipeline.models.fused_kernels import fuse
+from pipeline.models.inputs import eval_mode
 from pipeline.models.loading import (
     critic_of,
     load_actor,
@@ -57,7 +58,6 @@ from pipeline.rollout.generation.interface import Engine
 from pipeline.rollout.generation.vllm.engine import begin as begin_vllm
 from pipeline.rollout.generation.weights import EngineWeights, ModelWeights, WorkerWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
-from pipeline.rollout.model_passes import eval_mode
 from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
 from pipeline.rollout.reward.pool import RewardPool

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,16 +33,17 @@ from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
 from pipeline.experience.vision_rows import VisionRows, take_vision
 from pipeline.models.flat_rows import Index
-from pipeline.models.inputs import is_transformers_model
+from pipeline.models.inputs import eval_mode, is_transformers_model
 from pipeline.models.lora import without_adapters
 from pipeline.models.pass_size import RowBound
 from pipeline.models.vision_inputs import check_prompt_images, vision_backbone
 from pipeline.progress import Telemetry
+from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.hf_generate import ActorGenerator
 from pipeline.rollout.generation.interface import ResponseGenerator, Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator, can_replace_generate
-from pipeline.rollout.model_passes import ModelPasses, eval_mode
-from pipeline.rollout.prompt_batch import PromptBatch, read_sampling
+from pipeline.rollout.model_passes import ModelPasses
+from pipeline.rollout.prompt_batch import PromptBatch, read_sampling, sample_all
 from pipeline.rollout.reward.row_rewards import RowRewards
 from pipeline.rollout.rows import Rows, check_prompts, check_tokens, rows_with_reward
 from pipeline.rollout.shaping import Shaping
@@ -295,23 +297,14 @@ class NaiveExperienceMaker(ExperienceMaker):
             temperature=self.temperature,
             seeds=self._seeds,
         )
-        input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
-        real = attention_mask != 0
+        input_ids, real = input_ids.cpu(), attention_mask.cpu() != 0
         self._check_tokens(input_ids[real], real.sum(dim=1).numpy())
         prompts = [ids[mask] for ids, mask in zip(input_ids, real, strict=True)]
         batch = self.begin(prompts, input_ids.shape[1], sampling, gt_answer, columns=columns, vision=vision)
-        # Passed only if there are images: an engine for text alone need not take the argument.
-        images = {"vision": batch.vision} if batch.vision is not None and batch.vision.tensors_exist else {}
         with eval_mode(self.actor), self.telemetry.activity("generate"):
-            engine = self._engine(extra)
-            responses = self._row_bound.run(
-                len(batch.answers),
-                self.inference_batch_size,
-                lambda rows: engine.generate(
-                    input_ids, attention_mask, sampling, group_size=batch.group_size, batch_rows=rows, **images
-                ),
-            )
-        made = self.finish(batch, batch.rows(responses))
+            engine = BlockingEngine(self._generator(extra), most_rows=self.inference_batch_size, bound=self._row_bound)
+            completed = sample_all(engine, batch.requests(itertools.count().__next__))
+        made = self.finish(batch, batch.joined(completed))
         return made.in_columns(batch.prompt_columns, batch.num_actions, sampling.pad_token_id)
 
     def begin(
@@ -398,7 +391,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             if base_log_probs is not None and log_probs is not None:
                 log_ratios = rows.columns(log_probs - base_log_probs)
             learned = (self._group_fields if self.use_grpo else self._critic_fields)(rows, scores, log_ratios)
-        info = learned.pop("info") | self.shaping.marks(rows, batch.sampling)
+        info = learned.pop("info") | self.shaping.marks(rows)
         if isinstance(self.reward_model, RowRewards):
             info |= self.reward_model.info(kept, has_turns=rows.turns is not None)
         if rows.vision is not None:
@@ -447,7 +440,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         is_actor = self.initial_model is self.actor and isinstance(self.actor, nn.Module)
         return without_adapters(self.actor) if is_actor else contextlib.nullcontext()
 
-    def _engine(self, extra: dict[str, Any]) -> ResponseGenerator:
+    def _generator(self, extra: dict[str, Any]) -> ResponseGenerator:
         others = sorted(extra.keys() - {"use_cache"})
         if self.generator is not None:
             if others:

@@ -6,9 +6,8 @@ transformers receives rows without the columns that are padding in all of them, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -331,17 +330,3 @@ def _device_of(model: Any) -> torch.device:
         for parameter in model.parameters():
             return parameter.device
     return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def eval_mode(*models: Any) -> Iterator[None]:
-    """Switch dropout off; on exit, restore it in the modules that were in training mode."""
-    modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -14,10 +14,10 @@ from torch import Tensor
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.rollout.environment.turn_rows import TurnColumns
-from pipeline.rollout.generation.interface import Completed, Engine, Request, Responses, Sampling
+from pipeline.rollout.generation.interface import Completed, Engine, Request, Sampling
 from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.generation.stops import parse_stop_token_ids
-from pipeline.rollout.rows import Rows, check_lengths, check_responses
+from pipeline.rollout.rows import Rows, check_lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,38 +79,17 @@ class PromptBatch:
                 f"the engine returned {len(responses)} responses for {len(self.prompts)} prompts, "
                 f"{self.group_size} of each were requested"
             )
-        return self._rows(
-            [response.token_ids for response in responses],
-            [response.log_probs for response in responses],
-            TurnColumns.of(responses),
-        )
-
-    def rows(self, responses: Responses) -> Rows:
-        """Return the prompts with the responses of a blocking engine.
-
-        Raises:
-            ShapeError: If there are other rows or columns than requested, or a response has an impossible length.
-            FieldError: If token ids are not integers.
-        """
-        check_responses(responses, len(self.answers), self.prompt_columns, self.sampling.max_length)
-        ends: list[int] = responses.lengths.tolist()
-        log_probs = [None] * len(ends) if responses.log_probs is None else list(responses.log_probs)
-        return self._rows(
-            [ids[:end] for ids, end in zip(responses.sequences[:, self.prompt_columns :], ends, strict=True)],
-            [None if of is None else of[:end] for of, end in zip(log_probs, ends, strict=True)],
-        )
-
-    def _rows(self, responses: list[Tensor], log_probs: list[Tensor | None], turns: TurnColumns | None = None) -> Rows:
-        """Return the rows; an engine of the user's may give tensors of any device and dtype."""
-        lengths = np.array([len(ids) for ids in responses], np.int64)
+        # An engine of the user's may give tensors of any device and dtype.
+        tokens, turns = [response.token_ids for response in responses], TurnColumns.of(responses)
+        lengths = np.array(list(map(len, tokens)), np.int64)
         check_lengths(lengths, self.num_actions)
-        for row, ids in enumerate(responses):
+        for row, ids in enumerate(tokens):
             if ids.is_floating_point() or ids.dtype == torch.bool:
                 raise FieldError(f"row {row}: the tokens of its response are {ids.dtype}; token ids are integers")
         if turns is not None and bool((ends := turns.observed[lengths.cumsum() - 1]).any()):
             raise ShapeError(f"row {int(ends.nonzero()[0])}: its last response has no token")
         prompts = [prompt for prompt in self.prompts for _ in range(self.group_size)]
-        halves = (half.cpu() for row in zip(prompts, responses, strict=True) for half in row)
+        halves = (half.cpu() for row in zip(prompts, tokens, strict=True) for half in row)
         return Rows(
             tokens=torch.cat(list(halves)).long(),
             prompts=np.array([len(ids) for ids in prompts], np.int64),
@@ -118,7 +97,8 @@ class PromptBatch:
             prompt_columns=self.prompt_columns,
             num_actions=self.num_actions,
             pad_token_id=self.sampling.pad_token_id,
-            sampled_log_probs=_joined(log_probs, lengths.tolist()),
+            cut=torch.tensor([response.finish_reason == "length" for response in responses]),
+            sampled_log_probs=_joined([response.log_probs for response in responses], lengths.tolist()),
             vision=None if self.vision is None else self.vision.repeated(self.group_size),
             turns=turns,
         )

@@ -14,7 +14,6 @@ from pipeline.errors import FieldError, RewardError, ShapeError, TokenError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.flat_rows import FlatRows, Index, ranges, starts_of
 from pipeline.rollout.environment.turn_rows import TurnColumns
-from pipeline.rollout.generation.interface import Responses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Rows:
         prompt_columns: Columns of prompt, P, in a batch for a model that is given whole rows.
         num_actions: The room of a response, A.
         pad_token_id: The token in padding.
+        cut: ``(B,)`` bool, the row ended at a limit of tokens or turns.
         sampled_log_probs: ``(N,)`` float32, those of the engine; None if it computes none.
         vision: Images and videos of the rows; None where rows are text alone.
         turns: Columns of rows of several turns; None for one response a row.
@@ -41,6 +41,7 @@ class Rows:
     prompt_columns: int
     num_actions: int
     pad_token_id: int
+    cut: Tensor
     sampled_log_probs: Tensor | None = None
     vision: VisionRows | None = None
     turns: TurnColumns | None = None
@@ -58,11 +59,6 @@ class Rows:
     def starts(self) -> Index:
         """``(B,)``, the index of each row's first token."""
         return starts_of(self.totals)
-
-    @property
-    def response_tokens(self) -> Tensor:
-        """``(N,)`` int64, the tokens of responses."""
-        return self.tokens[torch.from_numpy(ranges(self.starts + self.prompts, self.lengths))]
 
     @functools.cached_property
     def is_response(self) -> Tensor:
@@ -92,6 +88,7 @@ class Rows:
             tokens=self.tokens[tokens],
             prompts=self.prompts[index],
             lengths=self.lengths[index],
+            cut=self.cut[torch.from_numpy(index)],
             sampled_log_probs=None if self.sampled_log_probs is None else self.sampled_log_probs[actions],
             vision=self.vision_of(index),
             turns=None if self.turns is None else self.turns.rows(torch.from_numpy(index), actions),
@@ -209,30 +206,6 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor) -> None:
     gaps = (real[:, :-1] & ~real[:, 1:]).any(dim=1) | ~real[:, -1]
     if bool(gaps.any()):
         raise FieldError(f"row {int(gaps.nonzero()[0])}: the prompt has padding after a real token; pad on the left")
-
-
-def check_responses(responses: Responses, rows: int, prompt_width: int, max_length: int) -> None:
-    """Refuse the result of a blocking engine in another shape than requested, or with an impossible length.
-
-    Args:
-        responses: The result.
-        rows: B, as requested.
-        prompt_width: P, columns of the prompts.
-        max_length: As requested.
-
-    Raises:
-        ShapeError: If there is another number of rows or columns, log-probs are of another number of rows, or a
-            response does not have from 1 to `max_length` - P tokens.
-    """
-    shape, lengths = tuple(responses.sequences.shape), responses.lengths
-    if shape != (rows, max_length) or lengths.shape != (rows,):
-        raise ShapeError(
-            f"generator returned sequences {shape} and lengths {tuple(lengths.shape)}, "
-            f"not ({rows}, {max_length}) and ({rows},)"
-        )
-    if responses.log_probs is not None and responses.log_probs.shape[:1] != (rows,):
-        raise ShapeError(f"generator returned log-probs {tuple(responses.log_probs.shape)} for {rows} responses")
-    check_lengths(np.array(lengths.tolist()), max_length - prompt_width)
 
 
 def check_lengths(lengths: Index, num_actions: int) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from pipeline.config import user_modules
@@ -25,8 +23,6 @@ from pipeline.experience.advantage_estimators import (
 )
 from pipeline.experience.advantages import KL_ESTIMATORS, KlEstimator, group_mixed, k1_kl, kl_rewards
 from pipeline.experience.running_moments import Moments
-from pipeline.rollout.generation.interface import Sampling
-from pipeline.rollout.generation.stops import ends_with_stop
 from pipeline.rollout.rows import Rows
 
 
@@ -63,11 +59,11 @@ class Shaping:
     reward_clip: float | Literal["coati"] | None = "coati"
     score_moments: Tensor | None = field(default=None, compare=False)
 
-    def marks(self, rows: Rows, sampling: Sampling) -> dict[str, Tensor]:
+    def marks(self, rows: Rows) -> dict[str, Tensor]:
         """Return the entries of `info` that describe the responses."""
         if rows.turns is not None:
-            return {"cut": rows.turns.cut, "turns": rows.turns.counts}
-        return {"cut": is_cut(rows, sampling)} if self.marks_cut else {}
+            return {"cut": rows.cut, "turns": rows.turns.counts}
+        return {"cut": rows.cut} if self.marks_cut else {}
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Return scores, of rows or placed at actions, divided by their running deviation."""
@@ -130,17 +126,6 @@ class Shaping:
             return advantages
         columns = advantages.unsqueeze(1).expand(mask.shape) if advantages.dim() == 1 else advantages
         return columns.masked_fill(~mask, 0.0)
-
-
-def is_cut(rows: Rows, sampling: Sampling) -> Tensor:
-    """Return which responses have the maximum length and do not end with a stop, ``(B,)`` bool."""
-    whole = np.flatnonzero(rows.lengths == rows.num_actions)
-    responses = rows.response_tokens[torch.from_numpy(rows.actions_of(whole))].reshape(-1, rows.num_actions)
-    cut = torch.zeros(len(rows), dtype=torch.bool)
-    cut[torch.from_numpy(whole)] = ~ends_with_stop(
-        responses, sampling.stop_sequences, sampling.eos_token_ids, sampling.stop_strings
-    )
-    return cut
 
 
 def shaping_of(config: Config) -> Shaping:

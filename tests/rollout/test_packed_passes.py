@@ -51,8 +51,8 @@ def with_observations(given: Rows) -> Rows:
     observed = torch.rand(int(given.lengths.sum()), generator=torch.Generator().manual_seed(1)) < 0.4
     observed[np.append(0, np.cumsum(given.lengths)[:-1])] = False
     return Rows(
-        given.tokens, given.prompts, given.lengths, given.prompt_columns, given.num_actions, tiny.PAD,
-        turns=TurnColumns(observed, torch.zeros(len(observed)), of_row.bool(), of_row.long()),
+        given.tokens, given.prompts, given.lengths, given.prompt_columns, given.num_actions, tiny.PAD, given.cut,
+        turns=TurnColumns(observed, torch.zeros(len(observed)), of_row.long()),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def with_images() -> Rows:
     prompts = made["attention_mask"].sum(dim=1).numpy()
     return Rows(
         ids[mask != 0], prompts, lengths, made["input_ids"].shape[1], ACTIONS, tiny_vision.PAD,
-        vision=tiny_vision.vision_of(made),
+        torch.zeros(len(lengths), dtype=torch.bool), vision=tiny_vision.vision_of(made),
     )  # fmt: skip
 
 

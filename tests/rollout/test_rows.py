@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.ragged import RaggedRows
 from pipeline.rollout.environment.turn_rows import TurnsResponse
+from pipeline.rollout.generation.blocking import BlockingEngine
 from pipeline.rollout.generation.interface import Completed, Response, Responses, Sampling
-from pipeline.rollout.prompt_batch import PromptBatch
+from pipeline.rollout.prompt_batch import PromptBatch, sample_all
 from pipeline.rollout.rows import Rows
 
 PAD = 99
@@ -33,6 +35,16 @@ def joined(responses: list[Response]) -> Rows:
 
 def rows(dtype: torch.dtype = torch.int64, **options: Any) -> Rows:
     return joined([Response(torch.tensor(ids, dtype=dtype), "stop", (), **options) for ids in RESPONSES])
+
+
+def rows_of(responses: Responses) -> Rows:
+    class Given:
+        def generate(self, *_: Any, **__: Any) -> Responses:
+            return responses
+
+    engine: Any = BlockingEngine(Given())  # type: ignore[arg-type]
+    asked = batch()
+    return asked.joined(sample_all(engine, asked.requests(itertools.count().__next__)))
 
 
 def test_a_pass_gets_its_rows_with_the_tokens_together_or_from_the_first_column_on() -> None:
@@ -58,7 +70,6 @@ def test_values_change_between_columns_and_rows_end_to_end() -> None:
 
     assert columns.tolist() == [[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 6, 0], [7, 8, 0, 0]]
     assert torch.equal(made.flat(columns), values)
-    assert made.response_tokens.tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
     assert [made.row_of(place) for place in (0, 2, 5)] == [(0, 0), (1, 0), (2, 2)]
     some = made.rows(np.array([3, 1]))
     assert some.tokens.tolist() == [8, 16, 17, 5, 6, 7, 12] and some.lengths.tolist() == [2, 1]
@@ -80,7 +91,7 @@ def test_what_an_engine_gives_is_taken_in_the_dtypes_of_rows(blocking: bool) -> 
         for row, ids in enumerate(RESPONSES):
             sequences[row, 3 : 3 + len(ids)] = torch.tensor(ids)
         log_probs = torch.full((4, 4), -1.5, dtype=torch.bfloat16, requires_grad=True)
-        made = batch().rows(Responses(sequences, torch.tensor([2, 1, 3, 2], dtype=torch.int32), log_probs))
+        made = rows_of(Responses(sequences, torch.tensor([2, 1, 3, 2], dtype=torch.int32), log_probs))
     else:
         made = joined([
             Response(torch.tensor(ids, dtype=torch.int32), "stop", (),
@@ -121,7 +132,7 @@ def test_log_probs_of_another_number_of_rows_are_refused(count: int) -> None:
     responses = Responses(torch.full((4, 7), PAD), torch.ones(4, dtype=torch.int64), torch.zeros(count, 4))
 
     with pytest.raises(ShapeError, match=rf"^generator returned log-probs \({count}, 4\) for 4 responses$"):
-        batch().rows(responses)
+        rows_of(responses)
 
 
 def test_a_row_whose_last_turn_has_no_token_is_refused() -> None:

@@ -34,7 +34,7 @@ GROUP = 4
 def rows(groups: list[int], *, seed: int = 1) -> Rows:
     sequences, mask, actions = rows_of(groups, seed=seed)
     prompts, lengths = mask[:, :PROMPT].sum(dim=1).numpy(), actions.sum(dim=1).numpy()
-    return Rows(sequences[mask != 0], prompts, lengths, PROMPT, ACTIONS, tiny.PAD)
+    return Rows(sequences[mask != 0], prompts, lengths, PROMPT, ACTIONS, tiny.PAD, torch.from_numpy(lengths == ACTIONS))
 
 
 def passes(most_rows: int | None = None) -> ModelPasses:

@@ -36,13 +36,11 @@ class TurnColumns:
     Attributes:
         observed: ``(N,)`` bool, True for the tokens of the environment, which the actor did not sample.
         rewards: ``(N,)`` float64, the reward of each turn at its last token, else 0; NaN in a row without an answer.
-        cut: ``(B,)`` bool, the row ended at a limit of turns or tokens.
         counts: ``(B,)`` int64, turns of each row.
     """
 
     observed: Tensor
     rewards: Tensor
-    cut: Tensor
     counts: Tensor
 
     @classmethod
@@ -54,13 +52,12 @@ class TurnColumns:
         return cls(
             torch.cat([row.observed for row in rows]),
             torch.cat([row.rewards for row in rows]),
-            torch.tensor([row.finish_reason == "length" for row in rows]),
             torch.tensor([row.turns for row in rows]),
         )
 
     def rows(self, index: Tensor, actions: Tensor) -> Self:
         """Return those of the rows at an index, whose tokens are `actions` among all."""
-        return type(self)(self.observed[actions], self.rewards[actions], self.cut[index], self.counts[index])
+        return type(self)(self.observed[actions], self.rewards[actions], self.counts[index])
 
 
 def actions_of(response: Response) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.errors import FieldError
+from pipeline.errors import FieldError, ShapeError
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.pass_size import RowBound
 from pipeline.progress import Telemetry
@@ -27,7 +29,7 @@ from pipeline.rollout.generation.interface import (
     row_seed,
 )
 from pipeline.rollout.generation.stops import ends_with_stop
-from pipeline.rollout.rows import check_responses
+from pipeline.rollout.rows import check_lengths
 
 # The last number is the row of a request that is computed alone.
 _Ticket = tuple[Sampling, int, bool, int]
@@ -46,6 +48,7 @@ class BlockingEngine:
         generator: Any blocking engine.
         most_rows: Most rows that run at a time; None for all. Halved if the device runs out of memory.
         telemetry: Counts each time that the bound is halved.
+        bound: The bound as it was halved by engines before; None for none.
 
     Attributes:
         deterministic: True: a ticket gets the same tokens alone and beside others. Its requests are never split.
@@ -59,10 +62,11 @@ class BlockingEngine:
         *,
         most_rows: int | None = None,
         telemetry: Telemetry = Telemetry.none(),
+        bound: RowBound | None = None,
     ) -> None:
         self._generator = generator
         self._most_rows = most_rows
-        self._bound = RowBound(telemetry)
+        self._bound = RowBound(telemetry) if bound is None else bound
         self._tickets: dict[_Ticket, list[Request]] = {}
         self._keys: dict[int, _Ticket] = {}
         self._version = -1
@@ -126,14 +130,12 @@ class BlockingEngine:
 
     def _run(self, requests: list[Request]) -> list[Completed]:
         first = requests[0]
-        group_size, prompts = first.group_size, [request.prompt_ids for request in requests]
+        group_size, prompts = first.group_size, [request.prompt_ids.long() for request in requests]
         width = max(map(len, prompts))
         room = max(request.max_new_tokens for request in requests)
-        input_ids = torch.full((len(prompts), width), first.sampling.pad_token_id, dtype=torch.int64)
-        mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(prompts):
-            input_ids[row, width - len(ids) :] = ids
-            mask[row, width - len(ids) :] = 1
+        pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        input_ids = pad(prompts, padding_value=first.sampling.pad_token_id)
+        mask = pad([torch.ones_like(ids) for ids in prompts])
         sampling = dataclasses.replace(first.sampling, max_length=width + room)
         # Passed only if there are images: an engine for text alone need not take the argument.
         vision = [request.vision or VisionRows.none(1) for request in requests]
@@ -156,7 +158,7 @@ class BlockingEngine:
                 input_ids, mask, sampling, group_size=group_size, batch_rows=rows, **extra
             ),
         )
-        check_responses(responses, len(prompts) * group_size, width, sampling.max_length)
+        _check_responses(responses, len(prompts) * group_size, width, sampling.max_length)
         return [
             Completed(
                 request.key,
@@ -188,3 +190,27 @@ def _finish_reason(ids: Tensor, request: Request) -> FinishReason:
     stops = request.sampling
     has_stopped = ends_with_stop(ids[None], stops.stop_sequences, stops.eos_token_ids, stops.stop_strings)
     return "stop" if bool(has_stopped) else "length"
+
+
+def _check_responses(responses: Responses, rows: int, prompt_width: int, max_length: int) -> None:
+    """Refuse the result of a blocking engine in another shape than requested, or with an impossible length.
+
+    Args:
+        responses: The result.
+        rows: B, as requested.
+        prompt_width: P, columns of the prompts.
+        max_length: As requested.
+
+    Raises:
+        ShapeError: If there is another number of rows or columns, log-probs are of another number of rows, or a
+            response does not have from 1 to `max_length` - P tokens.
+    """
+    shape, lengths = tuple(responses.sequences.shape), responses.lengths
+    if shape != (rows, max_length) or lengths.shape != (rows,):
+        raise ShapeError(
+            f"generator returned sequences {shape} and lengths {tuple(lengths.shape)}, "
+            f"not ({rows}, {max_length}) and ({rows},)"
+        )
+    if responses.log_probs is not None and responses.log_probs.shape[:1] != (rows,):
+        raise ShapeError(f"generator returned log-probs {tuple(responses.log_probs.shape)} for {rows} responses")
+    check_lengths(lengths.cpu().numpy(), max_length - prompt_width)

@@ -38,7 +38,7 @@ LENGTHS = PROMPTS + RESPONSES
 
 def given() -> Rows:
     tokens = torch.randint(2, tiny.VOCABULARY_SIZE, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(1))
-    return Rows(tokens, PROMPTS, RESPONSES, 5, 9, tiny.PAD)
+    return Rows(tokens, PROMPTS, RESPONSES, 5, 9, tiny.PAD, torch.zeros(len(PROMPTS)))
 
 
 def scorer(model_class: Any, config: Any, seed: int = 3) -> Any:

@@ -235,7 +235,7 @@ def test_a_heartbeat_is_written_after_each_pass_of_a_model(config: Config, token
     one, told = with_models(config, *tables), Told()
     reward = load_reward(one, load_tokenizer(one.model.actor), CPU, None, told)
     assert isinstance(reward, SummedReward) and reward.labels == ["model", "model-2"]
-    rows = Rows(torch.tensor([2, 3, 4, 2, 3]), np.array([1, 1]), np.array([2, 1]), 1, 2, PAD)
+    rows = Rows(torch.tensor([2, 3, 4, 2, 3]), np.array([1, 1]), np.array([2, 1]), 1, 2, PAD, torch.zeros(2))
 
     scores = ModelPasses(1, None, True, told).scores(reward, rows, [None] * 2, keep_errored=False)
 
