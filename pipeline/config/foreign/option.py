@@ -334,8 +334,3 @@ def passes(value: Any, name: str, data: Mapping[str, Any]) -> dict[str, Any]:
     if not value >= 1 or value % 1:
         raise NotCarriedError("trainer.max_epochs counts whole passes")
     return {"trainer.max_epochs": int(value)}
-
-
-def in_file_order(value: Any, given: Given) -> dict[str, Any]:
-    """Return the keys of a switch that mixes the rows: false alone is written."""
-    return {} if value else {"prompts.shuffle": False}

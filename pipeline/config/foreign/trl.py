@@ -14,7 +14,6 @@ from pipeline.config.foreign.option import (
     by_value,
     carried,
     data_path,
-    in_file_order,
     missing,
     needless,
     only_if,
@@ -333,7 +332,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("dataset_test_split test_split_size", "evaluation.files has files of their own", key="evaluation.files", unless=lambda value, given: not _evaluates(given)),
     needless("dataset_streaming streaming", "files are read by position, and mapped where they can be"),
     carried("chat_template_kwargs", "prompts.template_arguments"),
-    carried("shuffle_dataset", "prompts.shuffle", "each pass is shuffled anew, by daemon.seed", default=True, to=in_file_order),
+    carried("shuffle_dataset", "prompts.shuffle", "each pass is shuffled anew, by daemon.seed", default=True, to=unless_true("prompts.shuffle")),
     needless("remove_unused_columns", "each further column reaches the reward functions that name it"),
     # The rollouts.
     carried("num_generations", "rollout.num_generations", default=8),
