@@ -269,7 +269,6 @@ class _Recording(TrainerHook):
         self._config, self._start, self._metrics = config, start, metrics
 
     def began(self, trainer: Trainer) -> TrainerHook:
-        forget_undone_steps(self._config, self._start)
         recorder = open_recorder(self._config, self._start, process_device(), self._metrics)
         return self if recorder is None else recorder.began(trainer)
 
@@ -462,9 +461,16 @@ def open_step_log(config: Config, start: Start) -> StepLog:
 
 
 def open_recorder(config: Config, start: Start, device: torch.device, metrics: TrainerMetrics) -> StepRecorder | None:
-    """Return the recorder of the run's steps; None if none is wanted, or if it cannot be opened."""
-    record, folder = config.trainer.record, run_dir(config) / RECORDING
+    """Return the recorder of the run's steps; None if none is wanted, or if it cannot be opened.
+
+    A recording that an earlier start kept has no steps after the present one then, whether any are recorded or not.
+    """
+    record, folder, after_step = config.trainer.record, run_dir(config) / RECORDING, start.progress.step
     if record == "off":
+        try:
+            cut(folder, after_step)
+        except OSError as error:
+            log.error("recorded steps that are taken again are not removed: path=%s error=%s", folder, error.strerror)
         return None
     described = TrainerStart(identity_of(config), config.model_dump(mode="json"), versions(), device_name(device))
     metrics.begin_recording()
@@ -472,7 +478,7 @@ def open_recorder(config: Config, start: Start, device: torch.device, metrics: T
         return StepRecorder(
             folder,
             described,
-            after_step=start.progress.step,
+            after_step=after_step,
             most_bytes=MOST_BYTES if record == "rows" else 0,
             count=metrics.recorded,
             hold=metrics.recording_holds,
@@ -481,17 +487,6 @@ def open_recorder(config: Config, start: Start, device: torch.device, metrics: T
         metrics.recorded("failed")
         log.error("no step is recorded: path=%s error=%s", folder, error.strerror)
         return None
-
-
-def forget_undone_steps(config: Config, start: Start) -> None:
-    """Remove the steps after the start from a recording that an earlier start kept, if this one keeps none."""
-    if config.trainer.record != "off":
-        return
-    folder = run_dir(config) / RECORDING
-    try:
-        cut(folder, start.progress.step)
-    except OSError as error:
-        log.error("recorded steps that are taken again are not removed: path=%s error=%s", folder, error.strerror)
 
 
 def checkpoint_writer(

@@ -20,7 +20,7 @@ from pipeline.storage.recording import (
 from pipeline.telemetry.reader import MetricsReader, version_of
 from pipeline.trainer.connection import Batch
 from pipeline.trainer.metrics import TrainerMetrics
-from pipeline.trainer.process import forget_undone_steps, open_recorder
+from pipeline.trainer.process import open_recorder
 from pipeline.trainer.recording.recorder import StepRecorder, cut, versions
 from pipeline.trainer.resume import Start
 from pipeline.trainer.state import Progress
@@ -128,17 +128,21 @@ def config_in(tmp_path: Path, record: str) -> Config:
     return Config.model_validate({"daemon": {"state_dir": str(tmp_path / "state")}, "trainer": {"record": record}})
 
 
-def test_a_start_that_records_nothing_removes_the_steps_that_it_takes_again(tmp_path: Path) -> None:
+def metrics_of(bench: Bench) -> TrainerMetrics:
+    bench.slab.begin("trainer", 0)
+    return TrainerMetrics(bench.slab.writer("trainer", 0), rank=0, reward_source="function")
+
+
+def test_a_start_that_records_nothing_removes_the_steps_that_it_takes_again(bench: Bench, tmp_path: Path) -> None:
     config = config_in(tmp_path, "off")
     folder = run_dir(config) / "recording"
     recorder = recorder_in(folder)
     take(recorder, 1, 2, 3)
     recorder.close()
 
-    forget_undone_steps(config_in(tmp_path, "rows"), Start(Progress(1)))
-    assert [*read_recording(folder).steps] == [1, 2, 3], "the recorder's own affair"
-    forget_undone_steps(config, Start(Progress(2)))
+    opened = open_recorder(config, Start(Progress(2)), torch.device("cpu"), metrics_of(bench))
 
+    assert opened is None
     assert [*read_recording(folder).steps] == [1, 2] and [step for step, _ in recorded_rows(folder)] == [1, 2]
 
 
@@ -147,9 +151,7 @@ def test_the_bytes_on_disk_are_exported_from_the_start_on(bench: Bench, tmp_path
     folder = run_dir(config) / "recording"
 
     def open_one(after_step: int) -> StepRecorder | None:
-        bench.slab.begin("trainer", 0)
-        metrics = TrainerMetrics(bench.slab.writer("trainer", 0), rank=0, reward_source="function")
-        return open_recorder(config, Start(Progress(after_step)), torch.device("cpu"), metrics)
+        return open_recorder(config, Start(Progress(after_step)), torch.device("cpu"), metrics_of(bench))
 
     first = open_one(0)
     assert first is not None and reader.read().value("rlhfd_recording_bytes") == 0
