@@ -278,7 +278,7 @@ def fill(model: Any, folder: Path, field: str, *, without: Any = (), inner: str 
     shards = {name: shard for name, shard in shards_of(model).items() if name not in without}
     pretrained = getattr(model, "backbone", model)
     try:
-        with files.of_model(folder) as opened:
+        with files.tensors(folder, str(folder)) as opened:
             names = {name: name.removeprefix(inner) for name in shards}
             twins = {**getattr(pretrained, "all_tied_weights_keys", {})}
             twins |= {second: first for first, second in twins.items()}

@@ -176,7 +176,7 @@ class ShardService:
 
     def open_files(self, files: Sequence[Path] | Path, where: str) -> tuple[int, Shapes]:
         """Open safetensors files, or those of a model's folder; return their number and the shapes of their tensors."""
-        opened = TensorFiles.of_model(files) if isinstance(files, Path) else TensorFiles(files, where)
+        opened = TensorFiles(files, where)
         number = max(self._files, default=0) + 1
         self._files[number] = opened
         return number, {name: opened.shape_of(name) for name in opened.names()}
@@ -319,7 +319,7 @@ class RemoteVersions(PolicyVersions):
 
 
 class RemoteFiles(TensorFiles):
-    """Safetensors files of the daemon's machine; arguments: those of `TensorFiles`, or a model's folder as `files`."""
+    """Safetensors files of the daemon's machine; arguments: those of `TensorFiles`."""
 
     def __init__(self, ask: Ask, count: Count, files: Iterable[Path] | Path, where: str) -> None:
         self._ask = ask
@@ -370,13 +370,9 @@ class RemoteShards(Files):
         """Return the published versions, for the ranks of a group."""
         return RemoteVersions(self._ask, self._count, group)
 
-    def tensors(self, files: Iterable[Path], where: str) -> TensorFiles:
+    def tensors(self, files: Iterable[Path] | Path, where: str) -> TensorFiles:
         """As `Files`."""
         return RemoteFiles(self._ask, self._count, files, where)
-
-    def of_model(self, folder: Path) -> TensorFiles:
-        """As `Files`."""
-        return RemoteFiles(self._ask, self._count, folder, str(folder))
 
     def has(self, path: Path) -> bool:
         """As `Files`."""

@@ -40,39 +40,24 @@ class TensorFiles:
     """The safetensors files of one model, by tensor name.
 
     Args:
-        files: The files.
+        files: The files, or the folder of a model in Hugging Face's format.
         where: Folder of the files, for error messages.
+
+    Raises:
+        CheckpointError: If the folder has no safetensors files, or they cannot be opened.
     """
 
-    def __init__(self, files: Iterable[Path], where: str) -> None:
+    def __init__(self, files: Iterable[Path] | Path, where: str) -> None:
         self._where = where
         self._stack = contextlib.ExitStack()
         self._file_of: dict[str, Any] = {}
         try:
-            for path in files:
+            for path in _files_of_model(files) if isinstance(files, Path) else files:
                 opened: Any = self._stack.enter_context(safe_open(path, "pt", device="cpu"))
                 self._file_of |= dict.fromkeys(opened.keys(), opened)
         except (OSError, SafetensorError) as error:
             self._stack.close()
             raise CheckpointError(f"{where}: {error}") from error
-
-    @classmethod
-    def of_model(cls, folder: Path) -> TensorFiles:
-        """Return the files of a model folder in Hugging Face's format.
-
-        Raises:
-            CheckpointError: If it has no safetensors files, or they cannot be opened.
-        """
-        index = folder / _INDEX
-        if index.is_file():
-            try:
-                names = set(json.loads(index.read_text())["weight_map"].values())
-            except (OSError, ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{index}: {error}") from error
-            return cls([folder / name for name in sorted(names)], str(folder))
-        if not (folder / _SINGLE).is_file():
-            raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}; a sharded trainer reads no other files")
-        return cls([folder / _SINGLE], str(folder))
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -138,16 +123,25 @@ class TensorFiles:
         shard.local.copy_(self.rows(name, first, rows))
 
 
+def _files_of_model(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index}: {error}") from error
+        return [folder / name for name in sorted(names)]
+    if not (folder / _SINGLE).is_file():
+        raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}; a sharded trainer reads no other files")
+    return [folder / _SINGLE]
+
+
 class Files:
     """Opens the files of a model or a checkpoint: those of this machine."""
 
-    def tensors(self, files: Iterable[Path], where: str) -> TensorFiles:
+    def tensors(self, files: Iterable[Path] | Path, where: str) -> TensorFiles:
         """Return safetensors files; arguments and errors: those of `TensorFiles`."""
         return TensorFiles(files, where)
-
-    def of_model(self, folder: Path) -> TensorFiles:
-        """Return the files of a model's folder; errors: those of `TensorFiles.of_model`."""
-        return TensorFiles.of_model(folder)
 
     def has(self, path: Path) -> bool:
         """Return whether a file exists."""

@@ -212,10 +212,13 @@ def test_a_rank_far_away_reads_its_rows_of_a_checkpoint_and_no_others(
 ) -> None:
     monkeypatch.setattr(remote, "_PART_BYTES", nbytes)
     content, here, there = files_in(tmp_path), targets(), targets()
-    with HERE.of_model(tmp_path) as files:
+    with HERE.tensors(tmp_path, str(tmp_path)) as files:
         files.fill(here)
 
-    with far.far.of_model(tmp_path) as files, far.far.tensors([tmp_path / "model.safetensors"], "twice") as again:
+    with (
+        far.far.tensors(tmp_path, str(tmp_path)) as files,
+        far.far.tensors([tmp_path / "model.safetensors"], "twice") as again,
+    ):
         assert files.names() == again.names() == set("abc")
         files.fill(there)
 
@@ -228,9 +231,9 @@ def test_a_rank_far_away_reads_its_rows_of_a_checkpoint_and_no_others(
 
 def test_files_that_are_missing_or_of_another_model_are_told_far_away_as_here(tmp_path: Path, far: FarCrew) -> None:
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
-        far.far.of_model(tmp_path)
+        far.far.tensors(tmp_path, str(tmp_path))
     files_in(tmp_path)
-    with far.far.of_model(tmp_path) as files:
+    with far.far.tensors(tmp_path, str(tmp_path)) as files:
         with pytest.raises(CheckpointError, match="d is missing"):
             files.fill({"d": targets()["c"]})
         with pytest.raises(CheckpointError, match=r"a is \(10, 3\), expected \(3, 10\)"):

@@ -46,7 +46,7 @@ def test_a_shard_is_filled_with_its_own_rows(tmp_path: Path, first: int, rows: i
         "x": Shard(step, (), 0, torch.int64, split=False),
     }
 
-    with TensorFiles.of_model(tmp_path) as files:
+    with TensorFiles(tmp_path, str(tmp_path)) as files:
         files.fill(targets, {"a": "a", "x": "c"})
 
     assert torch.equal(local, TENSORS["a"][first : first + rows])
@@ -59,7 +59,7 @@ def test_a_model_in_several_files_is_found_by_its_index(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "one.safetensors", "c": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    with TensorFiles.of_model(tmp_path) as files:
+    with TensorFiles(tmp_path, str(tmp_path)) as files:
         assert files.names() == {"a", "c"}
 
 
@@ -68,7 +68,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_changes_no_shard(tmp_path:
     local = torch.full((5, 3), -1.0)
     good = Shard(local, (5, 3), 0, torch.float32)
 
-    with TensorFiles.of_model(tmp_path) as files:
+    with TensorFiles(tmp_path, str(tmp_path)) as files:
         with pytest.raises(CheckpointError, match="other is missing"):
             files.fill({"a": good, "other": good})
         with pytest.raises(CheckpointError, match=r"b is \(2, 2, 2\), expected \(5, 3\)"):
@@ -81,22 +81,22 @@ def test_a_folder_without_safetensors_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
 
     with pytest.raises(CheckpointError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"):
-        TensorFiles.of_model(tmp_path)
+        TensorFiles(tmp_path, str(tmp_path))
 
 
 def test_a_lost_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "lost.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"lost\.safetensors"):
-        TensorFiles.of_model(tmp_path)
+        TensorFiles(tmp_path, str(tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="weight_map"):
-        TensorFiles.of_model(tmp_path)
+        TensorFiles(tmp_path, str(tmp_path))
 
 
 def test_names_are_found_with_and_without_the_head_and_for_tied_tensors(tmp_path: Path) -> None:
     save_file({"model.layers.0.w": TENSORS["a"], "lm_head.weight": TENSORS["b"]}, tmp_path / "model.safetensors")
 
-    with TensorFiles.of_model(tmp_path) as files:
+    with TensorFiles(tmp_path, str(tmp_path)) as files:
         twins = {"embed.weight": "lm_head.weight"}
         assert sources_of(["layers.0.w", "embed.weight"], files, "model", twins, "model.critic") == {
             "layers.0.w": "model.layers.0.w",
