@@ -17,7 +17,8 @@ from typing import Any, Final, NamedTuple
 
 from pipeline.errors import ConfigError
 
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""A model's weights in one file, and the index of those in several."""
 _HEADER_BYTES = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100_000_000
 LFS_POINTER = b"version https://git-lfs"
@@ -288,9 +289,9 @@ def _indexed(folder: Path) -> set[Path]:
 
 def _problem_of_weights(folder: Path) -> str:
     try:
-        files = _weight_files(folder)
+        files = weight_files(folder) or sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        return f"{_INDEX} in {folder} cannot be read: {error}"
+        return f"{INDEX} in {folder} cannot be read: {error}"
     for file in files:
         if problem := _problem_of_file(file):
             return problem
@@ -313,7 +314,7 @@ def _problem_of_file(path: Path) -> str:
             whole = _HEADER_BYTES.size + _HEADER_BYTES.unpack(file.read(_HEADER_BYTES.size))[0]
         whole += max((entry["data_offsets"][1] for entry in _entries(path).values()), default=0)
     except FileNotFoundError:
-        return f"{path} is missing, {_INDEX} names it: download the model again"
+        return f"{path} is missing, {INDEX} names it: download the model again"
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
         return f"{path} is no safetensors file: {error}"
     if nbytes < whole:
@@ -409,7 +410,7 @@ def _first(described: dict[str, Any], *names: str) -> int:
 
 def _tensors(folder: Path, field: str) -> dict[str, tuple[int, ...]]:
     try:
-        files = _weight_files(folder)
+        files = weight_files(folder) or sorted(folder.glob("*.safetensors"))
         found = {name: tuple(entry["shape"]) for file in files for name, entry in _entries(file).items()}
     except (OSError, ValueError, KeyError, AttributeError, struct.error) as error:
         problem = problem_of_pointers(folder) or _problem_of_weights(folder)
@@ -419,16 +420,20 @@ def _tensors(folder: Path, field: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights, in the order in which transformers looks for them.
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights, in the order in which transformers looks for them; empty without any.
 
     A checkpoint has the trainer's state beside them.
+
+    Raises:
+        OSError: If the index cannot be read.
+        ValueError: If it is no JSON; KeyError or AttributeError: if it names no files.
     """
-    if (folder / _WHOLE).is_file():
-        return [folder / _WHOLE]
-    if (folder / _INDEX).is_file():
-        return [folder / name for name in sorted(set(_json((folder / _INDEX).read_bytes())["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    if (folder / INDEX).is_file():
+        return [folder / name for name in sorted(set(_json((folder / INDEX).read_bytes())["weight_map"].values()))]
+    return []
 
 
 def _entries(path: Path) -> dict[str, Any]:

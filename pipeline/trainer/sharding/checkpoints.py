@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from pipeline.config.model_files import WHOLE
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.critic import VALUE_HEAD_FILE
 from pipeline.models.lora import (
@@ -36,7 +37,6 @@ from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.sharding.tensor_files import HERE, Entry, Files, TensorWriter
 from pipeline.trainer.state import OPTIONAL
 
-_WEIGHTS = "model.safetensors"
 _SPLIT_KINDS = ("exp_avg", "exp_avg_sq", "float32")
 
 
@@ -275,7 +275,7 @@ def _actor_files(actor: nn.Module) -> list[_File]:
             merged.append(_Tensor(entry, (shard, down, up), combined=combined))
         else:
             merged.append(_plain(name, shard, f"actor.{name}"))
-    files = [_File(Path(_WEIGHTS), merged)]
+    files = [_File(Path(WHOLE), merged)]
     if adapters:
         files.append(_File(ADAPTER_FILE, [_plain(PEFT_PREFIX + name, shards[name]) for name in adapters]))
     return files
@@ -302,4 +302,4 @@ def _critic_files(critic: nn.Module) -> list[_File]:
         tensors = [_plain(name.removeprefix(prefix), shard, f"critic.{name}") for name, shard in named.items()]
         return _File(Path(path), tensors)
 
-    return [file(_WEIGHTS, "backbone."), file(VALUE_HEAD_FILE, "value_head.")]
+    return [file(WHOLE, "backbone."), file(VALUE_HEAD_FILE, "value_head.")]

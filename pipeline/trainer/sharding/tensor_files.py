@@ -16,11 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pipeline.config.model_files import INDEX, WHOLE, weight_files
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.weights.shards import Shard
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -124,16 +123,13 @@ class TensorFiles:
 
 
 def _files_of_model(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index}: {error}") from error
-        return [folder / name for name in sorted(names)]
-    if not (folder / _SINGLE).is_file():
-        raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}; a sharded trainer reads no other files")
-    return [folder / _SINGLE]
+    try:
+        files = weight_files(folder)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{folder / INDEX}: {error}") from error
+    if not files:
+        raise CheckpointError(f"{folder}: no {WHOLE} and no {INDEX}; a sharded trainer reads no other files")
+    return files
 
 
 class Files:

@@ -63,6 +63,15 @@ def test_a_model_in_several_files_is_found_by_its_index(tmp_path: Path) -> None:
         assert files.names() == {"a", "c"}
 
 
+def test_a_single_file_goes_before_an_index_that_an_earlier_save_left(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys("abc", "model-00001-of-00002.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    with TensorFiles(tmp_path, str(tmp_path)) as files:
+        assert files.names() == set(TENSORS), "the file that transformers loads, and the workers with it"
+
+
 def test_a_tensor_that_is_missing_or_of_another_shape_changes_no_shard(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     local = torch.full((5, 3), -1.0)
