@@ -57,7 +57,7 @@ def threads_lost() -> dict[int, str]:
 
 def _native_name(tid: int) -> str:
     try:
-        return Path(f"/proc/self/task/{tid}/comm").read_text().strip()
+        return Path(f"/proc/self/task/{tid}/comm").read_text(errors="replace").strip()
     except OSError:
         # It has ended since; its number may be that of no thread of Python.
         return "(ended)"

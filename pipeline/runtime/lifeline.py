@@ -18,6 +18,8 @@ from typing import Final, NoReturn
 
 import setproctitle
 
+from pipeline.runtime.signals import stat_of
+
 PARENT_VARIABLE = "RLHFD_PARENT"
 """Variable of a child's environment: the pid of the process that started it."""
 
@@ -155,12 +157,10 @@ def _reaped() -> Iterator[tuple[int, int]]:
 def _descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
     """Return the children of a process and their descendants, without those that are spared and theirs."""
     children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            # The name of the program, in parentheses, may contain spaces.
-            parent = int(file.read().rpartition(b")")[2].split()[1])
-            if int(name) not in spared:
-                children.setdefault(parent, []).append(int(name))
+    for each in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if each not in spared:
+                children.setdefault(int(stat_of(each)[1]), []).append(each)
     found = children.get(pid, [])[:]
     for each in found:
         found += children.get(each, ())

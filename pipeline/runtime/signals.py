@@ -6,6 +6,7 @@ SIGCHLD has its default, by which the kernel keeps exit codes. SIGUSR1 and SIGUS
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 from pipeline.errors import StoppedError
 
@@ -68,6 +69,15 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def stat_of(pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat behind the name, which may have spaces, brackets and half of a character.
+
+    Raises:
+        OSError: If there is no such process.
+    """
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+
+
 def stop_signal(pid: int) -> str | None:
     """Return the name of the signal that has stopped a process; None if it is not stopped.
 
@@ -78,9 +88,8 @@ def stop_signal(pid: int) -> str | None:
         As ``"SIGTSTP"``; ``"by a signal"`` if the kernel does not tell which one.
     """
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        if fields[0] != "T":
+        fields = stat_of(pid)
+        if fields[0] != b"T":
             return None
         return signal.Signals(int(fields[_EXIT_CODE])).name
     except (OSError, IndexError):

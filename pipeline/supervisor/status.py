@@ -19,6 +19,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.runtime.latest_checkpoint import best_checkpoint, read_latest
 from pipeline.runtime.pause import Pause
+from pipeline.runtime.signals import stat_of
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.external import process_row
 from pipeline.supervisor.fleet import Fleet, Slot
@@ -439,8 +440,7 @@ def resident_bytes(pid: int) -> int:
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time a process has used, user and system, 0 if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        fields = stat_of(pid)
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
     except (OSError, IndexError):
         return 0.0

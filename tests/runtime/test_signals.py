@@ -23,6 +23,7 @@ from pipeline.errors import ExitCode, StoppedError
 from pipeline.runtime import control
 from pipeline.runtime.lock import InstanceRecord
 from pipeline.runtime.signals import stop_signal
+from pipeline.supervisor.status import cpu_seconds
 
 DEADLINE_S = 60.0
 HOLDER = """
@@ -62,6 +63,50 @@ def test_the_signal_that_stopped_a_process_is_named(sleeper: subprocess.Popen[by
     while stop_signal(sleeper.pid) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert stop_signal(sleeper.pid) is None
+
+
+NAMED = """
+import sys, threading
+from pathlib import Path
+
+def cut(text):
+    return text.encode()[:14]
+
+def name_itself():
+    Path("/proc/thread-self/comm").write_bytes(cut("奖励函数线程"))
+    named.set()
+    sys.stdin.read()
+
+Path("/proc/self/comm").write_bytes(cut("训练策略模型"))
+named = threading.Event()
+thread = threading.Thread(target=name_itself, name="rewards", daemon=True)
+thread.start()
+named.wait()
+if len(sys.argv) > 1:
+    from pipeline.runtime.forking import threads_lost
+    print(*threads_lost().values(), flush=True)
+print("named", flush=True)
+thread.join()
+"""
+"""A process whose name, and that of a thread, ends within a character, as where the kernel cuts one after 15 bytes."""
+
+
+def test_a_process_whose_name_is_no_text_is_read_like_any_other() -> None:
+    with subprocess.Popen([sys.executable, "-c", NAMED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as named:
+        assert named.stdout is not None and named.stdout.readline() == b"named\n"
+
+        assert stop_signal(named.pid) is None
+        assert cpu_seconds(named.pid) > 0
+
+
+def test_a_thread_whose_name_is_no_text_is_one_that_a_fork_would_lose() -> None:
+    program = [sys.executable, "-c", NAMED, "threads"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as named:
+        assert named.stdout is not None
+        found = named.stdout.readline()
+        named.communicate(timeout=DEADLINE_S)
+
+    assert found == b"rewards\n"
 
 
 def test_a_request_to_a_stopped_instance_is_refused_at_once(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
