@@ -46,7 +46,8 @@ SETTINGS = (
     "rollout.batch_size=2",
     'rewards=["seen:even_share"]',
     "buffer.sample_batch_size=8",
-    "buffer.row_bytes=4MiB",
+    # Less than the pixels of the large image, which four rows share: 3.4 MiB.
+    "buffer.row_bytes=1MiB",
     "buffer.arena_bytes=128MiB",
     "buffer.max_staleness=0",
 )
