@@ -619,7 +619,10 @@ class TestConversions:
                       "data.return_multi_modal_inputs": True, "data.datagen.path": None, f"{R}.skip_rollout": False,
                       "algorithm.adv_estimator": "grpo", "algorithm.rollout_correction.loss_type": "ppo_clip",
                       "reward_model.forward_max_token_len_per_gpu": 9, "reward_manager.name": "naive",
-                      "trainer.v1.trainer_mode": "sync", "trainer.v1.sampler.max_off_policy_threshold": 8}),
+                      "trainer.v1.trainer_mode": "sync", "trainer.v1.sampler.max_off_policy_threshold": 8,
+                      f"{M}.lora.type": "lora", f"{M}.lora_rank": 0, f"{A}.qat.mode": "w4a16", f"{A}.qat.enable": False,
+                      f"{R}.disaggregation.prefill_replicas": 1, f"{R}.moe_load_balance_metrics_interval": 0,
+                      "reward.sandbox_fusion.url": None, "reward.sandbox_fusion.max_concurrent": 64}),
             ("openrlhf", {"actor.num_nodes": 1, "actor.aux_loss_coef": 0, "ds.zero_stage": 3}),
         ],
     )  # fmt: skip
@@ -671,6 +674,7 @@ class TestFiles:
             "data: {max_prompt_length: 100, apply_chat_template_kwargs: {enable_thinking: false}}\n"
             "actor_rollout_ref:\n  actor:\n    _target_: x\n    ppo_epochs: 2\n"
             "    entropy_coeff: ${data.max_prompt_length}\n    grad_clip: '${oc.select:a.b,0.5}'\n"
+            "trainer: {project_name: p, default_local_dir: 'c/${trainer.project_name}/${x}'}\n"
         )
 
         assert self.read(tmp_path, "c.yml", text, "verl") == {
@@ -679,6 +683,8 @@ class TestFiles:
             f"{A}.ppo_epochs": 2,
             f"{A}.entropy_coeff": 100,
             f"{A}.grad_clip": 0.5,
+            "trainer.project_name": "p",
+            "trainer.default_local_dir": "c/p/${x}",
         }
         assert self.read(tmp_path, "c.yml", "hydra: {run: {dir: x}}\ndata: {max_prompt_length: 9}\n", "verl") == {
             "data.max_prompt_length": 9
@@ -843,14 +849,16 @@ class TestFiles:
     def test_a_model_that_a_program_moves_and_the_tools_of_its_trainer_are_known(self, tmp_path: Path) -> None:
         text = (
             "model = AutoModelForCausalLM.from_pretrained('models/m', torch_dtype=torch.bfloat16).to('cuda').eval()\n"
-            "GRPOTrainer(model=model, tools=[search], eval_dataset=held_out)\n"
+            "GRPOTrainer(model=model, tools=[search], eval_dataset=held_out, callbacks=[log], optimizers=(own, None))\n"
         )
 
         done = converted("trl", self.read(tmp_path, "train.py", text, "trl"))
 
         assert done.settings["model.actor"].value == "models/m"
         ways = [line.partition(": ")[2] for line in done.lost if line.startswith("GRPOTrainer.")]
-        assert [way[:27] for way in ways] == ["an environment of your own ", "evaluation.files names file"]
+        assert [way[:27] for way in ways] == [
+            "an environment of your own ", *(["the daemon trains by a loop"] * 2), "evaluation.files names file",
+        ]  # fmt: skip
 
     def test_functions_of_a_program_that_trains_at_its_import_are_not_carried(self, tmp_path: Path) -> None:
         text = "def own(completions): ...\nGRPOTrainer('m', own, args=GRPOConfig(beta=b, max_steps=2)).train()\n"

@@ -248,12 +248,12 @@ def _joined(values: list[Word]) -> Any:
 
 def _resolved(value: Any, options: Mapping[str, Any]) -> Any:
     """Return a value of verl that refers to another option: that option's, or the default that it names."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or isinstance(value, Computed):
         return value
     if value == "???":
         return None
     match = re.fullmatch(r"\$\{(?:oc\.select:\s*)?([\w.]+)(?:,\s*(.*))?\}", value, re.DOTALL)
     if match is None:
-        return value
+        return re.sub(r"\$\{(\w+\.[\w.]+)\}", lambda inner: str(options.get(inner[1], inner[0])), value)
     found = options.get(match[1], scalar(match[2]) if match[2] else value if match[2] is None else None)
     return None if isinstance(found, str) and found.startswith("${oc.select") else found

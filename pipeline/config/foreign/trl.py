@@ -319,7 +319,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("use_rslora", "model.lora_kind", "with use_peft", default=False, to=lambda value, given: {"model.lora_kind": "rslora"} if value and given["use_peft"] else {}),
     missing("lora_dropout", "adapters do not drop out", default=0.05, written=True, unless=lambda value, given: not given["use_peft"] or not value),
     missing("lora_target_parameters lora_modules_to_save lora_task_type use_dora", "adapters are LoRA of linear layers", off=("CAUSAL_LM",)),
-    missing("load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", "weights are not quantized", unless=lambda value, given: not (given["load_in_8bit"] or given["load_in_4bit"])),
+    missing("GRPOTrainer.quantization_config load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", "weights are not quantized", unless=lambda value, given: not (given["load_in_8bit"] or given["load_in_4bit"])),
     missing("router_aux_loss_coef", "no loss of a router's balance; TRL's default is the model's"),
     missing("sync_ref_model ref_model_mixup_alpha ref_model_sync_steps", "the reference keeps its weights", unless=lambda value, given: not given["sync_ref_model"]),
     # The prompts.
@@ -354,6 +354,7 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing("vllm_structured_outputs_regex", "responses are free; the reward `format`, `regex` or `json_schema` scores them", key="rewards", aliases="vllm_guided_decoding_regex"),
     missing("max_tool_calling_iterations", "rollout.max_turns bounds the turns of an environment", key="rollout.max_turns"),
     missing("GRPOTrainer.tools GRPOTrainer.environment_factory GRPOTrainer.rollout_func", "an environment of your own answers each response (docs/environments.md)", key="rollout.environment"),
+    missing("GRPOTrainer.callbacks GRPOTrainer.optimizers", "the daemon trains by a loop of its own; one of yours is an external trainer (docs/trainers.md)", key="trainer.kind"),
     needless("ds3_gather_for_generation pad_to_multiple_of", "workers have whole weights; rows are not padded"),
     # The rewards.
     carried("reward_funcs", "rewards prompts.answer_column", "a function `a.b.c` is `a.b:c`; it is called as TRL calls it; `accuracy_reward`, and `accuracy` of Open R1's recipes, is `math`, whose parsing differs in detail, of the column `solution`; `reasoning_accuracy_reward` is missing; a path with `/` is the folder of a reward model", to=_rewards),
