@@ -17,7 +17,7 @@ from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.metrics import NUMBER_LABELS, REWARD_LABELS
 from pipeline.telemetry.number_names import NumberNames
 from pipeline.telemetry.slab import SlotWriter
-from pipeline.trainer.dealing.ranks import Dealt
+from pipeline.trainer.dealing import Dealt
 from pipeline.trainer.row_means import REWARD
 from pipeline.trainer.step_stats import StepStats
 

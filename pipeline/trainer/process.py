@@ -45,7 +45,7 @@ from pipeline.trainer.card_memory import CardMemory, planned_bytes
 from pipeline.trainer.checkpoints import save_checkpoint
 from pipeline.trainer.connect import open_connection
 from pipeline.trainer.connection import Connection
-from pipeline.trainer.dealing.ranks import RankBalance, Ranks, rows_of_all_ranks
+from pipeline.trainer.dealing import RankBalance, Ranks, rows_of_all_ranks
 from pipeline.trainer.hooks import TrainerHook
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.loss.objective import Objective

@@ -19,7 +19,7 @@ from pipeline.storage.files import FULL_DISK
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.telemetry.evaluations import Evaluation
 from pipeline.trainer.connection import Batch, Connection
-from pipeline.trainer.dealing.ranks import Ranks
+from pipeline.trainer.dealing import Ranks
 from pipeline.trainer.hooks import TakenStep, TrainerHook
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start

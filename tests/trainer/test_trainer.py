@@ -17,7 +17,7 @@ from pipeline.telemetry.evaluations import EvaluationFile
 from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.reader import MetricsReader
 from pipeline.telemetry.slab import MetricsSlab
-from pipeline.trainer.dealing.ranks import Ranks
+from pipeline.trainer.dealing import Ranks
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
 from pipeline.trainer.saving.best import EvaluationFollower

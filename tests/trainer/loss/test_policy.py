@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.config import losses as config
 from pipeline.errors import ConfigError
 from pipeline.trainer.loss.aggregation import AGGREGATIONS, StepTotals
-from pipeline.trainer.loss.correction import importance_weights
+from pipeline.trainer.loss.objective import importance_weights
 from pipeline.trainer.loss.policy import POLICY_LOSSES, PolicyInputs, PolicyTerms, load_policy_loss, ppo
 
 LOW, HIGH, DUAL = 0.15, 0.3, 1.6

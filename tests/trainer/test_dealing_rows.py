@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.trainer.dealing.rows import deal, imbalance, squares
+from pipeline.trainer.dealing import deal, imbalance, squares
 
 LENGTHS = st.tuples(st.integers(1, 8), st.integers(1, 16)).flatmap(
     lambda shape: st.lists(

@@ -24,7 +24,7 @@ from pipeline.serial import Queue
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.trainer.connection import Batch, Connection
-from pipeline.trainer.dealing.ranks import Dealt, RankBalance, RankRows
+from pipeline.trainer.dealing import Dealt, RankBalance, RankRows
 from pipeline.trainer.process import deals_rows
 from tests.support.experiences import made_up_vl
 from tests.trainer.test_learner import (

@@ -1,1 +1,0 @@
-"""The dealing of rows to the trainer's ranks."""
