@@ -55,6 +55,7 @@ from pipeline.rollout.generation.engine_probe import (
 )
 from pipeline.rollout.generation.engines import load_engine
 from pipeline.rollout.generation.interface import Engine
+from pipeline.rollout.generation.vllm.engine import EngineProcess
 from pipeline.rollout.generation.vllm.engine import begin as begin_vllm
 from pipeline.rollout.generation.weights import EngineWeights, ModelWeights, WorkerWeights
 from pipeline.rollout.maker import NaiveExperienceMaker
@@ -102,39 +103,88 @@ def load_roller(
         ConfigError: If one cannot be loaded, or the reward function does not return one finite number a row.
     """
     with contextlib.ExitStack() as undone:
-        vision = load_vision(config, tokenizer)
-        # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
-        # functions' processes are forks of this one as long as it has no GPU.
-        functions = load_functions(config, tokenizer, telemetry, undone)
-        environment = load_environment(config, tokenizer, telemetry, undone)
-        device = device or process_device()
-        # After the forks, which would hold its link open.
-        if (begun := begin_vllm(config, device)) is not None:
-            undone.callback(begun.close)
-        reward = load_reward(config, tokenizer, device, functions, telemetry)
-        tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
-        models = _load_models(config, tokenizer, tokens, device)
-        # Such as of an actor that a critic was made of: the engine takes what is free.
-        free_cached()
-        before_engine()
-        engine = load_engine(config, models.actor, device, telemetry, begun)
-        if config.rollout.deterministic and not getattr(engine, "deterministic", False):
-            log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
-                        config.rollout.engine, device)  # fmt: skip
-        maker = _new_maker(config, models, reward, tokenizer, telemetry)
         roller = new_roller(
             config,
-            maker,
-            prompts=config.prompts,
-            weights=_weights_of(config, models, engine, maker, tokens, device),
-            environment=environment,
-            vision=vision,
-            vocabulary=models.vocabulary,
+            tokenizer,
+            telemetry,
+            undone,
+            config.prompts,
+            device=device,
+            begin=begin_vllm,
+            before_engine=before_engine,
         )
-        undone.callback(roller.close)
-        _try_reward(config, roller, reward, environment, texts=texts)
+        _try_reward(config, roller, texts=texts)
         undone.pop_all()
         return roller
+
+
+def new_roller(
+    config: Config,
+    tokenizer: Any,
+    telemetry: Telemetry,
+    stack: contextlib.ExitStack,
+    prompts: PromptsConfig,
+    *,
+    device: torch.device | None = None,
+    begin: Callable[[Config, torch.device], EngineProcess | None] = lambda config, device: None,
+    before_engine: Callable[[], None] = lambda: None,
+) -> LocalRoller:
+    """Return the roller of a configuration, as `load_roller`; its reward has not been tried.
+
+    Args:
+        config: The instance's.
+        tokenizer: The actor's.
+        telemetry: Receives progress and events.
+        stack: Closes the roller, or what has been loaded of it.
+        prompts: The prompts of its tickets.
+        device: The models'; None for this process's.
+        begin: Begins the engine's process, before the models are loaded.
+        before_engine: Called before the engine takes memory of the card.
+
+    Raises:
+        ConfigError: If a part cannot be loaded.
+    """
+    vision = load_vision(config, tokenizer)
+    # Before the models, which take long: a reward that cannot be loaded fails at once. And before the device: the
+    # functions' processes are forks of this one as long as it has no GPU.
+    functions = load_functions(config, tokenizer, telemetry, stack)
+    environment = load_environment(config, tokenizer, telemetry, stack)
+    device = device or process_device()
+    # After the forks, which would hold its link open.
+    if (begun := begin(config, device)) is not None:
+        stack.callback(begun.close)
+    reward = load_reward(config, tokenizer, device, functions, telemetry)
+    tokens = first_tokens(config.prompts, config.daemon.seed, tokenizer)
+    models = _load_models(config, tokenizer, tokens, device)
+    # Such as of an actor that a critic was made of: the engine takes what is free.
+    free_cached()
+    before_engine()
+    engine = load_engine(config, models.actor, device, telemetry, begun)
+    stack.callback(engine.close)
+    if config.rollout.deterministic and not getattr(engine, "deterministic", False):
+        log.warning("replays will not repeat bit for bit, the engine cannot be deterministic: engine=%s device=%s",
+                    config.rollout.engine, device)  # fmt: skip
+    maker = _new_maker(config, models, reward, tokenizer, telemetry)
+    sampling = sampling_of(config, tokenizer, models.vocabulary)
+    roller = LocalRoller(
+        maker,
+        PromptSource(prompts, config.daemon.seed),
+        tokenizer,
+        _weights_of(config, models, engine, maker, tokens, device),
+        seed=config.daemon.seed,
+        lengths=config.lengths,
+        vocabulary=models.vocabulary,
+        template=rendering_of(config.prompts),
+        sampling=sampling,
+        vision=vision,
+        turns=environment,
+        cuts_prompts=config.rollout.long_prompts == "cut_left",
+        telemetry=telemetry,
+    )
+    held_out = [EvaluationRoller(roller, config, file) for file in range(len(config.evaluation.files))]
+    roller = dataclasses.replace(roller, evaluations=held_out)
+    stack.callback(roller.close)
+    return roller
 
 
 class _Models(NamedTuple):
@@ -240,50 +290,7 @@ def _weights_of(
     return ModelWeights(targets, engine, weights_check(config, actor, tokens, device), probe)
 
 
-def new_roller(
-    config: Config,
-    maker: NaiveExperienceMaker,
-    *,
-    prompts: PromptsConfig,
-    weights: WorkerWeights,
-    environment: TurnSettings | None,
-    vision: VisionPrompts | None,
-    vocabulary: int,
-) -> LocalRoller:
-    """Return the roller of a configuration.
-
-    Args:
-        config: The instance's.
-        maker: Makes the experience; it has the actor's tokenizer, the reward, and the receiver of events.
-        prompts: The prompts of its tickets.
-        weights: The weights that it samples with.
-        environment: The environments; None if there are none.
-        vision: The reader of prompts with images; None if the actor takes none.
-        vocabulary: Tokens of the actor's vocabulary.
-    """
-    sampling = sampling_of(config, maker.tokenizer, vocabulary)
-    roller = LocalRoller(
-        maker,
-        PromptSource(prompts, config.daemon.seed),
-        maker.tokenizer,
-        weights,
-        seed=config.daemon.seed,
-        lengths=config.lengths,
-        vocabulary=vocabulary,
-        template=rendering_of(config.prompts),
-        sampling=sampling,
-        vision=vision,
-        turns=environment,
-        cuts_prompts=config.rollout.long_prompts == "cut_left",
-        telemetry=maker.telemetry,
-    )
-    held_out = [EvaluationRoller(roller, config, file) for file in range(len(config.evaluation.files))]
-    return dataclasses.replace(roller, evaluations=held_out)
-
-
-def _try_reward(
-    config: Config, roller: LocalRoller, reward: RowRewards | None, environment: TurnSettings | None, *, texts: bool
-) -> None:
+def _try_reward(config: Config, roller: LocalRoller, *, texts: bool) -> None:
     """Score the first rollouts.
 
     Raises:
@@ -292,9 +299,10 @@ def _try_reward(
     try:
         refuse_broken_reward(roller, config.row_bytes)
     except RewardError as error:
-        if environment is not None and (failed := environment.pool.problem) is not None:
+        if roller.turns is not None and (failed := roller.turns.pool.problem) is not None:
             text = failed.text if texts else failed.bare
             raise ConfigError(f"rollout.environment: {text}, prompt {roller.last_location}") from error
+        reward: RowRewards | None = roller.maker.reward_model
         problem = None if reward is None else reward.problem
         message = (
             error.told(texts=texts) if problem is None else problem.text if texts else problem.bare or problem.text

@@ -22,11 +22,15 @@ from pipeline.config.rewards import OwnReward
 from pipeline.config.schema import Config
 from pipeline.config.user_modules import FOLDER_VARIABLE
 from pipeline.errors import ConfigError
-from pipeline.models.loading import load_tokenizer
+from pipeline.models.loading import load_actor, load_tokenizer
 from pipeline.prompts.check import check
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.evaluation import alone
 from pipeline.rollout.evaluation.roller import EvaluationRoller
+from pipeline.rollout.generation.blocking import BlockingEngine
+from pipeline.rollout.generation.transformers import TransformersGenerator
+from pipeline.rollout.generation.vllm import engine as vllm
+from pipeline.rollout.generation.vllm import wire
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.roller import LocalRoller
@@ -233,18 +237,39 @@ def test_engine_and_environments_are_closed_after_an_error_of_the_load(
     pool = SimpleNamespace(wait_ready=lambda: None, close=lambda: closed.append("environments"))
     engine = SimpleNamespace(close=lambda: closed.append("engine"))
     monkeypatch.setattr("pipeline.rollout.loader.EnvironmentPool", lambda *_, **__: pool)
-    monkeypatch.setattr(alone, "load_engine", lambda *_: engine)
+    monkeypatch.setattr("pipeline.rollout.loader.load_engine", lambda *_: engine)
 
     def fails(*_: Any, **__: Any) -> Any:
         raise ConfigError("evaluation.files: no such file")
 
-    monkeypatch.setattr(alone, "new_roller", fails)
+    monkeypatch.setattr("pipeline.rollout.loader.PromptSource", fails)
     rollout = config.rollout.model_copy(update={"environment": "quiet:Quiet"})
 
     with pytest.raises(ConfigError, match="no such file"):
         alone.evaluate(config.model_copy(update={"rollout": rollout, "rewards": []}))
 
     assert sorted(closed) == ["engine", "environments"]
+
+
+def test_with_vllm_a_model_of_a_lora_run_is_evaluated_without_adapters(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config = load()
+    expected, started = alone.evaluate(config), []
+
+    def started_engine(settings: wire.Settings, **_: Any) -> BlockingEngine:
+        started.append(settings.lora)
+        model = load_actor(config.model.actor, dtype=config.model.dtype, device=CPU)
+        return BlockingEngine(TransformersGenerator(model))
+
+    process = lambda settings, **_: SimpleNamespace(settings=settings, close=lambda: None)  # noqa: E731
+    monkeypatch.setattr(vllm, "refuse_unsuitable", lambda: None)
+    monkeypatch.setattr(vllm, "EngineProcess", process)
+    monkeypatch.setattr(vllm, "VllmEngine", started_engine)
+
+    found = alone.evaluate(config.changed("rollout", engine="vllm").changed("model", lora_rank=4))
+
+    assert started == [None] and found.total == expected.total
 
 
 def test_an_environment_for_a_model_that_takes_images_is_refused(load: Load, tmp_path: Path) -> None:
