@@ -4,7 +4,6 @@ environment      rows of several turns: environments in processes, and the turns
 evaluation       held-out prompts, sampled and scored alone
 first_rollouts   rollouts before the first ticket, so that a broken reward ends the start
 generation       engines behind one interface
-hooks            optional behaviour beside a worker's tickets
 insert_gate      checks of a rollout before it is sealed
 loader           loading of a worker's models, reward and engine, tried on one prompt
 maker            `NaiveExperienceMaker`: prompts to experience, PPO and GRPO

@@ -19,13 +19,12 @@ from pipeline.errors import EngineKilledError, ExitCode, WeightsMismatchError
 from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.first_rollouts import note_first_prompts
-from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.loader import load_roller
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.sample_recorder import RolloutSamples
 from pipeline.rollout.sleep import EngineSleep
 from pipeline.rollout.ticket_stream import EngineStream, TicketStream, new_stream
-from pipeline.rollout.worker import RolloutWorker
+from pipeline.rollout.worker import RolloutWorker, WorkerHook
 from pipeline.runtime.lifeline import end_group_with_this
 from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_source
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name

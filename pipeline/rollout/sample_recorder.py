@@ -22,9 +22,9 @@ from pipeline.config.rewards import part_labels, part_names, reward_functions, r
 from pipeline.config.schema import Config
 from pipeline.experience.extent_format import Array
 from pipeline.experience.ragged import RaggedRows
-from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.reward.row_rewards import PREFIX
 from pipeline.rollout.roller import Rolled
+from pipeline.rollout.worker import WorkerHook
 from pipeline.runtime.messages import Ticket
 from pipeline.telemetry.number_names import COLUMN, NumberNames, numbers_of
 from pipeline.telemetry.samples import MOST_BYTES, Sample, SampledResponse, SampleWriter, folder_of

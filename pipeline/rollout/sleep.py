@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.ticket_stream import EngineStream
+from pipeline.rollout.worker import RolloutWorker, WorkerHook
 from pipeline.storage.card_turns import TURN_S, EngineTurn
-
-if TYPE_CHECKING:
-    from pipeline.rollout.worker import RolloutWorker
 
 
 @dataclasses.dataclass

@@ -19,7 +19,6 @@ from pipeline.errors import (
 from pipeline.experience import codec
 from pipeline.experience.ragged import RaggedRows
 from pipeline.models.weights.store import WeightsReader
-from pipeline.rollout.hooks import WorkerHook
 from pipeline.rollout.insert_gate import Fault
 from pipeline.rollout.metrics import RolloutMetrics
 from pipeline.rollout.reward.numbers import pack
@@ -69,6 +68,24 @@ class _InHand:
     allowance_s: float
     deadline_s: float = 0.0
     weights: list[WeightsVersion] = dataclasses.field(default_factory=list)
+
+
+class WorkerHook:
+    """Optional behaviour beside the tickets of a worker (samples, sleep), given to it at its construction."""
+
+    def may_work(self, worker: RolloutWorker) -> bool:
+        """Return whether the worker may work on its tickets now; asked again until it may."""
+        return True
+
+    def rest(self, worker: RolloutWorker, longest_s: float) -> float:
+        """Use the time without work; return the time until this must be called again, at most `longest_s`."""
+        return longest_s
+
+    def sealed(self, ticket: Ticket, rolled: Rolled, version: int) -> None:
+        """Use a rollout that is in the arena and not reported yet; `version` is that of its weights."""
+
+    def closing(self) -> None:
+        """Close files and turns."""
 
 
 class RolloutWorker:
