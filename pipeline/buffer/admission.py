@@ -104,11 +104,23 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
     room = _room_of_round(ledger, limits, room_in_bound(ledger, limits))
     if room < limits.group_size:
         return 0, "staleness"
+    prompts = min(left, room // limits.group_size)
     if limits.limit_batches:
-        room = min(room, limits.limit_batches * limits.sample_batch_size - ledger.reserved - ledger.ready)
-    if room < limits.group_size or not ledger.has_free_slot():
+        fitting = (
+            limits.limit_batches * limits.sample_batch_size - ledger.reserved - ledger.ready
+        ) // limits.group_size
+        if fitting < prompts and refill.has_rounds(limits) and not is_settled(ledger, limits):
+            # A part of them now, and of another size if a ticket or a batch had gone first.
+            return 0, "full"
+        prompts = min(prompts, fitting)
+    if prompts < 1 or not ledger.has_free_slot():
         return 0, "full"
-    return min(left, room // limits.group_size), ""
+    return prompts, ""
+
+
+def is_settled(ledger: Ledger, limits: Limits) -> bool:
+    """Return whether no ticket is out and no batch can follow, unless prompts are issued."""
+    return not ledger.reserved and (ledger.ready < limits.sample_batch_size or bool(ledger.redo))
 
 
 def has_rounds(limits: Limits) -> bool:

@@ -182,13 +182,15 @@ def death(town):
 
 @pytest.mark.parametrize(("world_size", "accumulation", "batch"), [(1, 1, 8), (2, 1, 8), (1, 2, 8), (2, 2, 6)])
 @pytest.mark.parametrize(
-    ("share", "failing", "max_refill"), [(0.4, 0.0, 5), (0.9, 0.0, 1), (0.4, 0.3, 0), (0.4, 0.3, 2)]
+    ("share", "failing", "max_refill", "limit"),
+    [(0.4, 0.0, 5, 0), (0.9, 0.0, 1, 0), (0.4, 0.3, 0, 0), (0.4, 0.3, 2, 0), (0.4, 0.3, 2, 2), (0.4, 0.3, 0, 1)],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_in_step_the_same_rows_are_trained_in_the_same_batches_whoever_dies(
-    seed, share, failing, max_refill, world_size, accumulation, batch
+    seed, share, failing, max_refill, limit, world_size, accumulation, batch
 ):
     options = {"world_size": world_size, "accumulation": accumulation, "batch": batch, "max_refill": max_refill}
+    options["limit"] = limit
     options |= {"is_flat": flat(share), "fails": lambda position: flat(failing)(position + 7)}
     town = Town(staleness=0, seed=seed, **options)
 
