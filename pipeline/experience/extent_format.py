@@ -18,6 +18,7 @@ import itertools
 import math
 import operator
 import struct
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -273,7 +274,13 @@ def array_dtype(dtype: str) -> np.dtype[Any]:
 
 def as_tensor(array: Array, dtype: str) -> torch.Tensor:
     """Return a tensor over an array's memory; int16 becomes bfloat16 if that is `dtype`."""
-    tensor = torch.from_numpy(array)
+    if array.flags.writeable:
+        tensor = torch.from_numpy(array)
+    else:
+        with warnings.catch_warnings():
+            # Torch warns about memory that is not writable, as that of an actor's rows is; they are only read.
+            warnings.simplefilter("ignore", UserWarning)
+            tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 

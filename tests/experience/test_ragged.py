@@ -263,3 +263,18 @@ def test_parts_with_other_fields_and_rows_that_are_not_there_are_refused():
     for way in (codec.gather, codec.gather_padded):
         with pytest.raises(DecodeError, match="row 4 is requested from an extent of 4 rows"):
             way([(stored(made_up()), [0, 4])])
+
+
+def test_rows_in_memory_that_is_read_only_are_read_without_a_warning():
+    """As those that Ray gives a worker of its actor; a warning fails the test."""
+    rows = RaggedRows.of(made_up(rows=2))
+    for values in rows.columns.values():
+        values.flags.writeable = False
+
+    torch.set_warn_always(True)
+    try:
+        read = rows.tensor("sequences")
+    finally:
+        torch.set_warn_always(False)
+
+    assert read.tolist() == rows.columns["sequences"].tolist()
