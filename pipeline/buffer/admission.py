@@ -109,7 +109,7 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
         fitting = (
             limits.limit_batches * limits.sample_batch_size - ledger.reserved - ledger.ready
         ) // limits.group_size
-        if fitting < prompts and refill.has_rounds(limits) and not is_settled(ledger, limits):
+        if fitting < prompts and has_rounds(limits) and not is_settled(ledger, limits):
             # A part of them now, and of another size if a ticket or a batch had gone first.
             return 0, "full"
         prompts = min(prompts, fitting)
