@@ -81,7 +81,7 @@ def test_runs_are_listed_while_an_instance_starts(folder):
     with InstanceLock(folder / "run/rlhfd"):
         # Of another state directory, maybe.
         unknown = CliRunner().invoke(main, ["runs", "--runtime-dir", "run/rlhfd"])
-    assert unknown.exit_code == 4 and "is starting" in unknown.stderr
+    assert unknown.exit_code == 4 and "it starts or ends" in unknown.stderr
 
 
 def test_without_a_run_the_folder_that_was_searched_is_named(folder, caplog):

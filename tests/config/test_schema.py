@@ -287,6 +287,7 @@ class Books:
     vacant: tuple[int, ...] = ()
     redo: tuple[()] = ()
     position: int = 0
+    round_left: int = 0
 
     @property
     def totals(self) -> Books:
@@ -306,13 +307,17 @@ def runs_on(config: Config, versions: int = 24) -> bool:
     )  # fmt: skip
     books = Books()
     while books.policy_version < versions:
-        prompts, _ = admission.prompts_to_issue(books, limits)  # type: ignore[arg-type]
+        ledger: Any = books
+        prompts, _ = admission.prompts_to_issue(ledger, limits)
+        begun = admission.new_round(ledger, limits, admission.room_in_bound(ledger, limits))
+        books.round_left = max(0, books.round_left + begun - prompts)
         books.ready += prompts * config.group_size
         if books.ready >= config.sample_batch_size:
             books.ready -= config.sample_batch_size
             books.leases += 1
             if books.leases - books.trained_through == limits.batches_per_version:
                 books.trained_through, books.policy_version = books.leases, books.policy_version + 1
+                books.round_left = 0
                 if books.ready and not limits.max_staleness:
                     # A group cut by the end of a version: the rest of it is stale at once.
                     return False

@@ -12,6 +12,7 @@ from pipeline.errors import DecodeError, FieldError, ShapeError
 from pipeline.experience import codec, ragged
 from pipeline.experience.ragged import RaggedRows, join, pad
 from pipeline.experience.types import Experience, ExperienceVL
+from pipeline.experience.vision_rows import VisionRows
 from tests.experience.test_codec_reference import experiences
 from tests.support.experiences import made_up, made_up_vl, stored
 
@@ -214,16 +215,18 @@ def test_no_rows_at_all_are_a_batch_of_none():
 def test_values_of_rows_are_the_same_on_a_device_those_outside_the_block_and_pixels_too():
     experience = made_up_vl(4, seed=3)
     rows = join([(RaggedRows.of(experience), [2, 0])]).with_info("policy_version", np.array([3, 4]))
-    rows = dataclasses.replace(rows, vision=RaggedRows.of(experience).vision)
+    rows = dataclasses.replace(rows, vision=VisionRows.of(experience).rows([2, 0]))
     there = torch.device("meta")
 
     same, moved = rows.to_device(torch.device("cpu")), rows.to_device(there)
 
-    assert rows.block is not None and "pixel_values" in rows.tensors
+    assert rows.block is not None
     assert same.tensors.keys() == moved.tensors.keys() == rows.tensors.keys()
     for name, values in rows.tensors.items():
         assert torch.equal(same.tensors[name], values) and same.tensors[name].dtype == values.dtype
         assert (moved.tensors[name].device, moved.tensors[name].shape) == (there, values.shape)
+    of_all, of_same, of_moved = (each.vision_experience().pixel_values for each in (rows, same, moved))
+    assert torch.equal(of_same, of_all) and (of_moved.device, of_moved.shape) == (there, of_all.shape)
     assert moved.on(there) is moved and moved.on(torch.device("cpu")) is not moved
 
 

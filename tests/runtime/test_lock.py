@@ -253,13 +253,13 @@ class TestFind:
                 instance_lock.find(tmp_path)
 
     def test_instance_without_a_record_yet_is_starting(self, tmp_path: Path) -> None:
-        with InstanceLock(tmp_path), pytest.raises(UnreachableError, match="is starting"):
+        with InstanceLock(tmp_path), pytest.raises(UnreachableError, match="it starts or ends"):
             instance_lock.find(tmp_path)
 
     def test_record_of_a_dead_one_is_not_taken_for_the_one_that_starts(self, tmp_path: Path) -> None:
         record(tmp_path, pid=os.getpid() + 1).write(tmp_path)
 
-        with InstanceLock(tmp_path), pytest.raises(UnreachableError, match="is starting"):
+        with InstanceLock(tmp_path), pytest.raises(UnreachableError, match="it starts or ends"):
             instance_lock.find(tmp_path)
 
     def test_torn_record_is_an_error_that_names_the_file(self, tmp_path: Path) -> None:

@@ -85,13 +85,14 @@ _T = TypeVar("_T")
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded task's directory; few prompts, a model of one layer in place of four after a few steps."""
+    from pipeline import sort_digits
     from pipeline.trainer import setup
 
     folder = tmp_path_factory.getbasetemp()
     # A worker's folder lies in that of its session.
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     directory = folder / "task" / "sort-digits"
-    with mock.patch.multiple(setup, LAYERS=1, PROMPT_COUNT=1024):
+    with mock.patch.multiple(sort_digits, LAYERS=1, PROMPT_COUNT=1024):
         setup.prepare(directory, warmup_steps=2 * _WARMUP_STEPS)
     return directory
 
