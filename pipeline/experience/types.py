@@ -218,7 +218,7 @@ class BufferItem:
     behaviour_log_probs: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: _map_tensors(value, _compact) for name, value in self.__dict__.items()}
+        return {name: _map_tensors(value, compact) for name, value in self.__dict__.items()}
 
 
 @dataclasses.dataclass(eq=False)
@@ -279,7 +279,8 @@ def _pin(tensor: Tensor) -> Tensor:
         return tensor
 
 
-def _compact(tensor: Tensor) -> Tensor:
+def compact(tensor: Tensor) -> Tensor:
+    """Return a tensor whose storage has its values alone: the same one, or a copy."""
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     return tensor.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import FieldError
-from pipeline.experience.types import VISION_FIELDS, ExperienceVL
+from pipeline.experience.types import VISION_FIELDS, ExperienceVL, compact
 from pipeline.experience.vision import split_vision
 
 MODEL_KEYWORDS = {
@@ -20,15 +20,16 @@ MODEL_KEYWORDS = {
     "video_grid_thws": "video_grid_thw",
 }
 """The vision fields of an experience that are tensors, with their names in transformers models."""
-PIXELS = tuple(name for name, _, _ in VISION_FIELDS)
+_GRIDS_OF = {pixels_name: grids_name for pixels_name, grids_name, _ in VISION_FIELDS}
+PIXELS = tuple(_GRIDS_OF)
 
 
 @dataclass(frozen=True, slots=True)
 class VisionRows:
     """Images and videos of B rows: each field has one element a row, None if the row has none.
 
-    A selection of rows copies no pixels: its tensors are views of the tensors they were split from. `tensors` alone
-    copies, where it concatenates rows.
+    A selection of rows copies no pixels: its tensors are views of the tensors they were split from. `tensors` copies,
+    where it concatenates rows; a pickle has each view alone, and those that rows share once.
 
     Attributes:
         pixel_values: For each row ``(patches of the row's images, D)``.
@@ -129,13 +130,20 @@ class VisionRows:
             name: The field.
 
         Returns:
-            B indices; a row without the field, or with a tensor of its own, has its own index.
+            B indices; a row without the field, or with a tensor of its own, has its own index. Rows that share pixels
+            have the same grids, too.
         """
-        found: dict[tuple[int, ...], int] = {}
-        return [
-            row if tensor is None else found.setdefault((tensor.data_ptr(), *tensor.shape), row)
-            for row, tensor in enumerate(getattr(self, name))
-        ]
+        found: dict[tuple[Any, ...], int] = {}
+        firsts = []
+        for row, (tensor, grids) in enumerate(
+            zip(getattr(self, name), getattr(self, _GRIDS_OF.get(name, name)), strict=True)
+        ):
+            if tensor is None:
+                firsts.append(row)
+                continue
+            layout = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            firsts.append(found.setdefault((*layout, None if grids is None else str(grids.tolist())), row))
+        return firsts
 
     def own(self, name: str) -> list[Tensor]:
         """Return the tensors of a field.
@@ -159,16 +167,20 @@ class VisionRows:
         Returns:
             B rows, which share their pixels as these do.
         """
-        moved: dict[str, list[Tensor | None]] = {}
-        for name in PIXELS:
-            firsts = self.firsts(name)
-            given = {row: getattr(self, name)[row] for row in set(firsts)}
-            found = {
-                row: pixels if pixels is None else pixels.to(device, non_blocking=non_blocking)
-                for row, pixels in given.items()
-            }
-            moved[name] = [found[first] for first in firsts]
-        return replace(self, **moved)
+        return replace(
+            self,
+            **{name: self._changed(name, lambda own: own.to(device, non_blocking=non_blocking)) for name in PIXELS},
+        )
+
+    def _changed(self, name: str, change: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        """Return a field with another tensor for each, those that rows share changed once."""
+        tensors, firsts = getattr(self, name), self.firsts(name)
+        found = {row: change(tensors[row]) for row in set(firsts) if tensors[row] is not None}
+        return [found.get(first) for first in firsts]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the rows for a pickle, which writes the whole storage of a tensor."""
+        return type(self), (*(self._changed(name, compact) for name in MODEL_KEYWORDS), self.raw_images)
 
     def repeated(self, times: int) -> Self:
         """Return each row `times` times, the copies contiguous, in the order of the responses to a prompt.

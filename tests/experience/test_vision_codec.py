@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import pickle
 import random
 import re
 
@@ -132,6 +133,45 @@ def test_the_digest_of_what_was_trained_on_is_that_of_copies_and_reads_shared_pi
     assert of_shared == digest_after(0, [rows.padded()])
     rows.vision.pixel_values[5] = rows.vision.pixel_values[5] + 1
     assert of_shared != digest_after(0, [rows])
+
+
+def test_a_pickle_of_rows_has_each_image_once():
+    experience = vl([1] * 64, pixels=torch.rand(256, 50))
+    pixels = experience.pixel_values.nbytes
+    rows, shared = RaggedRows.of(experience), groups(64, 2)
+
+    for each in (rows, codec.gather([(stored(rows), [*range(64)])])):
+        assert len(pickle.dumps(each)) < 1.3 * pixels + 64 * 700
+        assert_same(pickle.loads(pickle.dumps(each)).padded(), each.padded())
+    again = pickle.loads(pickle.dumps(shared))
+    assert again.vision.firsts("pixel_values") == shared.vision.firsts("pixel_values")
+    assert_same(again.padded(), shared.padded())
+
+
+@pytest.mark.parametrize(
+    ("pixels", "grids"),
+    [
+        (lambda block: [block[:4], block[:4]], [[1, 2, 2], [1, 1, 4]]),
+        (lambda block: [block[:4], block[::2]], [[1, 2, 2]] * 2),
+        (lambda block: [block[:4], block[:4].view(torch.int32)], [[1, 2, 2]] * 2),
+    ],
+    ids=["grids", "strides", "dtype"],
+)
+def test_rows_of_one_memory_that_are_not_the_same_are_not_shared(pixels, grids):
+    """As a caller may make them: each row comes out as it went in, or is refused."""
+    given = VisionRows(
+        pixels(torch.arange(24.0).reshape(8, 3)), [torch.tensor([of_row]) for of_row in grids], *[[None] * 2] * 3
+    )
+    rows = dataclasses.replace(RaggedRows.of(made_up(2)), vision=given)
+
+    assert given.firsts("pixel_values") == [0, 1]
+    if given.pixel_values[1].is_floating_point():
+        for name in ("pixel_values", "image_grid_thws"):
+            out = getattr(codec.gather([(stored(rows), [0, 1])]).vision, name)
+            assert [of_row.tolist() for of_row in out] == [of_row.tolist() for of_row in getattr(given, name)]
+    else:
+        with pytest.raises(FieldError, match=r"^pixel_values is torch.float32 \(3,\) in one row, torch.int32"):
+            codec.Encoding(rows)
 
 
 def test_rows_whose_pixels_differ_in_kind_do_not_make_an_extent():
