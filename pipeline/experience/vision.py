@@ -39,7 +39,7 @@ def split_vision(experience: ExperienceVL, batch_size: int) -> dict[str, list[An
         pixels, given = getattr(experience, pixels_name), getattr(experience, grids_name)
         listed = _listed_grids(grids_name, given, batch_size) if isinstance(given, list) else None
         grids = given if listed is None else _concatenate(grids_name, listed)
-        patches = _patches(pixels, grids, pixels_name, grids_name)
+        patches = patches_of(pixels, grids, pixels_name, grids_name)
         counts = _counts(experience.info, count_key, grids, batch_size, listed)
         if grids is None:
             columns[pixels_name] = columns[grids_name] = [None] * batch_size
@@ -52,7 +52,7 @@ def split_vision(experience: ExperienceVL, batch_size: int) -> dict[str, list[An
         columns[grids_name] = [rows if n else None for rows, n in zip(grid_rows, counts, strict=True)]
         columns[pixels_name] = [rows if n else None for rows, n in zip(pixel_rows, counts, strict=True)]
     columns["raw_images"] = _split_raw_images(experience.raw_images, image_counts)
-    _check_raw_images(columns["raw_images"], columns["image_grid_thws"])
+    check_raw_images(columns["raw_images"], columns["image_grid_thws"])
     return columns
 
 
@@ -96,7 +96,7 @@ def batch_vision(items: list[BufferItemVL]) -> tuple[dict[str, Any], dict[str, T
         row_counts = []
         for row, item in enumerate(items):
             pixels, grids = getattr(item, pixels_name), all_grids[grids_name][row]
-            _patches(pixels, grids, pixels_name, grids_name, where=f"row {row}: ")
+            patches_of(pixels, grids, pixels_name, grids_name, where=f"row {row}: ")
             row_counts.append(0 if grids is None else len(grids))
             stated = (item.info or {}).get(count_key)
             if stated is not None and (count := _number(f"row {row}: info[{count_key!r}]", stated)) != row_counts[-1]:
@@ -106,7 +106,7 @@ def batch_vision(items: list[BufferItemVL]) -> tuple[dict[str, Any], dict[str, T
         if any(row_counts) or any(count_key in (item.info or {}) for item in items):
             counts[count_key] = torch.tensor(row_counts, dtype=torch.float32)
     images = [item.raw_images for item in items]
-    _check_raw_images(images, all_grids["image_grid_thws"])
+    check_raw_images(images, all_grids["image_grid_thws"])
     fields["raw_images"] = None if all(image is None for image in images) else images
     return fields, counts
 
@@ -175,7 +175,7 @@ def _starts(counts: list[int]) -> list[int]:
     return [0, *itertools.accumulate(counts)][:-1]
 
 
-def _patches(
+def patches_of(
     pixels: Tensor | None, grids: Tensor | None, pixels_name: str, grids_name: str, *, where: str = ""
 ) -> list[int]:
     """Return the number of pixel rows of each grid; refuse pixels and grids that do not match."""
@@ -207,7 +207,7 @@ def _split_raw_images(images: list[Any] | None, image_counts: list[int]) -> list
     return [images[start : start + n] or None for start, n in zip(_starts(image_counts), image_counts, strict=True)]
 
 
-def _check_raw_images(images: list[Any], grids: list[Tensor | None]) -> None:
+def check_raw_images(images: list[Any], grids: list[Tensor | None]) -> None:
     """Refuse rows with another number of raw images than grids; a row may have no raw images."""
     for row, (raw, row_grids) in enumerate(zip(images, grids, strict=True)):
         if raw is not None and row_grids is not None and len(raw) != len(row_grids):

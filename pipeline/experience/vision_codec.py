@@ -37,6 +37,7 @@ from pipeline.experience.extent_format import (
 )
 from pipeline.experience.tensor_pool import MEMORY
 from pipeline.experience.types import VISION_FIELDS
+from pipeline.experience.vision import check_raw_images, patches_of
 from pipeline.experience.vision_rows import VisionRows
 
 _GRIDS_OF = {pixels_name: grids_name for pixels_name, grids_name, _ in VISION_FIELDS}
@@ -82,16 +83,19 @@ def vision_part(rows: VisionRows) -> VisionPart:
     """Return the vision part of rows.
 
     Raises:
-        FieldError: If the pixels of two rows differ in dtype or width, or a raw image is of a type that cannot be
-            stored.
-        ShapeError: If pixels are not ``(patches, D)``.
+        FieldError: If the pixels, grids and raw images of a row do not match, the pixels of two rows differ in dtype or
+            width, or a raw image is of a type that cannot be stored.
+        ShapeError: If pixels are not ``(patches, D)``, or grids not ``(images, 3)``.
     """
     media, columns = [], []
+    check_raw_images(rows.raw_images, rows.image_grid_thws)
     for pixels_name, grids_name, _ in VISION_FIELDS:
-        firsts, own = rows.firsts(pixels_name), rows.own(pixels_name)
+        firsts, own, of_row = rows.firsts(pixels_name), rows.own(pixels_name), getattr(rows, grids_name)
+        for row in dict.fromkeys(firsts):
+            pixels = getattr(rows, pixels_name)[row]
+            patches_of(pixels, of_row[row], pixels_name, grids_name, where=f"row {row}: ")
         if not own:
             continue
-        of_row = getattr(rows, grids_name)
         grids = [of_row[row] for row in dict.fromkeys(firsts) if of_row[row] is not None]
         headers = []
         for name, tensors in ((pixels_name, own), (grids_name, grids)):

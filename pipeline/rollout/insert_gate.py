@@ -127,8 +127,9 @@ def _numbers(rows: RaggedRows) -> Iterator[tuple[str, str, Tensor]]:
         yield field.name, field.columns, values
     if rows.vision is not None:
         for name in PIXELS:
-            for pixels in rows.vision.own(name):
-                yield name, "", pixels
+            for row in dict.fromkeys(rows.vision.firsts(name)):
+                if (pixels := getattr(rows.vision, name)[row]) is not None:
+                    yield f"row {row}: {name}", "", pixels
 
 
 def _row_of(rows: RaggedRows, kind: str, place: int) -> tuple[int, int]:

@@ -174,6 +174,28 @@ def test_rows_of_one_memory_that_are_not_the_same_are_not_shared(pixels, grids):
             codec.Encoding(rows)
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        (
+            {"pixel_values": [None, torch.ones(6, 3)]},
+            FieldError,
+            "row 1: pixel_values has 6 rows, image_grid_thws acco",
+        ),
+        ({"image_grid_thws": [None, None]}, FieldError, "row 1: image_grid_thws is None, pixel_values is not"),
+        ({"pixel_values": [None, None]}, FieldError, "row 1: pixel_values is None, image_grid_thws is not"),
+        ({"image_grid_thws": [None, torch.tensor([1, 2, 2])]}, ShapeError, r"of shape \(3,\) is not \(images, 3\)"),
+        ({"raw_images": [None, ["a", "b"]]}, FieldError, "row 1: raw_images has 2 images, image_grid_thws has 1"),
+    ],
+)
+def test_rows_that_do_not_account_for_each_other_do_not_make_an_extent(changes, error, text):
+    """As a caller may make them: a reader would take them for damage."""
+    rows = groups(2, 1)
+
+    with pytest.raises(error, match=text):
+        codec.Encoding(dataclasses.replace(rows, vision=dataclasses.replace(rows.vision, **changes)))
+
+
 def test_rows_whose_pixels_differ_in_kind_do_not_make_an_extent():
     rows = groups(3, 2)
     rows.vision.pixel_values[4] = torch.ones(8, 2)

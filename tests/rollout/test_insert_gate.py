@@ -177,7 +177,8 @@ def test_a_pixel_that_is_no_number_is_refused() -> None:
 
     fault = find_fault(RaggedRows.of(experience), vocabulary=VOCABULARY)
 
-    assert fault is not None and (fault.reason, fault.detail[:27]) == ("not_finite", "pixel_values is nan at (2, ")
+    assert fault is not None and fault.reason == "not_finite"
+    assert fault.detail.startswith("row 0: pixel_values is nan at (2, ")
 
 
 def test_every_reason_of_the_gate_is_in_the_table() -> None:
