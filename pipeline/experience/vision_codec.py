@@ -90,15 +90,17 @@ def vision_part(rows: VisionRows) -> VisionPart:
     media, columns = [], []
     check_raw_images(rows.raw_images, rows.image_grid_thws)
     for pixels_name, grids_name, _ in VISION_FIELDS:
-        firsts, own, of_row = rows.firsts(pixels_name), rows.own(pixels_name), getattr(rows, grids_name)
-        for row in dict.fromkeys(firsts):
-            pixels = getattr(rows, pixels_name)[row]
-            patches_of(pixels, of_row[row], pixels_name, grids_name, where=f"row {row}: ")
+        pixels, grids, firsts = getattr(rows, pixels_name), getattr(rows, grids_name), rows.firsts(pixels_name)
+        own = [
+            row
+            for row in dict.fromkeys(firsts)
+            if patches_of(pixels[row], grids[row], pixels_name, grids_name, where=f"row {row}: ")
+        ]
         if not own:
             continue
-        grids = [of_row[row] for row in dict.fromkeys(firsts) if of_row[row] is not None]
+        stored = {pixels_name: [pixels[row].detach() for row in own], grids_name: [grids[row].detach() for row in own]}
         headers = []
-        for name, tensors in ((pixels_name, own), (grids_name, grids)):
+        for name, tensors in stored.items():
             kinds = dict.fromkeys((tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors)
             if len(kinds) > 1:
                 (dtype, tail), (other, others_tail) = [*kinds][:2]
@@ -107,11 +109,11 @@ def vision_part(rows: VisionRows) -> VisionPart:
             if not tail or 0 in tail:
                 raise ShapeError(f"{name}: {tuple(tensors[0].shape)}, expected (patches, D)")
             headers.append(field_header(name, dtype, "", tail))
-        counts = [0 if row is None else len(row) for row in of_row]
-        is_shared = len(own) < sum(row is not None for row in getattr(rows, pixels_name))
-        patches = sum(map(len, own))
+        counts = [0 if of_row is None else len(of_row) for of_row in grids]
+        patches = sum(map(len, stored[pixels_name]))
+        is_shared = len(own) < np.count_nonzero(counts)
         media.append(MediumHeader(headers[0], headers[1], patches, counts, firsts if is_shared else None))
-        columns += [[grid.detach() for grid in grids], [pixels.detach() for pixels in own]]
+        columns += [stored[grids_name], stored[pixels_name]]
     raw_rows = _packed_rows(rows.raw_images)
     return VisionPart(VisionHeader(media, [len(raw) for raw in raw_rows] or None), columns, raw_rows)
 
