@@ -307,8 +307,12 @@ class Campaign:
         """Kill a process, then its successor a moment after that has started."""
         self._replaced(slab, target.role, worker)
         time.sleep(self._rng.random() * _START_S)
+        pid = slab.pid(target.role, worker)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(slab.pid(target.role, worker), _blow(target))
+            os.kill(pid, _blow(target))
+        if not target.hangs:
+            # Until then it looks alive to the next kill, which may be of the same role.
+            wait_until(lambda: not is_alive(pid), END_TIMEOUT_S, f"{target.role} {worker} ends")
         return target.stage
 
     def _replaced(self, slab: MetricsSlab, role: str, worker: int) -> None:
