@@ -389,7 +389,7 @@ def spent_by_process(metrics: Metrics) -> dict[str, float]:
 
 def age_s(pid: int) -> float:
     """Return how long ago the kernel started a process."""
-    started_ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    started_ticks = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 

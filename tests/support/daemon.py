@@ -579,14 +579,14 @@ def wait_until(condition: Callable[[], _T], timeout_s: float, what: str, *, poll
 def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
     return False
 
 
@@ -611,7 +611,7 @@ def title(pid: int) -> str:
 
 def parent(pid: int) -> int:
     """Return the pid of a process's parent."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
 
 def status_of(answer: subprocess.CompletedProcess[str]) -> dict[str, Any]:

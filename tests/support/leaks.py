@@ -133,7 +133,7 @@ def _pids() -> Iterator[int]:
 
 def _is_ours(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        state, parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
         if state in "ZX":
             return False
         if int(parent) == os.getpid():
@@ -145,7 +145,7 @@ def _is_ours(pid: int) -> bool:
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     return 0
 
 

@@ -243,7 +243,7 @@ def group_is_running(pid: int) -> bool:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             except OSError:
                 continue
             if state != "Z" and pid in (int(entry), int(parent)):

@@ -419,7 +419,7 @@ def limited_child(parent: int) -> int:
 
 def is_running(pid: int) -> bool:
     try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return False
 
