@@ -66,8 +66,12 @@ def test_the_signal_that_stopped_a_process_is_named(sleeper: subprocess.Popen[by
 
 
 NAMED = """
-import sys, threading
+import sys, threading, time
 from pathlib import Path
+
+# Several ticks of the kernel's count of CPU time.
+while time.process_time() < 0.05:
+    pass
 
 def cut(text):
     return text.encode()[:14]
