@@ -109,6 +109,8 @@ def prompts_to_issue(ledger: Ledger, limits: Limits) -> tuple[int, str]:
         fitting = (
             limits.limit_batches * limits.sample_batch_size - ledger.reserved - ledger.ready
         ) // limits.group_size
+        if _lacks_rows(ledger, limits):
+            fitting = max(1, fitting)
         if fitting < prompts and has_rounds(limits) and not is_settled(ledger, limits):
             # A part of them now, and of another size if a ticket or a batch had gone first.
             return 0, "full"
@@ -180,10 +182,15 @@ def room_in_bound(ledger: Ledger, limits: Limits) -> int:
     totals, held = ledger.totals, ledger.reserved + ledger.ready
     ahead = (totals.leases - totals.trained_through - len(ledger.vacant)) * limits.sample_batch_size
     room = (limits.max_staleness + 1) * limits.rows_per_version - held - ahead
-    if 0 < room < limits.group_size and not ledger.reserved and held < limits.sample_batch_size:
-        # A part of a group was quarantined: without one extra prompt the batch would never fill.
-        return limits.group_size
-    return room
+    return limits.group_size if 0 < room < limits.group_size and _lacks_rows(ledger, limits) else room
+
+
+def _lacks_rows(ledger: Ledger, limits: Limits) -> bool:
+    """Return whether no batch fills unless prompts are issued.
+
+    Where a part of a group was quarantined, room for one more group may be lacking: one prompt is issued all the same.
+    """
+    return not ledger.reserved and ledger.ready < limits.sample_batch_size
 
 
 def stale_rows(ledger: Ledger, limits: Limits) -> Chosen:

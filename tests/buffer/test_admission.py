@@ -109,6 +109,23 @@ def test_the_limit_counts_batches_reserved_or_ready():
     assert admission.prompts_to_issue(ledger, limits) == (0, "full")
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_limit_of_one_batch_that_lost_a_part_of_a_group_has_one_more_prompt(staleness):
+    limits = dataclasses.replace(LIMITS, max_staleness=staleness, limit_batches=1)
+    ledger = ledger_at()
+    records = [issue(ledger, limits) for _ in range(2)]
+    for record in records:
+        seal(ledger, record)
+    ledger.drop([(records[0], [0])], "quarantined")
+
+    assert (ledger.ready, admission.prompts_to_issue(ledger, limits)) == (7, (1, ""))
+
+    seal(ledger, issue(ledger, limits))
+
+    assert sum(len(rows) for _, rows in admission.next_batch(ledger, limits)) == limits.sample_batch_size
+    assert admission.prompts_to_issue(ledger, limits)[0] == 0, "a batch is ready"
+
+
 def test_limit_zero_is_bounded_by_staleness_alone():
     limits = dataclasses.replace(LIMITS, max_staleness=3)
     ledger = ledger_at()
