@@ -12,6 +12,7 @@ from pipeline.cli.options import finding, load, runtime_dir_of
 from pipeline.errors import NotRunningError, RlhfdError, UnreachableError
 
 _COLUMNS = ("run", "algorithm", "model", "step", "state", "last start", "checkpoint")
+_ANSWER_TIMEOUT_S = 2.0
 
 
 @click.command(short_help="List the runs: what each is, and where its model lies.")
@@ -48,7 +49,7 @@ def entries_of(state_dir: Path) -> list[dict[str, Any]]:
     from pipeline.runtime.lock import user_of
     from pipeline.runtime.run_folder import runs_of
 
-    user, entries = user_of(state_dir), []
+    user, entries = user_of(state_dir), list[dict[str, Any]]()
     for run in runs_of(state_dir):
         is_running = user is not None and user.run == run.folder.name
         ended = "complete" if run.latest is not None and run.latest.complete else "stopped"
@@ -57,7 +58,7 @@ def entries_of(state_dir: Path) -> list[dict[str, Any]]:
             "state": "running" if is_running else ended,
             "algorithm": run.note.algorithm,
             "model": run.note.model,
-            "step": 0 if run.latest is None else run.latest.step,
+            "step": (user and is_running and _step_of(user.runtime_dir)) or (run.latest.step if run.latest else 0),
             "made_unix_s": run.note.made_unix_s,
             "started_unix_s": run.note.started_unix_s,
             "folder": str(run.folder),
@@ -66,6 +67,16 @@ def entries_of(state_dir: Path) -> list[dict[str, Any]]:
             "settings": run.note.settings,
         })  # fmt: skip
     return entries
+
+
+def _step_of(runtime_dir: str) -> int:
+    """Return the present step of a running instance; 0 if it does not tell."""
+    from pipeline.runtime import control, lock
+
+    try:
+        return int(control.request(lock.find(Path(runtime_dir)), "status", _ANSWER_TIMEOUT_S).get("step") or 0)
+    except RlhfdError:
+        return 0
 
 
 def state_dir_of(directory: Path | None, path: Path | None) -> Path:

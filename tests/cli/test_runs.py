@@ -17,7 +17,7 @@ from pipeline.runtime.lock import InstanceLock, StateLock
 from pipeline.runtime.run_folder import RunFolder
 from tests.runtime.test_run_folder import config, save
 from tests.support.daemon import PROGRAM, clean_environment
-from tests.support.instances import SERVE, process
+from tests.support.instances import SERVE, process, serving
 
 
 @pytest.fixture
@@ -55,6 +55,22 @@ def test_each_run_is_listed_with_its_state_and_the_folder_of_its_model(folder):
     assert table[2].startswith(run_name(running)) and table[2].endswith(models[run_name(running)])
     assert "1,234" in table[2]
     assert json.loads(shown("--json").stdout)[1]["state"] == "stopped", "its daemon has ended"
+
+
+def test_a_run_that_runs_is_listed_with_its_present_step(folder):
+    of = config(folder)
+    RunFolder(of).claim()
+    save(of, 100, "a")
+
+    async def tell(request):
+        return {"step": 140}
+
+    at = folder / "run"
+    with InstanceLock(at), StateLock(folder / "state", at, run_name(of)), serving(at, tell) as told:
+        told.write(at)
+        (run,) = json.loads(shown("--json").stdout)
+
+    assert (run["step"], run["checkpoints"]) == (140, ["step-000100"])
 
 
 def test_the_name_of_a_run_that_config_show_tells_is_that_of_its_folder(folder):
