@@ -289,7 +289,7 @@ def _indexed(folder: Path) -> set[Path]:
 
 def _problem_of_weights(folder: Path) -> str:
     try:
-        files = weight_files(folder) or sorted(folder.glob("*.safetensors"))
+        files = weight_files(folder)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return f"{INDEX} in {folder} cannot be read: {error}"
     for file in files:
@@ -301,7 +301,9 @@ def _problem_of_weights(folder: Path) -> str:
             return problem
     if files or old:
         return ""
-    form = "GGUF is not read, " if any(folder.glob("*.gguf")) else ""
+    others = sorted(folder.glob("*.safetensors"))
+    form = f"transformers does not load {others[0].name} without {INDEX}, " if others else ""
+    form = "GGUF is not read, " if any(folder.glob("*.gguf")) else form
     return f"no weights in {folder}: {form}take model.safetensors as save_pretrained wrote it"
 
 
@@ -410,7 +412,7 @@ def _first(described: dict[str, Any], *names: str) -> int:
 
 def _tensors(folder: Path, field: str) -> dict[str, tuple[int, ...]]:
     try:
-        files = weight_files(folder) or sorted(folder.glob("*.safetensors"))
+        files = weight_files(folder)
         found = {name: tuple(entry["shape"]) for file in files for name, entry in _entries(file).items()}
     except (OSError, ValueError, KeyError, AttributeError, struct.error) as error:
         problem = problem_of_pointers(folder) or _problem_of_weights(folder)
@@ -429,10 +431,12 @@ def weight_files(folder: Path) -> list[Path]:
         OSError: If the index cannot be read.
         ValueError: If it is no JSON; KeyError or AttributeError: if it names no files.
     """
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]
-    if (folder / INDEX).is_file():
-        return [folder / name for name in sorted(set(_json((folder / INDEX).read_bytes())["weight_map"].values()))]
+    named = json_object(folder / "config.json").get("transformers_weights")
+    for path in [folder / name for name in ([named] if isinstance(named, str) else (WHOLE, INDEX))]:
+        if path.is_file() and path.suffix == ".json":
+            return [folder / name for name in sorted(set(_json(path.read_bytes())["weight_map"].values()))]
+        if path.is_file():
+            return [path]
     return []
 
 

@@ -154,6 +154,20 @@ def test_a_model_in_two_files_is_counted_once(folder: Path, tmp_path: Path) -> N
     assert model_sizes(tmp_path, "x").parameters == model_sizes(folder, "x").parameters
 
 
+def test_a_file_that_config_json_names_is_the_one_that_counts(folder: Path, tmp_path: Path) -> None:
+    """As transformers loads it, whatever else lies there."""
+    tiny.llama().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "own.safetensors")
+    assert "transformers does not load own.safetensors" in problem_of_model(tmp_path, is_actor=False, is_trained=False)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"transformers_weights": "own.safetensors"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert problem_of_model(tmp_path, is_actor=False, is_trained=False) == ""
+    assert model_sizes(tmp_path, "x").parameters == model_sizes(folder, "x").parameters
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in tiny.llama().state_dict().items())
+
+
 def test_a_checkpoint_has_the_parameters_of_its_model_alone(folder: Path, tmp_path: Path) -> None:
     model = tiny.llama()
     model.save_pretrained(tmp_path)
@@ -170,10 +184,10 @@ def test_a_checkpoint_has_the_parameters_of_its_model_alone(folder: Path, tmp_pa
         ({"config.json": b"{"}, "does not give the model's sizes"),
         ({"config.json": b'{"hidden_size": 8, "num_attention_heads": 2}'}, "has no safetensors file"),
         ({"config.json": b'{"hidden_size": 8, "num_attention_heads": 0}'}, "does not give the model's sizes"),
-        ({"config.json": b'{"hidden_size": 8}', "a.safetensors": b"\xff" * 9}, "does not give the model's sizes"),
+        ({"config.json": b'{"hidden_size": 8}', "model.safetensors": b"\xff" * 9}, "does not give the model's sizes"),
         (
-            {"config.json": b'{"hidden_size": 8, "num_attention_heads": 2}', "a.safetensors": b"\xff" * 9},
-            "a.safetensors is no safetensors file",
+            {"config.json": b'{"hidden_size": 8, "num_attention_heads": 2}', "model.safetensors": b"\xff" * 9},
+            "model.safetensors is no safetensors file",
         ),
         (
             {
