@@ -83,7 +83,7 @@ def faults(model: str, given: Mapping[str, Any], expected: Mapping[str, Tensor])
     missing = [names[0] for names in twins.values() if not any(name in given for name in names)]
     if missing:
         found.append(f"{model}: missing tensors ({len(missing):,} of {len(twins):,}): {_listed(missing)}")
-    for problem in (_kind, _shape, _dtype):
+    for problem in (lambda name, value, _: kind_fault(name, value), _shape, _dtype):
         wrong = [text for name in given if name in expected and (text := problem(name, given[name], expected[name]))]
         if wrong:
             more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
@@ -118,7 +118,8 @@ def _wrapper(extra: Sequence[str], expected: Mapping[str, Tensor]) -> str:
                      if part in parts)  # fmt: skip
 
 
-def _kind(name: str, given: Any, expected: Tensor) -> str:
+def kind_fault(name: str, given: Any) -> str:
+    """Return why a value is no whole tensor with values of its own; empty if it is one."""
     if not isinstance(given, Tensor):
         return f"{name} is a {type(given).__name__}, not a tensor"
     if type(given) not in (Tensor, nn.Parameter):

@@ -23,6 +23,7 @@ import torch
 from pipeline.errors import DeadlineError, UnreachableError, WeightsError
 from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.types import Experience
+from pipeline.models.expected import kind_fault
 from pipeline.models.lora import without_peft_names
 from pipeline.models.weights.store import flatten, joined
 from pipeline.models.weights.versions import PolicyVersions
@@ -452,3 +453,5 @@ def _refuse_training(training: object) -> None:
         if not (isinstance(name, str) and isinstance(value, torch.Tensor)):
             kind = type(value).__name__
             raise WeightsError(f"nothing is published: training has tensors by name, and {name!r} is a {kind}")
+        if fault := kind_fault(name, value):
+            raise WeightsError(f"nothing is published: training: {fault}")

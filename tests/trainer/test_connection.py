@@ -229,6 +229,25 @@ def test_a_training_state_that_is_no_tensors_by_name_is_refused_and_costs_no_ver
     assert successor.restore_training(successor.newest(), {"moment": torch.zeros(3)})
 
 
+@pytest.mark.parametrize(
+    ("moment", "fault"),
+    [
+        (torch.empty(3, device="meta"), "m has no values of its own: it is torch.strided on the device meta"),
+        (torch.ones(3).to_sparse(), "m has no values of its own: it is torch.sparse_coo on the device cpu"),
+        (torch.Tensor._make_subclass(type("DTensor", (torch.Tensor,), {}), torch.ones(3)), "m is a DTensor, not a wh"),
+    ],
+    ids=["meta", "sparse", "DTensor"],
+)
+def test_a_training_state_without_its_values_is_refused_before_a_slot_is_begun(house, moment, fault):
+    connection = house.connect()
+
+    with pytest.raises(WeightsError, match=f"nothing is published: training: {fault}"):
+        connection.publish(actor={"weight": torch.ones(2)}, training={"m": moment})
+
+    assert connection.newest() is None
+    assert connection.publish(actor={"weight": torch.ones(2)}, training={"m": torch.ones(3)}).version == 1
+
+
 def test_a_batch_that_a_device_has_no_room_for_is_the_next_one_again(house, monkeypatch):
     """Its lease was given up: the version after the next batch would have counted its rows as trained."""
     connection = house.connect()
