@@ -12,7 +12,7 @@ from pipeline.config.schema import Config
 from pipeline.runtime.messages import is_evaluation
 from pipeline.runtime.signals import stopped_text
 from pipeline.supervisor.external import ExternalRank
-from pipeline.supervisor.hangs import Observation
+from pipeline.supervisor.hangs import Observation, waits_for_rank
 from pipeline.telemetry.engine_view import EngineView
 from pipeline.telemetry.metrics import IDLE_STEPS
 from pipeline.telemetry.window import Window
@@ -153,12 +153,13 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
 
 def suspects(run: RunView) -> list[ProcessView]:
     """Return the ready processes without a heartbeat, or stopped; not those that only wait for another rank."""
+    observed = [process.observed for process in run.processes]
     found = [
         process
         for process in run.processes
         if process.observed.is_ready
         and (process.observed.is_stopped or run.now_s - process.observed.progress.beat_s > _suspicious_s(run))
-        and (process.observed.is_stopped or not process.observed.progress.in_collective)
+        and not waits_for_rank(process.observed, observed)
     ]
     return sorted(found, key=lambda process: process.observed.progress.beat_s)
 

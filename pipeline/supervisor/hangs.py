@@ -83,8 +83,9 @@ def hung(
     """Return a verdict on each process that hangs.
 
     A rank that waits in a collective has no heartbeat because another rank is missing: that rank hangs, or has no data
-    yet. Only if all ranks wait in the collective, the first one in it is named. Ranks start together: the time limit of
-    their start runs from the last rank's start, and if some of them are stopped, only those hang.
+    yet. Only if all ranks wait in the collective, the first one in it is named. If some ranks are stopped, only those
+    hang, since a pass of shards waits for them anywhere. Ranks start together: the time limit of their start runs from
+    the last rank's start.
 
     Args:
         processes: All processes, also those that are starting or in backoff; none that has ended for good.
@@ -110,7 +111,7 @@ def hung(
         if (silent_since_s := _silent_since(process)) is not None
         and now_s - max(silent_since_s, watched_since_s) > _silence_s(process, config)
     ]
-    waiting = [process for process in silent if process.progress.in_collective and not process.is_stopped]
+    waiting = [process for process in silent if waits_for_rank(process, processes)]
     culprits = [process for process in silent if process not in waiting]
     ranks = [process for process in processes if process.role == "trainer"]
     if waiting and len(waiting) == len(ranks):
@@ -120,6 +121,12 @@ def hung(
             reason: Reason = "stopped" if process.is_stopped else "no progress"
             verdicts.append(Verdict.on(process, reason, _silent_since(process) or 0.0))
     return verdicts
+
+
+def waits_for_rank(process: Observation, processes: Sequence[Observation]) -> bool:
+    """Return whether a silent process waits for another rank: in a collective, or while one of the ranks is stopped."""
+    some_stopped = any(other.is_stopped for other in processes if other.role == process.role == "trainer")
+    return (some_stopped or process.progress.in_collective) and not process.is_stopped
 
 
 def _silence_s(process: Observation, config: Config) -> float:

@@ -172,6 +172,8 @@ def test_the_last_minute_is_said_last_and_there_are_never_more_than_five_sentenc
         ([BUFFER, STARVED, view("rollout-0", "wait_data")], "buffer"),
         ([BUFFER, view("trainer-0", "train", silent_s=90, in_collective=True), view("trainer-1", "train", silent_s=60)],
          "trainer-1"),
+        ([BUFFER, view("trainer-0", "train", silent_s=91), view("trainer-1", "train", silent_s=90, stopped=True)],
+         "trainer-1"),
         ([BUFFER, CARDLESS, view("rollout-0", "asleep", since_s=9), view("rollout-1", "wait_data")], "rollout-1"),
         ([BUFFER, CARDLESS, view("rollout-0", "asleep")], "rollout-0"),
         ([BUFFER, STARVED, view("rollout-0", "wait_card")], "trainer-0"),

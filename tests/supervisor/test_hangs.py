@@ -76,6 +76,10 @@ def process(
         ([process("trainer-0", silent_s=301, in_collective=True),
           process("trainer-1", silent_s=400, in_collective=True, stopped=True)],
          [("trainer-1", "stopped")]),
+        # In a pass of shards each layer waits for all ranks.
+        ([process("trainer-0", activity="train", silent_s=302),
+          process("trainer-1", activity="train", silent_s=301, stopped=True)],
+         [("trainer-1", "stopped")]),
         # The other rank has no data yet, or is still loading: no rank hangs.
         ([process("trainer-0", silent_s=9000, in_collective=True), process("trainer-1", activity="wait_data")], []),
         ([process("trainer-0", silent_s=9000, in_collective=True),
