@@ -33,6 +33,9 @@ from pipeline.rollout.reward.signatures import parameters_of
 from pipeline.rollout.reward.summed import SummedReward
 from pipeline.rollout.rows import Rows
 
+_MOST_PADDING = 0.5
+"""Largest share of padding in a pass of a model: a long row beside many short ones is a pass of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPasses:
@@ -300,7 +303,9 @@ class ModelPasses:
         if model not in self._sizes:
             if most_tokens is None and most_rows is None:
                 most_tokens = default_tokens(model, _device_of(model), backward=False)
-            self._sizes[model] = PassSize(key, most_tokens=most_tokens, telemetry=self.telemetry)
+            self._sizes[model] = PassSize(
+                key, most_tokens=most_tokens, most_padding=_MOST_PADDING, telemetry=self.telemetry
+            )
         self._sizes[model].most_rows = most_rows
         return self._sizes[model]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,9 @@ from pipeline.models.reward_model import SequenceReward
 from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
+from pipeline.rollout.model_passes import ModelPasses
 from pipeline.rollout.reward.functions import FunctionReward
+from pipeline.rollout.rows import Rows
 from tests.support import tiny
 
 IDS = torch.tensor([[5, 6, 7, 2, 4], [0, 0, 7, 8, 9], [0, 0, 0, 4, 3], [0, 0, 0, 0, 2]])
@@ -67,6 +70,24 @@ def test_a_rounded_width_changes_no_experience(grpo: bool) -> None:
     assert torch.equal(made.sequences, expected.sequences)
     for name in ("action_log_probs", "base_action_log_probs", "advantages", "reward", "values", "kl"):
         torch.testing.assert_close(getattr(made, name), getattr(expected, name), atol=2e-5, rtol=0)
+
+
+def test_a_long_row_beside_many_short_ones_is_a_pass_of_its_own() -> None:
+    """With a bound of rows alone it made each short one as wide as itself."""
+    lengths = np.array([3] * 15 + [60])
+    rows = Rows(
+        tokens=torch.randint(3, 10, (int(lengths.sum()) + 16,)), prompts=np.ones(16, dtype=int), lengths=lengths,
+        prompt_columns=1, num_actions=60, pad_token_id=0, cut=torch.zeros(16, dtype=torch.bool),
+    )  # fmt: skip
+    actor, critic = tiny.llama(), Critic.from_actor(tiny.llama())
+    passes = ModelPasses(None, 16, refuse_not_finite=True)
+    seen = [widths_of(actor.base_model), widths_of(critic.backbone)]
+
+    with torch.no_grad():
+        passes.log_probs("actor", actor, rows, 1.0)
+        passes.values(critic, rows, coati=False)
+
+    assert [widths[-2:] for widths in seen] == [[4, 61], [4, 61]]
 
 
 def test_reward_functions_get_rows_of_their_own_width() -> None:
