@@ -38,9 +38,8 @@ from pipeline.experience.extent_format import (
 from pipeline.experience.tensor_pool import MEMORY
 from pipeline.experience.types import VISION_FIELDS
 from pipeline.experience.vision import check_raw_images, patches_of
-from pipeline.experience.vision_rows import VisionRows
+from pipeline.experience.vision_rows import GRIDS_OF, VisionRows
 
-_GRIDS_OF = {pixels_name: grids_name for pixels_name, grids_name, _ in VISION_FIELDS}
 # The modes that PNG stores without loss; it refuses the other modes, or truncates them to fewer bits.
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
@@ -290,12 +289,12 @@ def _places(header: VisionHeader, start: int) -> tuple[list[Run], int]:
 
 def _errors(header: VisionHeader, rows: int) -> Iterator[str]:
     names = [medium.pixels.name for medium in header.media]
-    if len(set(names)) < len(names) or not set(names) <= _GRIDS_OF.keys():
+    if len(set(names)) < len(names) or not set(names) <= GRIDS_OF.keys():
         yield f"has pixels named {', '.join(names)}"
     for medium in header.media:
         for field in (medium.pixels, medium.grids):
             yield from field_errors(field)
-        if medium.grids.name != _GRIDS_OF[medium.pixels.name] or medium.grids.tail != (3,):
+        if medium.grids.name != GRIDS_OF[medium.pixels.name] or medium.grids.tail != (3,):
             yield f"has no grids for {medium.pixels.name}"
         if 0 in medium.pixels.tail:
             yield f"has a {medium.pixels.name} of shape {list(medium.pixels.tail)}"

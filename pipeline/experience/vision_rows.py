@@ -20,8 +20,9 @@ MODEL_KEYWORDS = {
     "video_grid_thws": "video_grid_thw",
 }
 """The vision fields of an experience that are tensors, with their names in transformers models."""
-_GRIDS_OF = {pixels_name: grids_name for pixels_name, grids_name, _ in VISION_FIELDS}
-PIXELS = tuple(_GRIDS_OF)
+GRIDS_OF = {pixels_name: grids_name for pixels_name, grids_name, _ in VISION_FIELDS}
+"""The name of the grids of each field of pixels."""
+PIXELS = tuple(GRIDS_OF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class VisionRows:
         found: dict[tuple[Any, ...], int] = {}
         firsts = []
         for row, (tensor, grids) in enumerate(
-            zip(getattr(self, name), getattr(self, _GRIDS_OF.get(name, name)), strict=True)
+            zip(getattr(self, name), getattr(self, GRIDS_OF.get(name, name)), strict=True)
         ):
             if tensor is None:
                 firsts.append(row)

@@ -86,32 +86,16 @@ def load_roller(
     device: torch.device | None = None,
     before_engine: Callable[[], None] = lambda: None,
 ) -> LocalRoller:
-    """Load the models and the reward, and try both on one prompt.
+    """Return a roller that is ready for the first ticket: models and reward are tried on one prompt.
 
-    Args:
-        config: The instance's.
-        tokenizer: The actor's.
-        telemetry: Receives progress and events.
-        texts: Whether the error may quote the message of a reward function.
-        device: The models'; None for this process's.
-        before_engine: Called before the engine takes memory of the card.
-
-    Returns:
-        The roller, ready for the first ticket.
+    `texts` says whether the error may quote the message of a reward function; the others are those of `new_roller`.
 
     Raises:
         ConfigError: If one cannot be loaded, or the reward function does not return one finite number a row.
     """
     with contextlib.ExitStack() as undone:
         roller = new_roller(
-            config,
-            tokenizer,
-            telemetry,
-            undone,
-            config.prompts,
-            device=device,
-            begin=begin_vllm,
-            before_engine=before_engine,
+            config, tokenizer, telemetry, undone, device=device, begin=begin_vllm, before_engine=before_engine
         )
         _try_reward(config, roller, texts=texts)
         undone.pop_all()
@@ -123,20 +107,20 @@ def new_roller(
     tokenizer: Any,
     telemetry: Telemetry,
     stack: contextlib.ExitStack,
-    prompts: PromptsConfig,
     *,
+    prompts: PromptsConfig | None = None,
     device: torch.device | None = None,
     begin: Callable[[Config, torch.device], EngineProcess | None] = lambda config, device: None,
     before_engine: Callable[[], None] = lambda: None,
 ) -> LocalRoller:
-    """Return the roller of a configuration, as `load_roller`; its reward has not been tried.
+    """Return the roller of a configuration; its reward has not been tried.
 
     Args:
         config: The instance's.
         tokenizer: The actor's.
         telemetry: Receives progress and events.
         stack: Closes the roller, or what has been loaded of it.
-        prompts: The prompts of its tickets.
+        prompts: The prompts of its tickets; None for those of the run.
         device: The models'; None for this process's.
         begin: Begins the engine's process, before the models are loaded.
         before_engine: Called before the engine takes memory of the card.
@@ -168,7 +152,7 @@ def new_roller(
     sampling = sampling_of(config, tokenizer, models.vocabulary)
     roller = LocalRoller(
         maker,
-        PromptSource(prompts, config.daemon.seed),
+        PromptSource(prompts or config.prompts, config.daemon.seed),
         tokenizer,
         _weights_of(config, models, engine, maker, tokens, device),
         seed=config.daemon.seed,

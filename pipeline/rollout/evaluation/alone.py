@@ -82,4 +82,4 @@ def _roller(config: Config, stack: contextlib.ExitStack) -> LocalRoller:
     )
     config = config.changed("trainer", kl_coef=0.0).changed("model", lora_rank=0)
     telemetry = Telemetry(log_texts=config.daemon.log_texts)
-    return new_roller(config, tokenizer, telemetry, stack, held_out(config, config.evaluation.files[0]))
+    return new_roller(config, tokenizer, telemetry, stack, prompts=held_out(config, config.evaluation.files[0]))
