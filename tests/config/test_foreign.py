@@ -552,6 +552,23 @@ class TestConversions:
         assert bool(lines([-10, 10])) == bool(lines([-3, 3])) == (name != "group_norm")
         assert lines([-2, 2]) == ["reward.clip_range = [-2"]
 
+    def test_of_verls_critic_its_defaults_are_not_listed(self) -> None:
+        ppo = {"algorithm.adv_estimator": "gae"}
+        defaults = {
+            **dict.fromkeys(("critic.optim.lr_warmup_steps", "critic.optim.total_training_steps"), -1),
+            "critic.optim.weight_decay": 0.01, "critic.optim.betas": [0.9, 0.999], "critic.optim.min_lr_ratio": 0.0,
+            "critic.optim.lr_scheduler_type": "constant", "critic.grad_clip": 1.0, "critic.loss_agg_mode": "token-mean",
+            "critic.optim.optimizer": "AdamW", "critic.optim.optimizer_impl": "torch.optim",
+            "critic.model.lora_rank": 0, "critic.model.lora_alpha": 16, "critic.model.lora.type": "lora",
+            "critic.model.tokenizer_path": "m", "critic.model.tiled_mlp.num_shards": 4, "critic.model.mtp.layers": 1,
+        }  # fmt: skip
+
+        assert lost("verl", {**ppo, **defaults}) == []
+        changed = {"critic.optim.weight_decay": 0.1, "critic.model.lora_rank": 8, "critic.grad_clip": 0.5}
+        found = [line.partition(":")[0] for line in lost("verl", {**ppo, **defaults, **changed})]
+        assert found[:1] == ["critic.model.lora_rank = 8"] and "critic.model.lora_alpha = 16" in found
+        assert found[-2:] == ["critic.optim.weight_decay = 0.1", "critic.grad_clip = 0.5"]
+
     def test_passes_and_updates_of_verls_critic_are_listed_where_they_are_not_the_actors(self) -> None:
         critic = {"critic.ppo_epochs": 4, "critic.ppo_mini_batch_size": 64}
 

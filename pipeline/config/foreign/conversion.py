@@ -165,14 +165,14 @@ def _miss(done: Conversion, option: Option, names: list[str], given: Given) -> N
     if not names and option.is_written:
         values = {option.name: option.default}
     for name, value in values.items():
-        if not _changes_nothing(option, value, given):
+        if not _changes_nothing(option, name, value, given):
             default = "" if names else f" ({done.trainer.name}'s default)"
             done.lost.append(f"{name} = {_short(value)}{default}: {option.remark}")
 
 
-def _changes_nothing(option: Option, value: Any, given: Given) -> bool:
-    """Return whether nothing is lost by a value of an option that is missing."""
-    if value is None or value is False or value in ("", "no", "none", [], {}):
+def _changes_nothing(option: Option, name: str, value: Any, given: Given) -> bool:
+    """Return whether nothing is lost by the value of a name of an option that is missing."""
+    if value is None or value is False or value in ("", "no", "none", [], {}, option.off_by_name.get(name)):
         return True
     try:
         return option.unless is not None and option.unless(value, given)

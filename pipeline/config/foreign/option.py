@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["carried", "needless", "missing"]
@@ -89,6 +89,7 @@ class Option:
             another one with the default of here.
         aliases: Earlier names.
         unless: Whether a value of a missing option changes nothing; None, false and "none" never do.
+        off_by_name: Value of a name by which nothing is lost, such as its default.
     """
 
     names: tuple[str, ...]
@@ -100,6 +101,7 @@ class Option:
     is_written: bool = False
     aliases: tuple[str, ...] = ()
     unless: Callable[[Any, Given], bool] | None = None
+    off_by_name: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -190,6 +192,7 @@ def missing(
     written: bool = False,
     off: tuple[Any, ...] = (),
     unless: Callable[[Any, Given], bool] | None = None,
+    off_by_name: Mapping[str, Any] | None = None,
 ) -> Option:
     """Return options, divided by spaces, that rlhfd lacks.
 
@@ -202,11 +205,12 @@ def missing(
         written: Whether the default is lost too, where a file leaves the option out.
         off: Values by which nothing is lost.
         unless: Whether nothing is lost by a value.
+        off_by_name: Value of a name by which nothing is lost.
     """
     is_off = (lambda value, given: value in off) if off else None
     return Option(
         tuple(names.split()), "missing", tuple(key.split()), reason, default, None, written, tuple(aliases.split()),
-        unless or is_off,
+        unless or is_off, off_by_name or {},
     )  # fmt: skip
 
 

@@ -246,6 +246,16 @@ _OVERLONG = (
     "reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
 )  # fmt: skip
+_OF_CRITIC = {
+    f"{_C}{name}": value
+    for name, value in {
+        "optim.optimizer": "AdamW", "optim.lr_warmup_steps": -1, "optim.lr_warmup_steps_ratio": 0.0,
+        "optim.total_training_steps": -1, "optim.weight_decay": 0.01, "optim.betas": [0.9, 0.999],
+        "optim.clip_grad": 1.0, "optim.min_lr_ratio": 0.0, "optim.num_cycles": 0.5,
+        "optim.lr_scheduler_type": "constant", "grad_clip": 1.0, "loss_agg_mode": "token-mean",
+    }.items()
+}  # fmt: skip
+"""Defaults of verl's critic."""
 _CONFIGURATIONS = ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer", "ppo_torchtitan_trainer")
 _OPTIONS: Final[tuple[Option, ...]] = (
     # The data.
@@ -375,9 +385,12 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     carried("trainer.critic_warmup", "trainer.critic_warmup_steps", "less 1: verl counts steps from 1, and trains the actor from that one on", default=0, to=lambda value, given: {"trainer.critic_warmup_steps": max(0, value - 1)} if is_ppo(given) else {}, written=True),
     missing(f"{_C}ppo_epochs", "the critic has the actor's passes over the rows of a step", key="trainer.epochs", unless=_as_the_actor("ppo_epochs")),
     missing(f"{_C}ppo_mini_batch_size", "the critic has the actor's updates", key="trainer.mini_batches", unless=_as_the_actor("ppo_mini_batch_size")),
-    needless(f"{_C}enable {_C}strategy {_C}fsdp.* {_C}megatron.* {_C}ppo_* {_C}forward_* {_C}use_dynamic_bsz {_C}rollout_n {_C}shuffle {_C}data_loader_seed {_C}ulysses_sequence_parallel_size {_C}model.fsdp_config.* {_C}model.enable_gradient_checkpointing {_C}model.use_remove_padding {_C}model.use_shm {_C}model.trust_remote_code {_C}model.enable_activation_offload",
+    needless(f"{_C}enable {_C}strategy {_C}fsdp.* {_C}megatron.* {_C}ppo_* {_C}forward_* {_C}use_dynamic_bsz {_C}rollout_n {_C}shuffle {_C}data_loader_seed {_C}ulysses_sequence_parallel_size {_C}model.fsdp_config.* {_C}model.enable_gradient_checkpointing {_C}model.use_remove_padding {_C}model.use_shm {_C}model.trust_remote_code {_C}model.enable_activation_offload {_C}model.use_liger {_C}model.use_fused_kernels {_C}model.fused_kernel_options.* {_C}model.tokenizer_path {_C}model.tiled_mlp.* {_C}optim.optimizer_impl",
              "the critic is trained with the actor's passes, updates and sharding; rollout.algorithm = ppo has one"),
-    missing(f"{_C}optim.* {_C}grad_clip {_C}loss_agg_mode {_C}loss_scale_factor {_C}model.*", "the critic has the actor's optimizer, with a learning rate of its own; its loss is the mean over actions", key="trainer.critic_learning_rate", unless=lambda value, given: not is_ppo(given)),
+    missing(f"{_C}model.lora_rank {_C}model.lora_alpha {_C}model.target_modules {_C}model.exclude_modules {_C}model.lora.*", "the critic is trained whole", key="model.lora_rank",
+            unless=lambda value, given: not (is_ppo(given) and (given[f"{_C}model.lora_rank"] or given[f"{_C}model.lora.rank"]))),
+    missing(f"{_C}model.mtp.*", "no further head is trained, or drafts tokens", unless=lambda value, given: not given[f"{_C}model.mtp.enable"]),
+    missing(f"{_C}optim.* {_C}grad_clip {_C}loss_agg_mode {_C}loss_scale_factor {_C}model.*", "the critic has the actor's optimizer, with a learning rate of its own; its loss is the mean over actions", key="trainer.critic_learning_rate", unless=lambda value, given: not is_ppo(given), off_by_name=_OF_CRITIC),
     # The rewards.
     carried("reward.custom_reward_function.path", "rewards", "`module:function`, the file beside the configuration; verl's signature is called as it is", to=_reward("reward.custom_reward_function.path", "reward.custom_reward_function.name")),
     carried("reward.custom_reward_function.name", "rewards", default="compute_score", to=lambda value, given: {}),
