@@ -277,7 +277,7 @@ class Campaign:
             if target.stage == "start":
                 return self._strike_start(slab, target, worker)
             stage = self._wait_stage(slab, target._replace(role=role), worker)
-            pid = slab.pid(role, worker)
+            pid = self._up(slab, role, worker)
             below, title = descendants(pid), f"rollout {worker} vllm".encode()
             engines = [each for each in self.daemon.family() if role == "rollout" and _is_named(each, title)]
             below += engines
@@ -307,7 +307,8 @@ class Campaign:
         """Kill a process, then its successor a moment after that has started."""
         self._replaced(slab, target.role, worker)
         time.sleep(self._rng.random() * _START_S)
-        pid = slab.pid(target.role, worker)
+        # Another one, if it has ended by itself meanwhile.
+        pid = self._up(slab, target.role, worker)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _blow(target))
         if not target.hangs:
@@ -317,14 +318,14 @@ class Campaign:
 
     def _replaced(self, slab: MetricsSlab, role: str, worker: int) -> None:
         """Kill a process and wait until its successor has started."""
-        wait_until(lambda: _is_up(slab, role, worker), self.recovery_timeout_s, f"{role} {worker} is up")
-        killed = slab.pid(role, worker)
+        killed = self._up(slab, role, worker)
         os.kill(killed, signal.SIGKILL)
-        wait_until(
-            lambda: slab.pid(role, worker) != killed and _is_up(slab, role, worker),
-            self.recovery_timeout_s,
-            f"another {role} {worker} starts",
-        )
+        self._up(slab, role, worker, but=killed)
+
+    def _up(self, slab: MetricsSlab, role: str, worker: int, *, but: int = 0) -> int:
+        """Wait until a process, but this one, is up; return its pid, never 0, which `os.kill` takes for its group."""
+        what = f"{'another ' if but else ''}{role} {worker} is up"
+        return wait_until(lambda: pid if (pid := _pid(slab, role, worker)) != but else 0, self.recovery_timeout_s, what)
 
     def _strike_drain(self, target: Target) -> str:
         """Send SIGTERM to the daemon and kill the target a moment later, unless it has exited by itself."""
@@ -345,7 +346,7 @@ class Campaign:
 
     def _wait_stage(self, slab: MetricsSlab, target: Target, worker: int) -> str:
         """Wait until the process is up and at the stage; at the deadline any stage will do."""
-        wait_until(lambda: _is_up(slab, target.role, worker), self.recovery_timeout_s, f"{target.role} {worker} is up")
+        self._up(slab, target.role, worker)
         # A random moment within the stage.
         delay_s = self._rng.random() * 0.02
         wanted, after = target.stage.removeprefix("after "), target.stage.startswith("after ")
@@ -411,8 +412,10 @@ def trained_in(errors: str) -> int:
     return trained
 
 
-def _is_up(slab: MetricsSlab, role: str, worker: int) -> bool:
-    return slab.is_live(role, worker) and slab.pid(role, worker) > 0 and is_alive(slab.pid(role, worker))
+def _pid(slab: MetricsSlab, role: str, worker: int) -> int:
+    """Return the pid of a process that is up, else 0."""
+    pid = slab.pid(role, worker) if slab.is_live(role, worker) else 0
+    return pid if pid > 0 and is_alive(pid) else 0
 
 
 def _is_named(pid: int, name: bytes) -> bool:
