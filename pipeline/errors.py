@@ -17,6 +17,17 @@ class ExitCode(enum.IntEnum):
     BAD_CONFIG = 78
 
 
+def counted(count: int, one: str, several: str = "") -> str:
+    """Return a count with its noun, for messages: ``1 row``, ``2 rows``, ``1,024 batches``.
+
+    Args:
+        count: The count.
+        one: The noun, or noun and verb, of one.
+        several: Those of several; `one` with an s if it is left out.
+    """
+    return f"{count:,} {one if count == 1 else several or f'{one}s'}"
+
+
 class RlhfdError(Exception):
     """Base of every error that this package raises on purpose.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.cli.options import configured, load
+from pipeline.errors import counted
 
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
@@ -106,9 +107,9 @@ def _lines(
     from pipeline.supervisor.capacity.budgets import size
 
     config, actor = chosen.config, models.actor
-    sizes = f"{actor.parameters:,} parameters, {actor.layers} layers, {config.model.dtype}"
+    sizes = f"{actor.parameters:,} parameters, {counted(actor.layers, 'layer')}, {config.model.dtype}"
     yield f"model        {config.model.actor}: {sizes}"
-    cards = f"{machine.gpus} GPUs of {size(machine.gpu_bytes)}, " if machine.gpus else "no GPU, "
+    cards = f"{counted(machine.gpus, 'GPU')} of {size(machine.gpu_bytes)}, " if machine.gpus else "no GPU, "
     limit = " (the limit of its control group)" if machine.ram_bytes == memory_limit_bytes() else ""
     memory = f"{size(machine.ram_bytes)} of memory{limit}"
     yield f"machine      {cards}{memory}, {size(machine.shm_bytes)} of it for /dev/shm"

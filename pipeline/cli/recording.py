@@ -13,7 +13,7 @@ import click
 
 from pipeline.cli.options import finding, load, placing, prepare_as_start
 from pipeline.cli.runs import run_folder_of
-from pipeline.errors import ExitCode, FieldError, RlhfdError
+from pipeline.errors import ExitCode, FieldError, RlhfdError, counted
 
 if TYPE_CHECKING:
     from pipeline.storage.recording import Recording
@@ -52,7 +52,7 @@ def record(path: Path | None, runtime_dir: Path | None, run: str, last: int, as_
             click.echo(json.dumps(entry))
         return
     kept = sum(recording.has_rows(step) for step in recording.steps)
-    click.echo(f"{len(recording.steps):,} steps recorded, {kept:,} with their rows: {recording.folder}")
+    click.echo(f"{counted(len(recording.steps), 'step')} recorded, {kept:,} with their rows: {recording.folder}")
     if entries:
         click.echo("\n".join(table(_COLUMNS, [_row(entry) for entry in entries])))
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.errors import counted
 from pipeline.supervisor import diagnosis
 from pipeline.supervisor.live import evaluation_text
 
@@ -65,14 +66,14 @@ def warnings(status: Mapping[str, Any]) -> list[str]:
     buffer, processes = status.get("buffer") or {}, status.get("processes") or []
     found = []
     if buffer.get("unaccounted"):
-        found.append(f"{_shown(buffer, 'unaccounted')} rows are unaccounted for, please report this")
+        found.append(f"{counted(buffer['unaccounted'], 'row is', 'rows are')} unaccounted for, please report this")
     found += [f"{_name(process)} has failed" for process in processes if process.get("state") == "failed"]
     found += [f"{_name(process)} has left" for process in processes if process.get("state") == "left"]
     restarted = [process for process in processes if process.get("restarts") and process.get("state") != "failed"]
     found += [f"{_name(process)} was started again {_times(process['restarts'])}" for process in restarted]
     quarantined = (buffer.get("dropped") or {}).get("quarantined")
     if quarantined:
-        found.append(f"{quarantined:,} rows are in quarantine")
+        found.append(counted(quarantined, "row is in quarantine", "rows are in quarantine"))
     if pending := status.get("needs_restart"):
         found.append(f"changed, needs a restart: {', '.join(pending)}")
     return found
@@ -84,8 +85,8 @@ def _cluster(cluster: Mapping[str, Any]) -> str:
         return ""
     nodes, left, actors = cluster.get("nodes") or [], cluster.get("left") or [], cluster.get("actors") or {}
     gone = f", {len(left):,} left: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}" if left else ""
-    waiting = f", {actors['pending']:,} wait for a node" if actors.get("pending") else ""
-    return f"{len(nodes):,} nodes{gone}; actors: {actors.get('placed') or 0:,} placed{waiting}"
+    waiting = f", {counted(actors['pending'], 'waits', 'wait')} for a node" if actors.get("pending") else ""
+    return f"{counted(len(nodes), 'node')}{gone}; actors: {actors.get('placed') or 0:,} placed{waiting}"
 
 
 def _ranks(status: Mapping[str, Any]) -> str:

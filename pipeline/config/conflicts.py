@@ -11,6 +11,7 @@ from pipeline.config.losses import ADVANTAGES, GROUP_ADVANTAGES, ZERO_WITHOUT_SI
 from pipeline.config.prompts import conflicts_of_prompts
 from pipeline.config.rewards import conflicts_of_environment, conflicts_of_rewards
 from pipeline.config.types import Conflicts
+from pipeline.errors import counted
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -103,8 +104,8 @@ def _of_flow(config: Config) -> Conflicts:
     if buffer.limit and buffer.limit * batch - waiting < group:
         yield (
             ("buffer.limit", "buffer.sample_batch_size", "rollout.num_generations", "rollout.algorithm"),
-            f"leaves no room for a group of {group}: {buffer.limit} batches of {batch} rows each; the least that "
-            f"works is {-(-(group + waiting) // batch)}",
+            f"leaves no room for a group of {group}: {counted(buffer.limit, 'batch', 'batches')} of "
+            f"{counted(batch, 'row')}; the least that works is {-(-(group + waiting) // batch)}",
         )
 
 

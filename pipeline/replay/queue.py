@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
-from pipeline.errors import ArenaFullError
+from pipeline.errors import ArenaFullError, counted
 from pipeline.runtime.messages import (
     Ack,
     Ask,
@@ -155,11 +155,19 @@ class ReplayQueue:
             if not self.ledger.ready and not self.ledger.leased and not self.ledger.reserved:
                 self.close(f"drained and closed by {self._owner}")
         for room in self._wanting(WantRoom, now_s):
-            self._refuse(room, "deadline", f"no room for {room.rows} rows: {self._fill_level()}")
+            self._refuse(room, "deadline", f"no room for {counted(room.rows, 'row')}: {self._fill_level()}")
         for batch in self._wanting(WantBatch, now_s):
-            self._refuse(batch, "deadline", f"{self.ledger.ready} rows wait, a batch takes {self._batch_rows}")
+            self._refuse(
+                batch,
+                "deadline",
+                f"{counted(self.ledger.ready, 'row waits', 'rows wait')}, a batch takes {self._batch_rows}",
+            )
         for drain in self._wanting(Ask, now_s):
-            self._refuse(drain, "deadline", f"{self.ledger.ready + self.ledger.leased} rows were not taken")
+            self._refuse(
+                drain,
+                "deadline",
+                f"{counted(self.ledger.ready + self.ledger.leased, 'row was', 'rows were')} not taken",
+            )
 
     def close(self, reason: str = "") -> None:
         """Refuse every waiting request and every later one."""
@@ -275,7 +283,7 @@ class ReplayQueue:
             if self.batches or self._holders or self.ledger.reserved:
                 return False
             # No batch can be delivered, so no room can become free: refuse in place of a wait without end.
-            rows = f"{self.ledger.ready} rows are there, a batch takes {self._batch_rows}"
+            rows = f"{counted(self.ledger.ready, 'row is', 'rows are')} there, a batch takes {self._batch_rows}"
             reason = f"{want.nbytes:,} B do not fit, and nothing can go: {rows}, {self._fill_level()}"
             self._refuse(want, "arena", reason)
             return True
@@ -289,7 +297,7 @@ class ReplayQueue:
 
     def _fill_level(self) -> str:
         if self._limit and self._queued >= self._limit:
-            return f"{self._queued} batches are queued, the limit is {self._limit}"
+            return f"{counted(self._queued, 'batch is', 'batches are')} queued, the limit is {self._limit}"
         capacity_bytes, free_bytes = self._allocator.capacity_bytes, self._allocator.free_bytes
         appends = f"{len(self.ledger.extents):,} of at most {self.ledger.layout.extents:,} appends"
         return f"{free_bytes:,} B free of {capacity_bytes:,} B, {appends}"

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from pipeline.config.schema import Config
+from pipeline.errors import counted
 from pipeline.runtime.messages import is_evaluation
 from pipeline.runtime.signals import stopped_text
 from pipeline.supervisor.external import ExternalRank
@@ -226,8 +227,8 @@ def _gone(run: RunView, rank: ExternalRank) -> str:
 def _left_nodes(run: RunView) -> str:
     (name, ago_s), *others = run.nodes_left
     more = f" and {len(others)} more nodes" if len(others) > 1 else f" and {others[0][0]}" if others else ""
-    verb, noun = "remains" if run.nodes == 1 else "remain", "node" if run.nodes == 1 else "nodes"
-    return f"Node {name}{more} left the cluster, the last one {duration(ago_s)} ago; {run.nodes} {noun} {verb}."
+    rest = counted(run.nodes, "node remains", "nodes remain")
+    return f"Node {name}{more} left the cluster, the last one {duration(ago_s)} ago; {rest}."
 
 
 def _suspicious_s(run: RunView) -> float:
@@ -253,7 +254,8 @@ def _bottleneck(run: RunView) -> str:
         if not waits_for_external_trainer(run):
             return f"The external trainer waits for data: {rows}; {_all_at(run, working or workers)}."
         if run.leases_active:
-            return f"The run waits for the external trainer, which holds {run.leases_active} batches; {rows}."
+            held = counted(run.leases_active, "batch", "batches")
+            return f"The run waits for the external trainer, which holds {held}; {rows}."
         if connected := [rank for rank in run.external_ranks if rank.state == "connected"]:
             return f"The run waits for the external trainer (pid {connected[0].pid}) to take a batch; {rows}."
         return f"The run waits for an external trainer to connect and take a batch; {rows}."

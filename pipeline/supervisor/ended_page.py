@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, counted
 from pipeline.runtime.latest_checkpoint import best_checkpoint, read_latest
 from pipeline.runtime.run_folder import RunNote
 from pipeline.storage.files import UNREADABLE
@@ -82,7 +82,11 @@ def _state(folder: Path, note: RunNote, last: Fields, points: list[Point]) -> Fi
     steps = [last.get("step"), None if latest is None else latest.step, points[-1].step if points else 0]
     step = next(found for found in steps if found is not None)
     reward = next((point.shown()["reward"] for point in reversed(points) if point.rewards), None)
-    why = [f"The run has taken all of its {step:,} steps." if is_complete else f"The run has stopped at step {step:,}."]
+    why = [
+        f"The run has taken all of its {counted(step, 'step')}."
+        if is_complete
+        else f"The run has stopped at step {step:,}."
+    ]
     if latest is None:
         why.append("It has no checkpoint.")
     else:

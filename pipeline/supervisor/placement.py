@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, counted
 
 
 class Devices(NamedTuple):
@@ -110,7 +110,9 @@ def assign(
     ranks = config.ranks_here if config.trainer.kind == "builtin" else 0
     trainer_gpus = _chosen(config.trainer.devices, gpus, "trainer.devices") or list(gpus[:ranks])
     if gpus and ranks and len(trainer_gpus) < ranks:
-        raise ConfigError(f"trainer.world_size: {ranks} ranks need a GPU each, {len(trainer_gpus)} are there")
+        raise ConfigError(
+            f"trainer.world_size: {ranks} ranks need a GPU each, {counted(len(trainer_gpus), 'is', 'are')} there"
+        )
     rest = [gpu for gpu in gpus if gpu not in trainer_gpus]
     worker_gpus = _groups(_chosen(config.rollout.devices, gpus, "rollout.devices") or rest or list(gpus), config)
     trainers = [("trainer", rank) for rank in range(ranks)]
@@ -149,7 +151,7 @@ def _chosen(devices: str | list[int], gpus: Sequence[str], key: str) -> list[str
         return []
     beyond = [device for device in devices if device >= len(gpus)]
     if beyond:
-        raise ConfigError(f"{key}: device {beyond[0]} is not there, {len(gpus)} GPUs are visible")
+        raise ConfigError(f"{key}: device {beyond[0]} is not there, {counted(len(gpus), 'GPU is', 'GPUs are')} visible")
     return [gpus[device] for device in devices]
 
 
@@ -157,7 +159,9 @@ def _groups(gpus: Sequence[str], config: Config) -> list[str]:
     """Return the GPUs of each worker that has its own, separated by commas; a rest is left out."""
     size = config.rollout.tensor_parallel
     if gpus and len(gpus) < size:
-        raise ConfigError(f"rollout.tensor_parallel: a worker needs {size} GPUs, {len(gpus)} are there for workers")
+        raise ConfigError(
+            f"rollout.tensor_parallel: a worker needs {size} GPUs, {counted(len(gpus), 'is', 'are')} there for workers"
+        )
     return [",".join(gpus[start : start + size]) for start in range(0, len(gpus) - size + 1, size)]
 
 

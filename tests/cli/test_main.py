@@ -516,7 +516,7 @@ class TestStatus:
 
         assert "cluster    3 nodes; actors: 2 placed" in status_view.render(STATUS | {"cluster": whole}).splitlines()
         assert (
-            "cluster    2 nodes, 1 left: gpu-2 (10.0.0.2); actors: 1 placed, 1 wait for a node"
+            "cluster    2 nodes, 1 left: gpu-2 (10.0.0.2); actors: 1 placed, 1 waits for a node"
             in status_view.render(STATUS | {"cluster": lost}).splitlines()
         )
         assert "cluster" not in status_view.render(STATUS | {"cluster": None})

@@ -174,7 +174,7 @@ def test_a_file_that_a_run_removes_while_its_room_is_counted_counts_nothing(
         (("--disk", "-5GB"), "'-5GB' is not a size such as 80GB"),
         (
             ("--gpus", "1", "--gpu-memory", "1GB", "--set", "trainer.world_size=2"),
-            "2 ranks need a GPU each, 1 are there",
+            "2 ranks need a GPU each, 1 is there",
         ),
     ],
 )

@@ -169,7 +169,7 @@ class TestConflicts:
             (
                 {"buffer__sample_batch_size": 4, "buffer__max_staleness": 2, "buffer__limit": 1},
                 "buffer.limit",
-                "leaves no room for a group of 8: 1 batches of 4 rows",
+                "leaves no room for a group of 8: 1 batch of 4 rows",
             ),
             (
                 {"trainer__micro_batch_size": 4, "trainer__micro_batch_tokens": 4096},

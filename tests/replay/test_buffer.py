@@ -218,7 +218,7 @@ def test_more_rows_than_an_extent_takes_go_in_in_order():
 
 def test_of_more_rows_than_an_extent_takes_an_error_says_how_many_are_added():
     with buffer_of(512, limit=2) as buffer:
-        with pytest.raises(DeadlineError, match=r"^the first 1,024 of 2,048 rows are added: no room for 1024 rows: "):
+        with pytest.raises(DeadlineError, match=r"^the first 1,024 of 2,048 rows are added: no room for 1,024 rows: "):
             buffer.append(numbered(range(2048)), timeout_s=0.5)
 
         assert buffer.stats().ready == 1024
@@ -245,7 +245,7 @@ def test_flush_clear_and_the_books():
 def test_the_limit_holds_producers_back_and_a_timeout_says_what_for():
     with buffer_of(2, limit=1) as buffer:
         buffer.append(numbered(range(2)))
-        with pytest.raises(DeadlineError, match="no room for 1 rows: 1 batches are queued, the limit is 1"):
+        with pytest.raises(DeadlineError, match="no room for 1 row: 1 batch is queued, the limit is 1"):
             buffer.append(numbered([2]), timeout_s=0.05)
         assert numbers_of(buffer.sample()) == [0, 1]
         with pytest.raises(DeadlineError, match="no batch for worker 3 in time: 0 rows wait, a batch takes 2"):

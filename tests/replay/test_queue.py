@@ -269,8 +269,8 @@ def test_a_wait_ends_at_its_deadline_and_takes_nothing():
     bench.now_s = 6.0
     bench.say()
 
-    assert consumer.refused().reason == "1 rows wait, a batch takes 2"
-    assert producer.refused().reason == "no room for 1 rows: 1 batches are queued, the limit is 1"
+    assert consumer.refused().reason == "1 row waits, a batch takes 2"
+    assert producer.refused().reason == "no room for 1 row: 1 batch is queued, the limit is 1"
     assert consumer.one(Lease) is None and bench.ledger.leased == 0
     assert other.want_batch() is not None
 

@@ -16,7 +16,7 @@ from pipeline.config.losses import worker_holds_actor
 from pipeline.config.plan import models_of
 from pipeline.config.schema import Config
 from pipeline.config.sections import ClusterConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, counted
 from pipeline.supervisor import preflight
 from pipeline.supervisor.capacity import machine as machines
 from pipeline.supervisor.capacity.budgets import budgets_of, remedies
@@ -202,7 +202,8 @@ def test_the_gpus_of_a_plan_are_those_that_the_run_may_use(
     assert (planned.gpus, planned.gpu_bytes) == (gpus, gpu_bytes)
     assert (given.gpus, given.gpu_bytes) == (8, 10 * GB)
     shown = CliRunner().invoke(main, ["plan", "--set", f"model.actor={folder}"], env={"CUDA_VISIBLE_DEVICES": listed})
-    assert f"machine      {f'{gpus} GPUs of {gpu_bytes / 1e9:.1f} GB' if gpus else 'no GPU'}, " in shown.output
+    cards = f"{counted(gpus, 'GPU')} of {gpu_bytes / 1e9:.1f} GB" if gpus else "no GPU"
+    assert f"machine      {cards}, " in shown.output
 
 
 def test_a_gpu_whose_memory_is_not_known_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +226,7 @@ def test_gpus_of_which_the_driver_tells_nothing_have_no_plan(monkeypatch: pytest
     )
 
     assert done.exit_code == 78 and "does not tell the memory" in done.stderr
-    assert given.exit_code == 0 and "1 GPUs of 80.0 GB" in given.output
+    assert given.exit_code == 0 and "1 GPU of 80.0 GB" in given.output
 
 
 def test_a_machine_without_shared_memory_has_no_plan_and_a_line(

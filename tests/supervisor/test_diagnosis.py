@@ -112,6 +112,8 @@ STARVED = view("trainer-0", "wait_data", wait_data=0.82, train=0.18)
          "The run waits for an external trainer to connect and take a batch; 512 of 256 rows are ready."),
         (run(BUFFER, view("rollout-0", "wait_ticket_full"), leases=2, external=True),
          "The run waits for the external trainer, which holds 2 batches; 128 of 256 rows are ready."),
+        (run(BUFFER, view("rollout-0", "wait_ticket_full"), leases=1, external=True),
+         "The run waits for the external trainer, which holds 1 batch; 128 of 256 rows are ready."),
         (run(BUFFER, view("rollout-0", "generate", state="draining", since_s=4), state="draining"),
          "The run drains: rollout-0 (pid 4711) has been in generate for 4.0 s."),
     ],

@@ -118,7 +118,7 @@ def test_ranks_of_other_machines_take_neither_gpu_nor_core_here():
         ({"trainer": {"world_size": 3}}, "3 ranks need a GPU each, 2 are there"),
         (
             {"rollout": {"engine": "vllm", "tensor_parallel": 2}},
-            "rollout.tensor_parallel: a worker needs 2 GPUs, 1 are there for workers",
+            "rollout.tensor_parallel: a worker needs 2 GPUs, 1 is there for workers",
         ),
     ],
 )

@@ -17,7 +17,7 @@ import torch
 
 from pipeline.config.identity import identity_of
 from pipeline.config.schema import Config
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import CheckpointError, ConfigError, counted
 from pipeline.experience.saved_rows import batches_of
 from pipeline.models.device import device_name, process_device
 from pipeline.models.loading import load_tokenizer
@@ -314,7 +314,7 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name}: neither cpu nor cuda:N")
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"--device {name}: this process can use {count} GPUs")
+        raise ConfigError(f"--device {name}: this process can use {counted(count, 'GPU')}")
     return device
 
 
