@@ -131,7 +131,7 @@ class RemoteStream:
             RlhfdError: If they cannot be loaded, or are others, at a later start, or the machine is lost.
         """
         answered = self._actor.status.remote(logging.getLogger().level, 0.0)
-        await_room(answered, self._context, f"gpus={self._gpus:g} cpus={self._cpus:g}")
+        await_room(answered, self._context, f"gpus={self._gpus:g} cpus={self._cpus:g}", self._actor)
         self._place = self._node_id()
         # Its process starts while the models are loaded; without an answer it is asked for again with the weights.
         with contextlib.suppress(_LostError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import socket
@@ -117,13 +118,14 @@ def as_error_of_start(error: ConfigError, context: RoleContext) -> RlhfdError:
     return RlhfdError(str(error), bare=error.bare)
 
 
-def await_room(placed: Any, context: RoleContext, wanted: str) -> None:
+def await_room(placed: Any, context: RoleContext, wanted: str, actor: Any = None) -> None:
     """Wait until the cluster has room, without a deadline: the free resources are logged now and then.
 
     Args:
         placed: Reference to an object that exists once there is room.
         context: The gateway's; told of a wait of some seconds and of its end.
         wanted: The resources, for the log.
+        actor: Its first answer is `placed`; it has room before, while it starts slowly.
 
     Raises:
         NoRoomError: If a shutdown comes first.
@@ -134,6 +136,8 @@ def await_room(placed: Any, context: RoleContext, wanted: str) -> None:
     while not ray.wait([placed], timeout=_LOOK_S)[0]:
         if context.stopping:
             raise NoRoomError
+        if time.monotonic() > due_s and actor is not None and _has_process(actor):
+            due_s = math.inf
         if time.monotonic() > due_s:
             is_pending, due_s, free = True, time.monotonic() + _PENDING_REPEAT_S, ray.available_resources()
             log.warning("waits for room in the cluster: %s free_gpus=%g free_cpus=%g",
@@ -141,6 +145,16 @@ def await_room(placed: Any, context: RoleContext, wanted: str) -> None:
             context.report(Report(state="pending"))
     if is_pending:
         context.report(Report(state="placed"))
+
+
+def _has_process(actor: Any) -> bool:
+    """Return whether a node has a process for an actor, which may still import its class."""
+    import ray
+    from ray._private import state
+
+    # While an actor waits for room its address is that of a node that was asked for it.
+    none = {0, *(node["NodeManagerPort"] for node in ray.nodes())}
+    return state.actors(actor._actor_id.hex()).get("Address", {}).get("Port", 0) not in none
 
 
 def one_line(error: BaseException) -> str:

@@ -8,12 +8,14 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.runtime.ray_cluster import NoRoomError, join
+from pipeline.runtime import ray_cluster
+from pipeline.runtime.ray_cluster import NoRoomError, await_room, join
 from pipeline.runtime.role import Report, RoleContext
 
 NOBODY = Config.model_validate({"cluster": {"engine": "ray", "address": "127.0.0.1:9"}})
@@ -91,3 +93,26 @@ def test_a_cluster_that_asks_for_a_token_is_told(gateway, monkeypatch, is_wrappe
         address = f"127.0.0.1:{head.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"no Ray cluster at {address} .*InvalidAuthToken: it is missing.*token"):
             join(Config.model_validate({"cluster": {"engine": "ray", "address": address}}), context)
+
+
+@pytest.mark.needs("ray")
+@pytest.mark.parametrize(
+    ("port", "reports"), [(38733, []), *((port, [Report(state="pending"), Report(state="placed")]) for port in (0, 77))]
+)
+def test_an_actor_that_starts_slowly_does_not_wait_for_room(gateway, monkeypatch, caplog, port, reports) -> None:
+    import ray
+    from ray._private import state
+
+    context, told = gateway
+    context.report = told.append
+    answers = iter([[]] * 3)
+    monkeypatch.setattr(ray, "wait", lambda references, timeout: (next(answers, references), []))
+    monkeypatch.setattr(ray, "available_resources", dict)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerPort": 77}])
+    monkeypatch.setattr(state, "actors", lambda actor_id: {"State": "PENDING_CREATION", "Address": {"Port": port}})
+    monkeypatch.setattr(ray_cluster, "_PENDING_S", 0.0)
+
+    await_room("answered", context, "gpus=1 cpus=1", SimpleNamespace(_actor_id=b"4"))
+
+    assert told == reports
+    assert ("waits for room" in caplog.text) == bool(reports)
