@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import secrets
 import time
@@ -44,9 +45,11 @@ class SampleFeed:
 
     def since(self, cursor: str) -> bytes:
         """Return the newest rollouts recorded since the answer with this cursor, and the next cursor, as JSON."""
-        for sample in self._reader.read():
-            self._number += 1
-            self._kept.append((self._number, msgspec.json.encode(sample)))
+        # While the folder cannot be read there are none; they come with a later answer.
+        with contextlib.suppress(OSError):
+            for sample in self._reader.read():
+                self._number += 1
+                self._kept.append((self._number, msgspec.json.encode(sample)))
         total = sum(len(text) for _, text in self._kept)
         while len(self._kept) > _MOST_SAMPLES or total > _MOST_SAMPLE_BYTES:
             total -= len(self._kept.popleft()[1])

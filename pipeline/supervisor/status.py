@@ -310,7 +310,10 @@ class InstanceStatus:
         """Return the last evaluation and the progress of the next; None without held-out prompts."""
         if not self._files:
             return None
-        best = best_checkpoint(self._run_folder / "checkpoints")
+        best = None
+        # A disk that fails, or a ticket of Kerberos that has expired, ends no run.
+        with contextlib.suppress(OSError):
+            best = best_checkpoint(self._run_folder / "checkpoints")
         _, _, (done, prompts) = self.steps_and_version()
         last = self._evaluated
         version = last.value("rlhfd_evaluation_version")

@@ -7,6 +7,7 @@ the set of places that it has, as a float32 that holds whole numbers up to 2^24:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -44,16 +45,18 @@ class NumberNames:
 
     @property
     def names(self) -> list[str]:
-        """The names in the order of their places."""
-        try:
-            if self._path is not None and self._path.stat().st_size != self._size:
-                text = self._path.read_bytes()
-                # A process that was killed may have left a part of a line.
-                lines = text.split(b"\n")[:-1]
-                self._size = len(text)
-                self._names = [_name(line, place) for place, line in enumerate(lines[:MOST_NUMBERS])]
-        except FileNotFoundError:
-            pass
+        """The names in the order of their places; those read before, while the file cannot be read."""
+        with contextlib.suppress(OSError):
+            self._read()
+        return self._names
+
+    def _read(self) -> list[str]:
+        if self._path is not None and self._path.stat().st_size != self._size:
+            text = self._path.read_bytes()
+            # A process that was killed may have left a part of a line.
+            lines = text.split(b"\n")[:-1]
+            self._size = len(text)
+            self._names = [_name(line, place) for place, line in enumerate(lines[:MOST_NUMBERS])]
         return self._names
 
     def place(self, name: str) -> int | None:
@@ -86,13 +89,13 @@ class NumberNames:
         with self._path.open("ab+") as file:
             lock_where_possible(file)
             self._size = -1
-            if name not in (names := self.names) and len(names) < MOST_NUMBERS:
+            if name not in (names := self._read()) and len(names) < MOST_NUMBERS:
                 file.seek(0)
                 os.ftruncate(file.fileno(), file.read().rfind(b"\n") + 1)
                 file.write(json.dumps(name).encode() + b"\n")
                 file.flush()
                 self._size = -1
-                names = self.names
+                names = self._read()
         return names.index(name) if name in names else None
 
 

@@ -223,10 +223,12 @@ def _reporting_growth(folder: Path, telemetry: Telemetry) -> Iterator[None]:
 def _written_bytes(folder: Path) -> int:
     """Return the bytes of the files on disk, by blocks: safetensors sets their whole length before the first byte."""
     blocks = 0
-    for path in folder.rglob("*"):
-        # A file is written under another name first.
-        with contextlib.suppress(FileNotFoundError):
-            blocks += path.stat().st_blocks
+    # A folder that cannot be read has not grown.
+    with contextlib.suppress(OSError):
+        for path in folder.rglob("*"):
+            # A file is written under another name first.
+            with contextlib.suppress(FileNotFoundError):
+                blocks += path.stat().st_blocks
     return 512 * blocks
 
 
@@ -286,8 +288,13 @@ def _remove_unfinished(root: Path) -> None:
 
 
 def _remove_old(root: Path, note: CheckpointNote, keep: int) -> None:
-    best = best_checkpoint(root)
-    for _, folder in [found for found in of_run(root, note.run) if found[0] <= note.step][:-keep]:
+    try:
+        best = best_checkpoint(root)
+        old = [folder for step, folder in of_run(root, note.run) if step <= note.step][:-keep]
+    except OSError as error:
+        log.warning("old checkpoints are not removed before the next one: %s", error)
+        return
+    for folder in old:
         if folder == best:
             continue
         try:
@@ -300,12 +307,13 @@ def _remove_old(root: Path, note: CheckpointNote, keep: int) -> None:
 
 
 def _write_failure(target: Path, temporary: Path, error: Exception) -> str:
-    written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
-    found = os.statvfs(next((folder for folder in target.parents if folder.is_dir()), Path("/")))
+    failure = f"checkpoint {target} could not be written: {error}"
+    try:
+        written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+        found = os.statvfs(next((folder for folder in target.parents if folder.is_dir()), Path("/")))
+    except OSError:  # of a folder that cannot be read any more nothing else is known
+        return failure
     # Without a free inode no file can be made, however many bytes are free.
     inodes = ", but no inode" if found.f_files and not found.f_favail else ""
     free_bytes = found.f_bavail * found.f_frsize
-    return (
-        f"checkpoint {target} could not be written: {error}; "
-        f"{written:,} B were written, {free_bytes:,} B are free{inodes}"
-    )
+    return f"{failure}; {written:,} B were written, {free_bytes:,} B are free{inodes}"

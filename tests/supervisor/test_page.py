@@ -26,6 +26,10 @@ def test_any_cursor_is_answered_with_the_next_one(tmp_path: Path, number: str) -
     assert answer == {"cursor": first, "samples": []}
 
 
+def test_samples_that_cannot_be_read_for_a_time_are_answered_with_none(tmp_path: Path) -> None:
+    assert not json.loads(SampleFeed(tmp_path / ("n" * 300)).since(""))["samples"]
+
+
 def test_a_history_that_cannot_be_written_for_days_is_logged_once_a_cause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

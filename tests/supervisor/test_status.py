@@ -126,3 +126,6 @@ def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(rated
     slab.writer("trainer").gauge("rlhfd_loss", kind="total").set(0.125)
     assert shown(4.0) == ({"loss": 0.125, "pass_at_1": 0.5}, expected[1])
     assert status._evaluation()["cut_ratio"] == 0.125
+    # As of a file system that answers each call with EACCES, EIO or ESTALE.
+    status._run_folder = tmp_path / ("n" * 300)
+    assert status._evaluation()["best"] == "" and shown(4.0)[-1] == expected[1]

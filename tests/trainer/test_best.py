@@ -154,6 +154,17 @@ def test_a_best_checkpoint_that_was_moved_aside_is_none(tmp_path: Path) -> None:
     assert bench.follower.is_best(evaluation(20, 1))
 
 
+def test_a_best_checkpoint_that_cannot_be_looked_up_stays_the_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Follower(tmp_path)
+    bench.checkpoints.mkdir()
+    (bench.checkpoints / "best").symlink_to("n" * 300)
+
+    assert not bench.follower.is_best(evaluation(20, 9))
+    assert "cannot be looked up, and stays the best" in caplog.text
+
+
 @pytest.mark.parametrize("best", [10, 20])
 def test_the_best_checkpoint_is_kept_beside_the_newest_ones(tmp_path: Path, best: int) -> None:
     for step in (10, 20):

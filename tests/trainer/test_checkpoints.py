@@ -180,6 +180,26 @@ def test_a_disk_without_an_inode_is_named_as_such(tmp_path, monkeypatch):
         save(tmp_path, 1)
 
 
+def test_a_folder_of_which_not_even_the_room_can_be_told_is_a_checkpoint_that_is_not_written(tmp_path):
+    # As of a file system that answers each call with EACCES, EIO or ESTALE.
+    with pytest.raises(CheckpointError, match=r"step-000001 could not be written: .*File name too long"):
+        save(unreadable := tmp_path / ("n" * 300), 1)
+
+    assert not checkpoints._written_bytes(unreadable)
+
+
+def test_old_ones_stay_while_the_best_one_is_not_known(tmp_path, caplog):
+    save(tmp_path, 1)
+    (tmp_path / "best").symlink_to("n" * 300)
+
+    save(tmp_path, 2, keep=1)
+
+    assert (tmp_path / "step-000001").exists() and "old checkpoints are not removed before the next one" in caplog.text
+    (tmp_path / "best").unlink()
+    save(tmp_path, 3, keep=1)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000003"]
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_one_that_cannot_be_recorded_as_the_latest_is_not_left_and_the_one_of_its_step_is_put_back(tmp_path, step):
     save(tmp_path, 1, value=1.0)

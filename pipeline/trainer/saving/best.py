@@ -139,11 +139,14 @@ class EvaluationFollower(TrainerHook):
         score = _score(evaluation)
         if score is None:
             return False
-        best = best_checkpoint(self._checkpoints)
-        if best is None:
-            return True
         try:
+            best = best_checkpoint(self._checkpoints)
+            if best is None:
+                return True
             note = read_note(best)
+        except OSError as error:
+            log.warning("the best checkpoint cannot be looked up, and stays the best: %s", error)
+            return False
         except CheckpointError as error:
             log.warning("the best checkpoint cannot be read, the next best one takes its place: %s", error)
             return True

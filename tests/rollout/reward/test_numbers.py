@@ -271,6 +271,19 @@ def test_a_disk_that_takes_no_further_name_costs_the_numbers_alone(
     assert names.place("odd.second") == 1, "the disk has room again"
 
 
+def test_names_stay_known_while_their_file_cannot_be_read_and_no_new_one_is_refused_for_good(tmp_path: Path) -> None:
+    names = NumberNames(tmp_path)
+    assert names.place("a") == 0
+    (file,) = tmp_path.iterdir()
+    file.rename(kept := tmp_path / "kept")
+    # As of a file system that answers each call with EACCES, EIO or ESTALE.
+    file.symlink_to(file)
+
+    assert names.names == ["a"] and names.place("a") == 0 and names.place("b") is None
+    kept.replace(file)
+    assert names.place("b") == 1 and NumberNames(tmp_path).names == ["a", "b"]
+
+
 def test_a_workers_metric_has_the_name_of_the_number(tmp_path: Path) -> None:
     names = NumberNames(tmp_path)
     made = pack(RaggedRows.of(experience([{"f.a": 1.0}, {"f.a": 2.0}])), names)
