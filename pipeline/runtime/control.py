@@ -17,7 +17,7 @@ import msgspec
 
 from pipeline.errors import RlhfdError, UnreachableError
 from pipeline.runtime.lock import InstanceRecord
-from pipeline.runtime.signals import refuse_stopped
+from pipeline.runtime.signals import refuse_stopped, waits_for_disk
 from pipeline.storage.arena import PAGE_BYTES
 from pipeline.storage.files import UNREADABLE, no_room
 
@@ -192,7 +192,10 @@ def request(record: InstanceRecord, command: str, timeout_s: float, **fields: An
         answer = msgspec.json.decode(line, type=dict[str, Any])
     except TimeoutError:
         refuse_stopped(record.pid)
-        raise UnreachableError(f"pid {record.pid} does not answer within {timeout_s:g} s") from None
+        cause = ": it waits in the kernel (state D), as for a disk that does not answer"
+        raise UnreachableError(
+            f"pid {record.pid} does not answer within {timeout_s:g} s{cause if waits_for_disk(record.pid) else ''}"
+        ) from None
     except OSError as error:
         raise UnreachableError(f"pid {record.pid} cannot be reached at {path}: {error.strerror}") from error
     except UNREADABLE as error:

@@ -98,6 +98,14 @@ def stop_signal(pid: int) -> str | None:
         return "by a signal"
 
 
+def waits_for_disk(pid: int) -> bool:
+    """Return whether a process is in the kernel's state D, as in a call to a file system that does not answer."""
+    try:
+        return stat_of(pid)[0] == b"D"
+    except (OSError, IndexError):
+        return False
+
+
 def refuse_stopped(pid: int) -> None:
     """Raise if a signal has stopped the instance with this pid.
 

@@ -162,15 +162,21 @@ def _late(processes: Sequence[Observation], now_s: float, config: Config, watche
 
 
 class PauseWatch:
-    """Pauses of the supervisor itself: time in which it did not run is no hang of another process."""
+    """Pauses of the supervisor itself: time in which it did not run is no hang of another process.
+
+    Attributes:
+        since_s: Monotonic time of the end of the last pause.
+        gap_s: Time between the last two looks.
+    """
 
     def __init__(self) -> None:
         self._seen_s: float | None = None
-        self.since_s = 0.0
+        self.since_s = self.gap_s = 0.0
 
     def look(self, now_s: float, longest_gap_s: float) -> bool:
         """Record that the supervisor runs; return whether it had paused, for longer than this gap."""
         paused = self._seen_s is None or now_s - self._seen_s > longest_gap_s
+        self.gap_s = 0.0 if self._seen_s is None else now_s - self._seen_s
         self._seen_s = now_s
         if paused:
             self.since_s = now_s

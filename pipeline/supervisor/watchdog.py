@@ -29,6 +29,7 @@ from pipeline.telemetry.slab import MetricsSlab
 
 _DUMP_S = 2.0
 """Longest time for a process to write its stacks before it is killed; it is killed once they are written."""
+_STOOD_S = 15.0
 _QUIET_S = 1.0
 _BUFFER_SILENT_S = 10.0
 """The buffer makes no long calls, so /healthz reports a hang of it before `daemon.hang_timeout_s` has passed."""
@@ -105,6 +106,9 @@ class Watchdog:
         daemon = self.config.daemon
         shortest_s = min(daemon.hang_timeout_s or daemon.startup_timeout_s, daemon.startup_timeout_s)
         paused = self._pauses.look(now_s, max(1.0, shortest_s / 2))
+        if self._pauses.gap_s > _STOOD_S:
+            log.warning("the supervisor stood still, by a signal or a disk that did not answer, and so did commands: "
+                        "seconds=%.1f", self._pauses.gap_s)  # fmt: skip
         pending = {kill.slot.name for kill in self._pending_kills}
         observations = [self._observe(slot) for slot in self.fleet.slots if slot.state not in ("ended", "failed")]
         verdicts = hung(observations, now_s, self.config, watched_since_s=self._pauses.since_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,10 +20,10 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.main import main
-from pipeline.errors import ExitCode, StoppedError
+from pipeline.errors import ExitCode, StoppedError, UnreachableError
 from pipeline.runtime import control
 from pipeline.runtime.lock import InstanceRecord
-from pipeline.runtime.signals import stop_signal
+from pipeline.runtime.signals import stat_of, stop_signal
 from pipeline.supervisor.status import cpu_seconds
 
 DEADLINE_S = 60.0
@@ -119,6 +120,32 @@ def test_a_request_to_a_stopped_instance_is_refused_at_once(tmp_path: Path, slee
 
     with pytest.raises(StoppedError, match=rf"^pid {sleeper.pid} is stopped \(SIGTSTP\), kill -CONT {sleeper.pid}$"):
         control.request(record, "status", timeout_s=DEADLINE_S)
+
+
+WAITING = """
+import ctypes, signal
+print("waits", flush=True)
+ctypes.CDLL(None).vfork() or signal.pause()
+"""
+"""A process in the kernel's state D, as before a disk: the parent of a vfork, whose child executes nothing."""
+
+
+def test_a_request_without_an_answer_names_the_disk_that_the_instance_waits_for(tmp_path: Path) -> None:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent,
+        subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, process_group=0) as instance,
+        contextlib.ExitStack() as ended,
+    ):
+        ended.callback(os.killpg, instance.pid, signal.SIGKILL)
+        silent.bind(str(tmp_path / "control.sock"))
+        silent.listen()
+        record, deadline_s = InstanceRecord(instance.pid, str(tmp_path)), time.monotonic() + DEADLINE_S
+        assert instance.stdout is not None and instance.stdout.readline() == b"waits\n"
+        while stat_of(instance.pid)[0] != b"D" and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+
+        with pytest.raises(UnreachableError, match=r"0.1 s: it waits in the kernel \(state D\), as for a disk"):
+            control.request(record, "status", timeout_s=0.1)
 
 
 @pytest.mark.parametrize("has_record", [True, False], ids=["running", "starting"])

@@ -42,6 +42,11 @@ class Watch:
         )
         self._now_s = time.monotonic()
 
+    def stand_still(self, seconds: float) -> None:
+        """Let time pass in one tick of the watchdog."""
+        self._now_s += seconds
+        self.watchdog.tick(self._now_s, 0.0, 0.0)
+
     def pass_s(self, seconds: float) -> None:
         """Let time pass, the watchdog ticking without a pause."""
         until_s = self._now_s + seconds
@@ -64,6 +69,20 @@ async def watching(folder: Path) -> AsyncIterator[Watch]:
     finally:
         watch.fleet.signal(watch.fleet.slots, signal.SIGKILL)
         await watch.all_end()
+
+
+async def test_a_supervisor_that_stood_still_says_for_how_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with watching(tmp_path) as watch:
+        watch.pass_s(60.0)
+        assert not caplog.messages
+
+        watch.stand_still(25.0)
+        watch.pass_s(60.0)
+
+    (said,) = caplog.messages
+    assert said.startswith("the supervisor stood still") and said.endswith("seconds=25.0")
 
 
 async def test_of_ranks_that_are_late_together_each_is_asked_for_its_stacks(tmp_path: Path) -> None:
