@@ -136,7 +136,11 @@ class Shutdown:
         """
         ends, is_own = self.under_way or slot.finished, slot.ended_by != "group" and not slot.from_outside
         if slot.role == "trainer" and code == ExitCode.FAILED and is_own and ends:
-            self._keep(f"{slot.name} has not written the last checkpoint, its error is above: {self._held()}")
+            reason, held = f"{slot.name} has not written the last checkpoint, its error is above", self._held()
+            if held:
+                self._keep(f"{reason}: {held}")
+            else:
+                self.fail(ExitCode.FAILED, f"{reason}: nothing was published")
 
     def _buffer_ended(self, slot: Slot, code: int) -> None:
         """Restart the buffer: no other process can write the undelivered rows to disk."""
@@ -153,10 +157,13 @@ class Shutdown:
         return state is not None and state.version > saved_version(checkpoints_dir(self.config))
 
     def _held(self) -> str:
-        """Return what shared memory holds of the end: the weights, and the training state if it is of this version."""
+        """Return what shared memory holds of the end: the weights, and the training state if it is of this version.
+
+        "" if nothing was published.
+        """
         weights, state = (newest_version(Path(self._fleet.folder, name), attempts=_READS) for name in _FILES)
         if weights is None:
-            return "nothing was published, and"
+            return ""
         if state is not None and state.age == weights.age:
             return f"weights and training state of version {weights.version}"
         return f"weights of version {weights.version}, without its training state,"

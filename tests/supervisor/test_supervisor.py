@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.config.schema import Config
 from pipeline.errors import ExitCode, GaveUpError
 from pipeline.supervisor import supervisor as module
+from pipeline.supervisor.shutdown import Shutdown
 from pipeline.supervisor.supervisor import Supervisor
 
 PAUSED = {"phase": "paused", "is_buffer_paused": True}
@@ -112,6 +114,17 @@ def test_a_start_that_fails_after_a_childs_end_ends_the_run(made):
     supervisor._child_ended(SimpleNamespace(role="setup", state="ended"), 0)
 
     assert failures == [(ExitCode.GAVE_UP, "trainer-0 cannot be started: no process is free"), "begun"]
+
+
+def test_of_a_run_that_has_published_nothing_a_failed_rank_keeps_nothing_in_shared_memory(tmp_path):
+    fleet = SimpleNamespace(folder=str(tmp_path))
+    shutdown = Shutdown(Config(), fleet, None, None, taken_over=False)
+    rank = SimpleNamespace(name="trainer-0", role="trainer", finished=True, ended_by="", from_outside=False)
+
+    shutdown.note_unwritten(rank, ExitCode.FAILED)
+
+    assert (shutdown.exit_code, shutdown.is_kept) == (ExitCode.FAILED, False)
+    assert shutdown.reason.endswith("has not written the last checkpoint, its error is above: nothing was published")
 
 
 @pytest.mark.parametrize("word", ["pause", "resume"])
