@@ -30,7 +30,7 @@ from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.loading import load_actor, load_critic
 from pipeline.models.lora import adapter_of, load_adapter, published
 from pipeline.progress import Telemetry
-from pipeline.runtime.checkpoint_note import NOTE, CheckpointNote, FileNote, checksum, folder_name, of_run
+from pipeline.runtime.checkpoint_note import NOTE, CheckpointNote, FileNote, checksum, folder_name, heads_in, of_run
 from pipeline.runtime.latest_checkpoint import (
     REPLACED,
     Latest,
@@ -89,8 +89,7 @@ def save_checkpoint(
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(root)
-        before = _latest(root)
-        run = (before is not None and before.run) or secrets.token_hex(4)
+        run = _run_of(root) or secrets.token_hex(4)
         with _reporting_growth(temporary, telemetry):
             actor.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
@@ -184,14 +183,22 @@ def load_whole(
     load_state(folder, state)
 
 
-def _latest(root: Path) -> Latest | None:
-    """Return the record of the latest checkpoint, None if there is none that can be read."""
+def _run_of(root: Path) -> str:
+    """Return the id of the run whose checkpoints these are; "" if it has none yet."""
     try:
-        return read_latest(root)
+        latest = read_latest(root)
     except ConfigError as error:
-        # The checkpoint being written replaces this record, whatever its fault.
+        # The checkpoint being written replaces this record, whatever its fault; the others stay those of its run.
         log.warning("%s", error)
-        return None
+        return max(((note.step, note.run) for _, note in heads_in(root)), default=(0, ""))[1]
+    return "" if latest is None else latest.run
+
+
+def _is_latest(root: Path, latest: Latest) -> bool:
+    try:
+        return read_latest(root) == latest
+    except ConfigError:
+        return False
 
 
 def _files(folder: Path, telemetry: Telemetry) -> dict[str, FileNote]:
@@ -271,7 +278,7 @@ def _put_in_place(temporary: Path, target: Path, latest: Latest) -> None:
         write_latest(root, latest)
     except OSError:
         # A record that is in place, but not flushed, names the new folder.
-        if not temporary.exists() and _latest(root) != latest:
+        if not temporary.exists() and not _is_latest(root, latest):
             target.rename(temporary)
         put_back_replaced(root)
         raise

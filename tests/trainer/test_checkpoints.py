@@ -305,13 +305,14 @@ def test_a_latest_that_cannot_be_read_is_named(tmp_path):
         read_latest(tmp_path)
 
 
-def test_a_run_goes_on_saving_though_its_note_was_damaged_meanwhile(tmp_path):
+def test_a_run_goes_on_saving_though_its_note_was_damaged_meanwhile_and_keeps_its_earlier_checkpoints(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "latest.json").write_text("{")
 
-    save(tmp_path, 2)
+    second = save(tmp_path, 2)
 
     assert read_latest(tmp_path).step == 2
+    assert list(earlier_of_run(tmp_path, read_latest(tmp_path))) == [second, tmp_path / "step-000001"]
 
 
 class SlowActor:
