@@ -127,7 +127,7 @@ class Spool:
         # No rows are made before the first version: rows in the ledger are then from a partly restored file.
         lived = ledger.totals.policy_version >= 0
         latest = self._latest(lived)
-        is_fresh = ledger.totals.tickets == 0
+        is_fresh = ledger.totals.position == 0
         file = self._load(self.path, damaged)
         if file is not None:
             # It is newer than any snapshot.

@@ -254,6 +254,23 @@ def test_without_a_spool_prompts_go_on_from_the_checkpoint(starts):
     assert start.ledger.totals.position == 40
 
 
+def test_a_buffer_that_is_replaced_before_its_first_ticket_goes_on_with_the_round_of_the_spool(starts):
+    first = starts("first")
+    first.serve()
+    first.say(Published(0, 10, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 1))
+    # No row outlives the stop: the ticket is cut.
+    first.say(Drain())
+    first.buffer.finish(first.spool.write)
+    checkpoint(first, version=0)
+    second = starts("second")
+    second.take_in()
+
+    third = starts("", arena=second.arena_path)
+    third.take_in()
+
+    assert third.ledger.totals.round_left == second.ledger.totals.round_left == 2
+
+
 def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_gets_the_prompts_between_them(starts):
     start = starts("first")
     checkpoint(start, step=10, version=10, position=40)
