@@ -278,6 +278,9 @@ VERL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"rollout.top_p": 0.9, "rollout.top_k": 20, "evaluation.top_p": 1.0, "evaluation.top_k": 0}),
     ({"data.val_files": "c.parquet", "trainer.test_freq": 5, f"{R}.top_p": 0.9, f"{R}.val_kwargs.top_p": 0.7,
       f"{R}.val_kwargs.top_k": 8}, {"evaluation.top_p": 0.7, "evaluation.top_k": 8}),
+    ({"data.val_files": "c.parquet", "trainer.test_freq": 5, f"{R}.val_kwargs.n": 4,
+      f"{R}.val_kwargs.do_sample": True, f"{R}.val_kwargs.temperature": 0.6},
+     {"evaluation.num_generations": 4, "evaluation.temperature": 0.6}),
     ({"data.val_files": "c.parquet", "trainer.test_freq": 5}, {"evaluation.top_p": None, "evaluation.top_k": None}),
     ({f"{R}.top_p": 0.9, f"{R}.top_k": 20}, {"evaluation.top_p": None, "evaluation.top_k": None}),
     ({"custom_reward_function.path": "/x/my_reward.py", "custom_reward_function.name": "f"},
@@ -516,8 +519,16 @@ class TestConversions:
             ),
             (
                 "verl",
-                {"data.val_files": "v.parquet", "trainer.test_freq": 5, f"{R}.val_kwargs.n": 4},
-                f"{R}.val_kwargs.n = 4: without val_kwargs.do_sample the responses to a prompt are equal",
+                {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": "few"},
+                "algorithm.filter_groups.enable = true: algorithm.filter_groups.max_num_gen_batches must be a number",
+            ),
+            *(
+                (
+                    "verl",
+                    {"data.val_files": "v.parquet", "trainer.test_freq": 5, f"{R}.val_kwargs.n": 4, **sampled},
+                    f"{R}.val_kwargs.n = 4: without val_kwargs.do_sample and a temperature the responses to a prompt ",
+                )
+                for sampled in ({}, {f"{R}.val_kwargs.do_sample": True})
             ),
             (
                 "trl",
@@ -709,10 +720,10 @@ class TestFiles:
 
     def test_a_script_is_read_with_its_variables_from_its_program_on(self, tmp_path: Path) -> None:
         text = (
-            "#!/bin/bash\nset -x\nexport WANDB_KEY=a=b\nHOME_DIR=${1:-$HOME/x}   # a comment\n"
+            "#!/bin/bash\nset -x\nexport WANDB_KEY=a=b\nEMPTY=\nHOME_DIR=${1:-$HOME/x}   # a comment\n"
             "more='trainer.nnodes=2 trainer.device=cpu'\n"
             'train="[\'$HOME_DIR/a.parquet\', "b.parquet"]"\n'
-            'python3 -m verl.trainer.main_ppo --config-name=x \\\n  data.train_files="$train" \\\n'
+            'python3 -m verl.trainer.main_ppo --config-name x \\\n  data.train_files="$train" \\\n'
             '  +data.max_prompt_length=1e2 trainer.logger=\'["console","wandb"]\' \\\n'
             '  trainer.project_name=$OTHER trainer.total_training_steps=null $more $unknown "$@" 2>&1 | tee log.a=1\n'
         )

@@ -217,8 +217,10 @@ def _former_cap(value: Any, given: Given) -> dict[str, Any]:
 
 def _responses_of_evaluation(value: Any, given: Given) -> dict[str, Any]:
     found = dict(_of_evaluation("evaluation.num_generations")(value, given))
-    if found and value != 1 and not given[f"{_R}val_kwargs.do_sample"]:
-        raise NotCarriedError("without val_kwargs.do_sample the responses to a prompt are equal: one is sampled")
+    if found and value != 1 and not _greedy(value, given)["evaluation.temperature"]:
+        raise NotCarriedError(
+            "without val_kwargs.do_sample and a temperature the responses to a prompt are equal: one is sampled"
+        )
     return found
 
 
