@@ -78,8 +78,7 @@ def _firsts(vision: VisionRows) -> list[int]:
         others = found.setdefault(key, [])
         first = next((other for other in others if _is_same(pixels, vision.pixel_values[other])), row)
         firsts.append(first)
-        if first == row:
-            others.append(row)
+        others.append(row)
     return firsts
 
 

@@ -41,10 +41,6 @@ def state_dicts(
     held: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
     for prefix, state in models.items():
         for name, tensor in (state or {}).items():
-            if tensor.numel():
-                own = tensors.get(f"{prefix}.{name}")
-                chosen = held.setdefault(tensor_identity(tensor), tensor if own is None else own)
-            else:
-                chosen = tensor
-            found.setdefault(prefix, {})[name] = chosen
+            own = tensors.get(f"{prefix}.{name}", tensor)
+            found.setdefault(prefix, {})[name] = held.setdefault(tensor_identity(tensor), own)
     return found

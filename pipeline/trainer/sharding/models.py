@@ -206,9 +206,8 @@ def load_actor_shards(
         adapt(model, lora, seed=seed)
     _shard(model, model, dtype, device, replica, field)
     _copy_generation_config(model, Path(path))
-    adapters = adapter_of(model)
-    fill(model, Path(path), field, without=adapters)
-    if lora is not None and adapters:
+    fill(model, Path(path), field, without=adapter_of(model))
+    if lora is not None:
         shards = shards_of(model, published=True)
         with torch.no_grad():
             for name, value in initial_adapters(model, lora, seed=seed):
