@@ -443,6 +443,20 @@ def test_a_rollback_that_a_buffer_did_not_live_to_handle_is_repeated_to_the_next
     assert house.ledger.versions.knows(0, 5)
 
 
+def test_a_batch_in_hand_before_a_rollback_is_neither_handed_back_nor_acknowledged_after_it(house):
+    connection = house.connect()
+    house.batch(connection)
+    published_by_the_first_rank(house, 1, 6, 0)
+    connection.start_over(WeightsVersion(0, 5, 0, rollback=True, history=1))
+
+    with pytest.raises(ValueError, match="1 batches cannot be handed back: 0 are in hand"):
+        connection.hand_back(1)
+    connection.acknowledge()
+    house.turn()
+
+    assert (house.ledger.totals.trained, house.counts.duplicates) == (0, 0)
+
+
 def test_a_repeated_publish_after_a_restart_changes_nothing(house):
     connection = house.connect()
     house.batch(connection)

@@ -157,6 +157,14 @@ def test_a_checkpoint_from_shared_memory_has_the_float32_copies(rank, tmp_path):
         assert (beside / file).read_bytes() == (at_once / file).read_bytes()
 
 
+def test_without_a_version_nothing_is_held_and_the_live_tensors_are_saved(tmp_path):
+    rank = Rank(tmp_path, 3)
+
+    assert rank.ranks.held(rank.state()) == (False, None)
+
+    rank.ranks.close()
+
+
 def test_the_state_that_is_kept_at_the_end_is_restored_too(rank, tmp_path):
     rank.step(9)
     version = rank.ranks.writing(WeightsVersion(3), None)()

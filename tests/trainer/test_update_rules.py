@@ -43,6 +43,22 @@ def changes(kind: Optimizer, model: nn.Module, steps: int = 1, **settings: Any) 
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
+def test_a_weight_decays_alike_in_any_units() -> None:
+    layer = nn.Linear(3, 2)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    optimizer = optimizer_of(layer, "adamw", weight_decay=0.1, in_units=["weight", "bias"])
+
+    optimizer.unit = 100.0
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.collect()
+    optimizer.reduce()
+    optimizer.step(1.0)
+
+    for parameter, was in zip(layer.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), was * (1 - RATE * 0.1), atol=0, rtol=1e-6)
+
+
 def is_hidden(name: str, change: Tensor) -> bool:
     return ".layers." in name and change.dim() == 2
 
