@@ -387,10 +387,13 @@ def test_layers_that_a_trial_computes_no_faster_are_left_as_they_are(
     assert all(record.levelno < logging.WARNING for record in caplog.records if record.name in LOGGERS)
 
 
-def test_code_that_computes_other_numbers_is_not_used(lines: Callable[[], list[str]]) -> None:
-    plain, model = new_model(), new_model()
+@pytest.mark.parametrize("faster", [False, True])
+def test_code_that_computes_other_numbers_is_not_used(lines: Callable[[], list[str]], faster: bool) -> None:
+    plain, model, clock = new_model(), new_model(), Clock()
+    for layer in decoder_layers(model) if faster else ():
+        layer.mlp = Slow(layer.mlp, clock)
 
-    assert not compile_layers({model: Uses()}, CPU, backend=Graphs(factor=1.2))
+    assert not compile_layers({model: Uses()}, CPU, only_if_faster=faster, backend=Graphs(factor=1.2), clock_s=clock)
 
     assert "reason=the trial differs: outputs by" in lines()[0]
     assert torch.equal(log_probs(model), log_probs(plain))

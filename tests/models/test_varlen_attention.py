@@ -290,6 +290,18 @@ def test_one_token_attends_to_its_cache_without_a_copy_of_it(
         torch.testing.assert_close(found[row, 0].double(), expected, atol=1e-6, rtol=0)
 
 
+def test_what_a_layer_adds_to_its_scores_counts_for_one_token_too() -> None:
+    draws = torch.Generator().manual_seed(0)
+    query, bias = torch.randn(3, 4, 1, 8, generator=draws), torch.randn(3, 4, 1, 7, generator=draws)
+    key, value = torch.randn(2, 3, 4, 7, 8, generator=draws).unbind()
+    mask = torch.zeros(3, 1, 1, 7)
+
+    found, _ = varlen_attention(nn.Identity(), query, key, value, mask, scaling=0.3, position_bias=bias)
+
+    weights = (query @ key.transpose(-1, -2) * 0.3 + bias).softmax(dim=-1)
+    torch.testing.assert_close(found, (weights @ value).transpose(1, 2), atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_kernel_of_a_card_gives_what_rows_by_themselves_give(window: int | None) -> None:
