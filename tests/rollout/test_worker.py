@@ -396,7 +396,8 @@ def test_new_weights_are_fetched_before_the_rollout_that_asks_for_them(bench):
     bench.worker.step()
 
     (sealed,) = bench.sent.of(Sealed)
-    assert sealed.policy_version == 3
+    assert sealed.policy_version == bench.value("rlhfd_policy_version") == 3
+    assert bench.value("rlhfd_weight_syncs_total", result="ok") == 1
     assert bench.model["actor.w"].tolist() == [3.0, 3.0]
     assert sealed.fingerprint == bench.worker.held.fingerprint != 0
 

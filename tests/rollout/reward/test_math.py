@@ -59,6 +59,7 @@ RESULTS = [
     (r"\boxed{3000000}", r"3 \text{ million dollars}", True),
     (r"\boxed{5 \text{ dozen eggs}}", "60", True),
     (r"\boxed{6 \text{ eggs per dozen}}", "6", True),
+    (r"\boxed{6 \text{ eggs per dozen}}", "72", False),
     (r"\boxed{50 \text{ percent of the class}}", "0.5", True),
     (r"\boxed{50\text{\%}}", "0.5", True),
     (r"\boxed{6 inches squared}", "6", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import (
 
 from pipeline import batched
 from pipeline.config.rewards import RewardModel
+from pipeline.errors import FieldError
 from pipeline.models import packing
 from pipeline.models.packing import pack_scored_rows, packs_scored_rows
 from pipeline.models.reward_model import SequenceReward
@@ -113,6 +115,20 @@ def test_rows_of_similar_length_share_a_pass_and_keep_their_places(build: Any, m
     assert sorted(LENGTHS) == [2, 5, 5, 6, 11, 12] and shapes == [(2, width) for width in widths]
     assert [beat[:2] for beat in told.beats] == [(2, 6), (4, 6), (6, 6)]
     torch.testing.assert_close(found, alone(reward.model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "is_taken"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_only_in_16_bits_a_gap_may_be_that_of_rounding(dtype: torch.dtype, is_taken: bool) -> None:
+    model = bert().to(dtype)
+
+    def lean(_: Any, __: Any, keywords: dict[str, Tensor], output: Any) -> None:
+        ids, mask = keywords["input_ids"], keywords["attention_mask"]
+        output.logits = ((ids * mask).sum(dim=1, keepdim=True) + 0.05 * ids.shape[1]).to(dtype)
+
+    model.register_forward_hook(lean, with_kwargs=True)
+
+    with contextlib.nullcontext() if is_taken else pytest.raises(FieldError, match="another score beside a longer row"):
+        SequenceReward(model).check()
 
 
 def test_a_direct_call_takes_rows_that_are_padded_on_either_side() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import os
 import threading
 from collections.abc import Iterator
 
@@ -57,7 +58,14 @@ def test_a_service_of_this_machine_is_asked_without_the_proxy(port: int, host: s
     assert asked(f"http://{host}:{port}/score") == 42
 
 
-def test_the_error_of_a_service_behind_a_proxy_names_it_without_its_password() -> None:
+@pytest.mark.parametrize("name", ["http_proxy", "all_proxy"])
+def test_the_error_of_a_service_behind_a_proxy_names_it_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, os.environ["http_proxy"])
+    for other in {"http_proxy", "HTTP_PROXY"} - {name, name.upper()}:
+        monkeypatch.delenv(other)
+
     found = asked("http://scores.example/score")
 
-    assert "through the proxy http://***@127.0.0.1:9 of http_proxy: NO_PROXY=scores.example passes it by" in str(found)
+    assert f"through the proxy http://***@127.0.0.1:9 of {name}: NO_PROXY=scores.example passes it by" in str(found)
