@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,7 +171,6 @@ class TensorWriter:
         encoded += b" " * (-len(encoded) % _ALIGNMENT)
         self._file = path.open("wb")
         try:
-            os.chmod(path, 0o644)
             self._file.write(len(encoded).to_bytes(8, "little") + encoded)
         except OSError:
             self._file.close()

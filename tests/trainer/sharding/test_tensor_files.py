@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def test_a_file_written_a_tensor_at_a_time_is_read_by_safetensors(tmp_path: Path
 
     assert list(found) == list(TENSORS)
     assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in TENSORS.items())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_file_has_the_permissions_that_the_umask_leaves(tmp_path: Path, umask: int, mode: int) -> None:
+    former = os.umask(umask)
+    try:
+        TensorWriter(tmp_path / "x.safetensors", []).close()
+    finally:
+        os.umask(former)
+
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == mode
 
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 3), (3, 2), (5, 0)])
