@@ -91,9 +91,11 @@ def test_the_iterator_acknowledges_a_batch_when_the_next_is_asked_for(house):
     connection.acknowledge()
     for _ in range(3):
         house.turn()
-    batches = connection.experiences(timeout_s=1.0, ragged=house.ragged)
+    batches = connection.experiences(device="meta", timeout_s=1.0, ragged=house.ragged)
 
-    assert isinstance(next(batches), RaggedRows if house.ragged else Experience)
+    first = next(batches)
+    assert isinstance(first, RaggedRows if house.ragged else Experience)
+    assert (first.tensors["reward"] if house.ragged else first.reward).device.type == "meta"
     house.turn()
     assert house.ledger.totals.trained == 8
     next(batches)

@@ -89,6 +89,19 @@ def test_a_row_that_does_not_fit_alone_ends_training_and_names_the_keys() -> Non
     assert all(torch.equal(mine, its) for mine, its in zip(learner._actor.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("computes_log_probs", [False, True])
+def test_a_rank_of_a_sharded_model_repeats_no_pass_alone(
+    computes_log_probs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = new_learner("grpo", computes_log_probs=computes_log_probs)
+    experience = experience_for(learner, "grpo")
+    Device(learner._actor, most_tokens=30)
+    monkeypatch.setattr("pipeline.trainer.sharding.optimizer.is_sharded", lambda _: True)
+
+    with pytest.raises(DeviceMemoryError, match="a rank of a sharded model cannot repeat a pass alone: set a lower"):
+        learner.update([experience])
+
+
 def test_micro_batches_are_cut_by_tokens_unless_rows_are_configured() -> None:
     learner = new_learner("grpo")
     assert (learner._micro_batch.most_rows, learner._micro_batch.most_tokens) == (48, 2048)
