@@ -109,7 +109,7 @@ def _sign(character: str) -> str:
 
 def _response(response: SampledResponse) -> Iterator[str]:
     whole = len(response.advantages) == 1
-    advantage = response.advantages[0] if whole else sum(response.advantages) / max(1, len(response.advantages))
+    advantage = sum(response.advantages) / max(1, len(response.advantages))
     text = "".join(
         _observed(response.pieces[start:end])
         if is_observed

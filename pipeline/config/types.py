@@ -124,7 +124,7 @@ def _check_url(value: str) -> str:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise PydanticCustomError("url", "must be an address such as http://127.0.0.1:8000/score")
-    if parts.username is not None or parts.password is not None:
+    if parts.username is not None:
         raise PydanticCustomError("url", "must have no password: api_key_variable names a variable with one")
     return value
 

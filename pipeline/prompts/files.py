@@ -178,7 +178,7 @@ def _cached(name: str, split: str, field: str) -> list[Path]:
 def _of_cache(folder: Path, name: str, subset: str, split: str, field: str) -> list[Path]:
     """Return the files of a folder of the cache: ``subset/version/hash/name-split.arrow``, or several of one split."""
     subsets = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    chosen = [found for found in subsets if found == subset or (subset and found.startswith(f"{subset}-"))]
+    chosen = [found for found in subsets if found == subset or found.startswith(f"{subset}-")]
     if not subset:
         chosen = subsets if len(subsets) == 1 else [found for found in subsets if found == "default"]
     if len(chosen) != 1:

@@ -138,7 +138,7 @@ class FolderLock:
             if is_at(self._descriptor, self._folder / _LOCK):
                 # On a file system that is read-only by now the file stays: nobody holds it.
                 with contextlib.suppress(OSError):
-                    (self._folder / _LOCK).unlink(missing_ok=True)
+                    (self._folder / _LOCK).unlink()
             os.close(self._descriptor)
             self._descriptor = None
 

@@ -375,8 +375,7 @@ class InstanceStatus:
             self._writer.gauge("rlhfd_process_resident_memory_bytes", **labels).set(resident_bytes(slot.child.pid))
             pid = slot.child.pid
             cpu_s = self._cpu_s[pid] = max(cpu_seconds(pid), known_s := before_s.get(pid, 0.0))
-            if cpu_s > known_s:
-                self._writer.counter("rlhfd_process_cpu_seconds_total", role=slot.role).inc(cpu_s - known_s)
+            self._writer.counter("rlhfd_process_cpu_seconds_total", role=slot.role).inc(cpu_s - known_s)
 
     def _actors(self) -> dict[str, int]:
         """Return the number of actors by state: waiting for room in the cluster, or on a node of it."""

@@ -30,14 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class NumberNames:
-    """The names of a run: reads the file when it has grown, and appends to it.
+    """The names of a run, from its folder: reads the file when it has grown, and appends to it."""
 
-    Args:
-        folder: Folder of the run; None for names of this process alone.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / _FILE
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _FILE
         self._size = 0
         self._names: list[str] = []
         self._refused: set[str] = set()
@@ -51,7 +47,7 @@ class NumberNames:
         return self._names
 
     def _read(self) -> list[str]:
-        if self._path is not None and self._path.stat().st_size != self._size:
+        if self._path.stat().st_size != self._size:
             text = self._path.read_bytes()
             # A process that was killed may have left a part of a line.
             lines = text.split(b"\n")[:-1]
@@ -81,10 +77,6 @@ class NumberNames:
         return place
 
     def _append(self, name: str) -> int | None:
-        if self._path is None:
-            if len(self._names) < MOST_NUMBERS:
-                self._names.append(name)
-            return self._names.index(name) if name in self._names else None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab+") as file:
             lock_where_possible(file)
