@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pipeline.config.evaluation import conflicts_of_evaluation
@@ -214,11 +213,6 @@ def _of_reference(config: Config) -> Conflicts:
 
 def _of_engine(config: Config) -> Conflicts:
     rollout = config.rollout
-    # The agreed interface names engines that are not built yet: a refusal is better than silence.
-    # An engine is available as soon as its module exists; nothing else is added for it.
-    module = Path(__file__).parents[1] / "rollout" / "generation" / rollout.engine
-    if ":" not in rollout.engine and not (module.is_dir() or module.with_suffix(".py").is_file()):
-        yield ("rollout.engine",), f'"{rollout.engine}" is not available in this version'
     if rollout.engine == "vllm" and config.model.lora_rank > _VLLM_RANKS:
         message = f'must be at most {_VLLM_RANKS} with rollout.engine = "vllm", got {config.model.lora_rank}'
         yield ("model.lora_rank", "rollout.engine"), message

@@ -100,10 +100,8 @@ class ReplayQueue:
         self._waiting: dict[str, WantRoom | WantBatch | Ask] = {}
         self._holders = {lease: client for lease, client in holders.items() if lease in ledger.leases}
         self._vacant = sorted(lease for lease in ledger.leases if lease not in self._holders)
-        for record in list(ledger.extents.values()):
+        for record in ledger.extents.values():
             allocator.take(Extent(record.offset, record.nbytes))
-            if record.state is ExtentState.RESERVED and record.owner < 0:
-                self._abandon(record)
 
     @property
     def clients(self) -> set[str]:

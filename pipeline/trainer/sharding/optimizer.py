@@ -9,20 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.errors import ConfigError, DeviceMemoryError
+from pipeline.errors import DeviceMemoryError
 from pipeline.trainer.optimizer import ModelOptimizer
 from pipeline.trainer.sharding.models import is_sharded, replica_of, shards_of
 
 
 def new_optimizer(model: nn.Module, **settings: Any) -> ModelOptimizer:
-    """Return the optimizer of a model, sharded or not; arguments: those of `ModelOptimizer`.
-
-    Raises:
-        ConfigError: If the model is sharded, and the optimizer is not AdamW.
-    """
-    kind = settings.get("kind", "adamw")
-    if kind != "adamw" and is_sharded(model):
-        raise ConfigError(f'trainer.optimizer: "{kind}" needs whole matrices, and a rank has shards of them')
+    """Return the optimizer of a model, of AdamW if it is sharded; arguments: those of `ModelOptimizer`."""
     return (ShardOptimizer if is_sharded(model) else ModelOptimizer)(model, **settings)
 
 
