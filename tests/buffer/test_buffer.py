@@ -179,6 +179,11 @@ def test_an_epoch_without_any_experience_ends_the_run_and_says_so():
     (ticket,) = issued(bench, tickets=1)
     bench.say(Failed("worker-0", ticket.ticket, "too long", retry=False))
     (ticket,) = bench.heard("worker-0", Ticket)
+    # Experience between them: two failures in a row from here on.
+    bench.say(sealed(ticket))
+    (ticket,) = bench.heard("worker-0", Ticket)
+    bench.say(Failed("worker-0", ticket.ticket, "too long", retry=False))
+    (ticket,) = bench.heard("worker-0", Ticket)
 
     with pytest.raises(GaveUpError, match="4 prompts in a row, a whole epoch"):
         bench.say(Failed("worker-0", ticket.ticket, "too long", retry=False))
@@ -619,6 +624,16 @@ def test_a_rollback_that_is_told_again_ends_no_lease():
     bench.say(Published(3, 10, 0, rollback=True))
 
     assert list(bench.ledger.leases) == [lease.lease]
+
+
+def test_other_weights_under_the_newest_number_are_no_repeat():
+    bench = Bench()
+    one_step(bench)
+
+    bench.say(PeerDied("trainer-0"), Published(0, 10, 0, rollback=True))
+
+    assert not bench.ledger.leases
+    assert bench.ledger.totals.dropped[DROP_REASONS.index("rolled_back")] == 8
 
 
 def test_a_rollout_with_weights_that_were_rolled_back_is_refused_without_blame():
