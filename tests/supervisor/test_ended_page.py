@@ -101,6 +101,13 @@ def test_an_evaluation_without_a_total_is_no_obstacle(folder: Path) -> None:
     assert [point.get("pass_at_1") for point in live(folder)["history"]] == [None] * 4
 
 
+def test_an_evaluation_before_the_first_step_stands_at_its_own_time(folder: Path) -> None:
+    line = b'{"step": 0, "time_unix_s": 1e9, "evaluation": {"total": {"pass_at_1": 0.5}}}\n'
+    (folder / "metrics.jsonl").write_bytes(line)
+
+    assert [(point["end_s"], point["pass_at_1"]) for point in live(folder)["history"]] == [(1e9, 0.5)]
+
+
 def test_a_history_is_continued_by_the_steps_behind_its_end(folder: Path, tmp_path: Path) -> None:
     history = History(folder / "history.msgpack", identity_of(config(tmp_path)))
     history.add(Point(AT_S - 2.0, AT_S + 1.0, 3.0, 1, 1.0, 0.25, 0.0625))

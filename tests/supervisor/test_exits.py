@@ -74,12 +74,21 @@ def test_training_is_complete_once_every_rank_has_finished(case: Case) -> None:
     assert [rank.state for rank in case.ranks] == ["ended", "ended"]
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_a_rank_that_is_killed_on_another_machine_at_its_end_has_not_finished(case: Case, killed: bool) -> None:
-    """Its gateway then ends by an error, as a rank does whose last checkpoint cannot be written."""
-    case.ends(case.ranks[1], ExitCode.FAILED, finished=True, from_outside=killed)
+@pytest.mark.parametrize(
+    ("code", "killed", "state"),
+    [
+        (ExitCode.FAILED, {"from_outside": True}, "backoff"),
+        (ExitCode.FAILED, {"from_outside": False}, "ended"),
+        (ExitCode.OK, {"ended_by": "group"}, "backoff"),
+    ],
+)
+def test_a_rank_that_is_killed_at_its_end_on_another_machine_or_with_its_group_has_not_finished(
+    case: Case, code: ExitCode, killed: dict[str, object], state: str
+) -> None:
+    """On another machine its gateway ends by an error, as a rank does whose last checkpoint cannot be written."""
+    case.ends(case.ranks[1], code, finished=True, **killed)
 
-    assert case.ranks[1].state == ("backoff" if killed else "ended")
+    assert case.ranks[1].state == state
 
 
 def test_a_rank_that_dies_brings_back_the_one_that_has_finished(case: Case) -> None:

@@ -92,8 +92,9 @@ def told(listener: tuple[socket.socket, str]) -> Told:
 
 
 def test_a_start_asks_for_time_until_it_is_ready_and_says_so_once(told: Told) -> None:
-    first, again = told.tick(0.0), told.tick(0.25)
+    first = told.tick(0.0)
     told.status = status_of("starting", 1, 2)
+    again = told.tick(0.25)
     later = told.tick(1.0)
     told.status = status_of("ready", 2, 2)
     # Within the second in which no other line is shown: none of the start's is left once systemd calls it active.

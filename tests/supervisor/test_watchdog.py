@@ -190,6 +190,18 @@ async def test_a_forkserver_that_is_late_is_replaced(tmp_path: Path) -> None:
         assert watch.fleet.retry(forkserver) is not None
 
 
+async def test_a_forkserver_that_waits_for_requests_does_not_hang(tmp_path: Path) -> None:
+    async with watching(tmp_path) as watch:
+        (forkserver,) = watch.fleet.of("forkserver")
+        watch.fleet.start(forkserver)
+        watch.fleet.say_ready(forkserver)
+        await watch.fleet.until(lambda: forkserver.state == "ready")
+
+        watch.pass_s(watch.watchdog.config.daemon.hang_timeout_s + 10.0)
+
+        assert (forkserver.error, watch.watchdog.is_stuck) == ("", False)
+
+
 async def test_one_that_is_stopped_as_it_starts_is_let_go_on_to_write_its_stacks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -411,6 +411,13 @@ async def test_more_silent_clients_than_twice_the_bound_are_closed_at_once(
         await asyncio.wait(pending)
 
 
+async def test_connections_that_have_ended_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_CONNECTIONS", 5)
+
+    async with served() as server:
+        assert [(await get(server, "/metrics")).status_code for _ in range(20)] == [200] * 20
+
+
 async def test_beyond_the_bound_a_request_is_refused_until_silent_clients_are_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
