@@ -85,6 +85,14 @@ def test_what_a_module_reads_and_prints_at_its_import_is_no_mistake(folder: Path
     ]
 
 
+def test_a_module_that_ends_the_process_at_its_import_is_a_mistake(folder: Path) -> None:
+    (folder / "gone.py").write_text("import os\nos._exit(3)\n")
+
+    assert user_modules.problems_of_import([("gone:score", user_modules.AUTO)], [str(folder)]) == [
+        "gone:score: the import ended the process with exit code 3"
+    ]
+
+
 def rlhfd(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
@@ -373,6 +381,7 @@ def test_a_file_of_another_kind_is_named_with_the_way_out_wherever_one_is_named(
         '[model]\nactor = "Qwen/Qwen2.5-0.5B@main"\n': "hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER, and that",
         '[model]\nactor = "https://huggingface.co/Qwen/Qwen3-8B"\n': "hf download Qwen/Qwen3-8B --local-dir FOLDER",
         '[model]\nactor = "models/Qwen3-8B"\n': "hf download OWNER/Qwen3-8B --local-dir FOLDER, and that folder here",
+        '[model]\nactor = "/nowhere/gpt2"\n': "no such directory: /nowhere/gpt2 (models are local, none is downloaded)",
         '[model]\nactor = "gpt2"\n': "for a model of the hub: hf download gpt2 --local-dir FOLDER, and that",
         '[model]\nactor = "cached"\n': f"no config.json in {folder}/cached: take {folder}/cached/snapshots/4d7a",
         f'{adapter}"a"\n': f"model.lora_adapter: {folder}/a/adapter_model.safetensors{OF_LFS}",

@@ -296,6 +296,11 @@ def test_shards_are_a_share_of_the_model_and_what_is_gathered(folder: Path) -> N
     assert found.rank["gathered layers and root"] == 2 * 2 * (16 + layer + max(layer, end))
     assert found.shared == needs(whole, models, on_cards=True).shared
 
+    adapted = sharded.model_copy(update={"model": sharded.model.model_copy(update={"lora_rank": 3})})
+    trained = models.actor.adapter_parameters(3, adapted.model.lora_targets)
+    weights = needs(adapted, models, on_cards=True).rank["weights"]
+    assert weights == pytest.approx((4 * trained + 2 * parameters) / 4, abs=1)
+
 
 def test_copies_of_shards_on_two_machines_are_a_share_of_the_ranks_of_one(folder: Path) -> None:
     full = configured(folder, trainer={"world_size": 4, "sharding": "full"})
@@ -421,8 +426,9 @@ def test_the_rows_of_a_worker_are_those_of_an_evaluation_where_its_ticket_is_lar
 def test_the_passes_of_a_worker_are_bounded_as_it_bounds_them(
     folder: Path, bounds: dict[str, int], tokens: int
 ) -> None:
-    rollout = {"num_generations": 8, "batch_size": 4, "max_length": 1024, **bounds}
-    config = configured(folder, rollout=rollout)
+    # Its own model alone: no reference is beside it.
+    rollout = {"num_generations": 8, "batch_size": 4, "max_length": 1024, "kl_coef": 0.0, **bounds}
+    config = configured(folder, rollout=rollout, trainer={"kl_coef": 0.0})
     sizes = models_of(config).actor
 
     found = needs(config, models_of(config), on_cards=True)

@@ -49,6 +49,7 @@ def test_means_rates_and_shares_are_those_of_all_that_was_added() -> None:
         "tokens_per_s": 2.5, "ready_items": 3.5, "staleness": pytest.approx(1 / 3, abs=1e-4),
         "shares": {"rollout": {"generate": 0.75, "reward": 0.25}}, "loss": 3.5,
     }  # fmt: skip
+    assert Point(0.0, 2.0, 2.0).plus(point(4)).shown()["loss"] == 4.0
 
 
 def test_what_is_not_known_is_left_out() -> None:

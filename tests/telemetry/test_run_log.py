@@ -197,14 +197,16 @@ def test_following_goes_on_over_a_rotation_without_a_gap(tmp_path: Path) -> None
     assert [int(line.rsplit(maxsplit=1)[1]) for line in seen] == list(range(11, 40, 2))
 
 
-def test_a_line_that_is_still_being_written_is_shown_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_line_that_is_still_being_written_is_shown_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "log"
     path.write_text("whole\nhal")
     follower = read(path, 10, follow=True)
 
     assert next(follower) == ["whole"]
-    with path.open("a") as file:
-        file.write("f\n")
+    # It comes while the reader waits.
+    monkeypatch.setattr("time.sleep", lambda _: path.write_text("whole\nhalf\n"))
     assert next(follower) == ["half"]
     follower.close()
 

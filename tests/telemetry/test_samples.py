@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -440,6 +441,17 @@ def test_a_sample_reads_as_prompt_and_responses_the_best_first() -> None:
 
     assert lines[0].endswith("worker 0  ticket 7  version 3  mean reward 0.5")
     assert lines[1:] == ['  7302>   answer "0237"', "         1   +1.00  0237", "         0   +1.00  0237"]
+
+
+def test_a_sample_tells_of_responses_that_were_cut_or_have_no_result_and_of_the_parts_of_rewards() -> None:
+    one = sample(rewards=(0.5,))
+    cut = msgspec.structs.replace(one.responses[0], stopped=False, parts={"a:form": 0.0, "a:answer": 1.0})
+
+    lines = click.unstyle(render(msgspec.structs.replace(one, group_size=4, responses=[cut]))).splitlines()
+
+    assert lines[0].endswith("version 3  1 of 4 responses")
+    assert lines[-2].endswith("0237  cut at the limit")
+    assert lines[-1].strip() == "form 0, answer 1"
 
 
 def test_nothing_in_a_text_reaches_the_terminal_as_a_command() -> None:

@@ -106,9 +106,12 @@ def test_value_that_is_not_finite_is_no_observation(slab: MetricsSlab, observed:
     assert isinstance(read, HistogramReading) and (read.count, read.total) == (0, 0)
 
 
-def test_what_nobody_bound_is_absent(slab: MetricsSlab) -> None:
+def test_what_nobody_bound_or_set_is_absent(slab: MetricsSlab) -> None:
     writer = begun(slab, "trainer")
     writer.gauge("rlhfd_learning_rate")
+    cleared = writer.gauge("rlhfd_entropy_nats")
+    cleared.set(1.0)
+    cleared.clear()
 
     assert [name for name, series in MetricsReader(slab).read().families.items() if series] == []
 

@@ -403,6 +403,17 @@ def test_ranks_put_a_checkpoint_back_at_once(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
+def test_one_that_was_replaced_stays_aside(tmp_path):
+    moved, target = tmp_path / f".step-000002{REPLACED}1", tmp_path / "step-000002"
+    for folder in (moved, target):
+        folder.mkdir()
+        (folder / "made").write_text(folder.name)
+
+    put_back_replaced(tmp_path)
+
+    assert [(folder / "made").read_text() for folder in (moved, target)] == [moved.name, target.name]
+
+
 def test_a_checkpoint_that_cannot_be_put_back_is_refused_and_not_passed_over(site, monkeypatch):
     site.save(2)
     model = site.root / "step-000002"
