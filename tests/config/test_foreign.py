@@ -550,6 +550,13 @@ class TestConversions:
 
         assert line.startswith(reason)
 
+    def test_an_option_that_another_one_keeps_from_being_carried_names_that_one(self) -> None:
+        batch = {"per_device_train_batch_size": 8, "generation_batch_size": 12}
+
+        assert [line.partition(": ")[2] for line in lost("trl", batch) if line.startswith(tuple(batch))] == [
+            "generation_batch_size must be a multiple of the 8 rows of a micro-batch of all processes"
+        ] * 2
+
     @pytest.mark.parametrize("name", ["group_norm", "rloo", "dr_grpo", "reinforce_baseline"])
     def test_a_clip_of_scores_that_are_compared_with_their_group_is_not_carried(self, name: str) -> None:
         options = {"algo.advantage.estimator": name, "rollout.n_samples_per_prompt": 8}

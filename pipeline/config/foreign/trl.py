@@ -44,7 +44,9 @@ def _micro_batches(given: Given) -> int:
         of_a_step = given.count("per_device_train_batch_size") * given.count("num_processes")
         found, rest = divmod(given.count("generation_batch_size"), of_a_step)
         if rest or not found:
-            raise NotCarriedError(f"must be a multiple of the {of_a_step} rows of a micro-batch of all processes")
+            raise NotCarriedError(
+                f"generation_batch_size must be a multiple of the {of_a_step} rows of a micro-batch of all processes"
+            )
         return found
     return given.count("steps_per_generation", given.count("gradient_accumulation_steps"))
 
