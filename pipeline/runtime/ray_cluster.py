@@ -150,11 +150,16 @@ def await_room(placed: Any, context: RoleContext, wanted: str, actor: Any = None
 def _has_process(actor: Any) -> bool:
     """Return whether a node has a process for an actor, which may still import its class."""
     import ray
-    from ray._private import state
 
-    # While an actor waits for room its address is that of a node that was asked for it.
-    none = {0, *(node["NodeManagerPort"] for node in ray.nodes())}
-    return state.actors(actor._actor_id.hex()).get("Address", {}).get("Port", 0) not in none
+    try:
+        from ray._private import state
+
+        # While an actor waits for room its address is that of a node that was asked for it.
+        none = {0, *(node["NodeManagerPort"] for node in ray.nodes())}
+        return state.actors(actor._actor_id.hex()).get("Address", {}).get("Port", 0) not in none
+    except Exception as error:  # noqa: BLE001 - no documented interface of Ray: of another form it tells nothing
+        log.debug("the cluster does not tell whether an actor has a process: %s", error)
+        return False
 
 
 def one_line(error: BaseException) -> str:
