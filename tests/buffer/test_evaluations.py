@@ -191,7 +191,7 @@ def test_a_ticket_is_retried_up_to_the_limit_of_attempts():
                 bench.say(evaluated(ticket))
 
     assert attempts == [1, 2, 3]
-    assert bench.book.found[0].total.failed == 2
+    assert bench.book.found[0].total.failed == bench.buffer.evaluations.failed == 2
 
 
 @pytest.mark.parametrize(
