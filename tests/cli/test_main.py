@@ -509,6 +509,9 @@ class TestStatus:
             "rollout 1  –     failed   –         –           –        –        exit 78",
         ]
 
+    def test_without_a_number_of_steps_there_is_no_end_to_tell(self) -> None:
+        assert "step       1,042" in status_view.render(STATUS | {"max_steps": 0}).splitlines()
+
     def test_a_cluster_is_shown_by_its_nodes_and_actors(self) -> None:
         nodes = [{"name": f"gpu-{number}", "address": f"10.0.0.{number}", "workers": []} for number in range(3)]
         whole = {"nodes": nodes, "left": [], "actors": {"pending": 0, "placed": 2}}

@@ -446,7 +446,9 @@ def test_sleep_is_named_where_it_makes_a_run_fit_and_can_be_had(folder: Path) ->
     least = budgets_of(on_one_card(folder, sleep=True), models, ONE_CARD)[0].total_bytes
     machine = ONE_CARD._replace(gpu_bytes=least)
 
-    assert "rollout.sleep = true: fits" in remedies(config, models, machine)
+    assert remedies(config, models, machine).count("rollout.sleep = true: fits") == 1
+    together = remedies(config, models, machine._replace(gpu_bytes=least - 1))[0]
+    assert together.startswith("rollout.sleep = true and ") and together.endswith(": fits")
     for other in (
         config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 1})}),
         on_one_card(folder, engine="mine:new_engine", cache_bytes=None),
