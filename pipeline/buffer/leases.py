@@ -116,11 +116,10 @@ class Leases:
             )
             for record, rows in chosen
         ]  # fmt: skip
-        items = [item for record, rows in chosen for item in record.values(rows)]
-        deliveries, deaths = max([item.deliveries for item in items]), max([item.deaths for item in items])
+        deaths = max([item.deaths for record, rows in chosen for item in record.values(rows)])
         version = admission.version_of_lease(self._ledger, self._limits, lease)
         position = admission.uncovered_position(self._ledger, lease)
-        self._send(trainer, Lease(self._peers[trainer], lease, version, parts, deliveries, position, deaths))
+        self._send(trainer, Lease(self._peers[trainer], lease, version, parts, position, deaths))
 
     def redeliver(self, rank: int, *, held: list[int], now_s: float) -> None:
         """Send a rank the leases of its predecessor again, except those after a vacant number."""
@@ -130,7 +129,7 @@ class Leases:
             self._take_back(rank, vacant, "holder_died", now_s)
         for lease in sorted(self._ledger.leases):
             if lease % world_size == rank and lease not in held:
-                chosen = self._ledger.redeliver(lease)
+                chosen = self._ledger.leases[lease]
                 self._observer.lease_ended("holder_died", sum(len(rows) for _, rows in chosen), None)
                 self._send_lease(trainer_name(rank), lease, chosen)
 

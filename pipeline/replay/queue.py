@@ -336,7 +336,7 @@ class ReplayQueue:
         if self._vacant:
             lease = self._vacant.pop(0)
             self._remember(want.client, lease)
-            chosen = self.ledger.redeliver(lease)
+            chosen = self.ledger.leases[lease]
         elif self.ledger.ready >= self._batch_rows:
             # Recorded before the lease: the next server knows the holder of every lease.
             self._remember(want.client, self.ledger.next_lease())

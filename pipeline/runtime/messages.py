@@ -265,7 +265,6 @@ class Lease(Message, frozen=True):
     lease: int
     for_version: int
     parts: list[ExtentRows]
-    deliveries: int = 1
     position: int = 0
     deaths: int = 0
 

@@ -4,7 +4,7 @@
     totals    counters that outlive every process (`Totals`)
     tables    vacant leases, prompts to be issued again, published versions (see `pipeline.storage.tables`)
     extents   one record each: state, owner, ticket, prompts, policy version, offset, checksum
-    items     `rows_per_extent` records an extent: state, deliveries, lease
+    items     `rows_per_extent` records an extent: state, deaths, lease
 
     extent      moved by                              to
     FREE        `reserve`, when a ticket is issued    RESERVED
@@ -186,14 +186,6 @@ class Ledger:
         self.leases[lease] = chosen
         self._commit()
         return lease
-
-    def redeliver(self, lease: int) -> Chosen:
-        """Count one more delivery of a batch whose holder died; it stays leased under its number."""
-        chosen = self.leases[lease]
-        for record, rows in chosen:
-            self._change_items(record, rows, Item.count_delivery)
-        self._commit()
-        return chosen
 
     def blame(self, lease: int) -> None:
         """Count one more trainer that died at a batch."""

@@ -16,7 +16,7 @@ LAYOUT_VERSION = 5
 """The layout of the ledger and of extents, in shared memory and in files: another number, another layout."""
 _TOTALS = struct.Struct("<16q")
 _EXTENT = struct.Struct("<BBhIIIQQQqQQQQd")
-_ITEM = struct.Struct("<BBBxI")
+_ITEM = struct.Struct("<BxBxI")
 ITEM_BYTES = _ITEM.size
 EXTENT_WRITTEN_BYTES = _EXTENT.size
 """Bytes of `ExtentRecord.pack`, which a record of `EXTENT_BYTES` begins with."""
@@ -123,7 +123,7 @@ class ExtentRecord:
         sealed_s: Monotonic time of the seal.
         ready: Rows in state READY, set by `LedgerIndex.change`.
         held: Rows that are not GONE.
-        items: State, deliveries and lease of each row.
+        items: State, deaths and lease of each row.
     """
 
     slot: int
@@ -208,7 +208,6 @@ class Item:
     """One row of a sealed extent; `deaths` counts the trainers that died at a batch with it."""
 
     state: ItemState = ItemState.READY
-    deliveries: int = 0
     lease: int = 0
     deaths: int = 0
 
@@ -221,7 +220,6 @@ class Item:
         if self.state is not ItemState.READY:
             raise LedgerError(f"lease {lease}: a row is {self.state.name}, only a READY row is leased")
         self.state, self.lease = ItemState.LEASED, lease
-        self.count_delivery()
 
     def make_ready(self) -> None:
         """Take it out of its lease, for another batch."""
@@ -231,25 +229,18 @@ class Item:
         """End it, trained or dropped."""
         self.state = ItemState.GONE
 
-    def count_delivery(self) -> None:
-        """Count one more delivery to a trainer; the count ends at 255."""
-        self.deliveries = min(255, self.deliveries + 1)
-
     def count_death(self) -> None:
         """Count one more trainer that died at a batch with it; the count ends at 255."""
         self.deaths = min(255, self.deaths + 1)
 
     def pack(self) -> bytes:
         """Return the item's bytes in the ledger."""
-        return _ITEM.pack(self.state, self.deliveries, self.deaths, self.lease)
+        return _ITEM.pack(self.state, self.deaths, self.lease)
 
     @classmethod
     def unpack_all(cls, data: bytes) -> list[Item]:
         """Return the items in `data`, in order."""
-        return [
-            cls(_ITEM_STATES[state], deliveries, lease, deaths)
-            for state, deliveries, deaths, lease in _ITEM.iter_unpack(data)
-        ]
+        return [cls(_ITEM_STATES[state], lease, deaths) for state, deaths, lease in _ITEM.iter_unpack(data)]
 
     @staticmethod
     def count_all(data: bytes) -> tuple[int, int]:

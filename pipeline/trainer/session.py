@@ -52,7 +52,6 @@ class BufferSession:
 
     Attributes:
         draining: Whether the run drains: no further lease is taken.
-        deliveries_repeated: Leases received that were delivered to a trainer before.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class BufferSession:
             newest: The newest published version, on rank 0; None if there is none, and on the other ranks.
         """
         self.draining = False
-        self.deliveries_repeated = 0
         self._receiver = receiver
         self._sender = sender
         self._sending = threading.Lock()
@@ -132,7 +130,6 @@ class BufferSession:
                 # Leases arrive in order; a lower number is a repeat by a buffer that could not know of the first send.
                 self._newest_lease = lease
                 self._exhausted = None
-                self.deliveries_repeated += message.deliveries > 1
                 self._damaged = None
                 self._forget_rollback()
                 self._leases.append(message)

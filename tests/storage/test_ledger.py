@@ -284,8 +284,6 @@ def every_operation(ledger):
     yield "seal"
     lease = ledger.lease([(record, [0, 1])])
     yield "lease"
-    ledger.redeliver(lease)
-    yield "redeliver"
     ledger.acknowledge(lease)
     yield "acknowledge"
     lease = ledger.lease([(record, [2])])

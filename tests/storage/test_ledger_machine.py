@@ -19,7 +19,7 @@ class Model:
 
     def __init__(self):
         self.tickets = {}  # number -> [owner, attempt, position, prompts, version, rows]
-        self.rows = {}  # (ticket, row) -> [lease or None, deliveries, deaths]
+        self.rows = {}  # (ticket, row) -> [lease or None, deaths]
         self.counts = dict.fromkeys(["sealed", "trained", *DROP_REASONS], 0)
         self.issued = self.position = self.leases = self.through = 0
         self.version = -1
@@ -47,7 +47,7 @@ class Model:
 
     def seal(self, ticket, rows, version):
         self.tickets[ticket][4:] = [version, rows]
-        self.rows |= {(ticket, row): [None, 0, 0] for row in range(rows)}
+        self.rows |= {(ticket, row): [None, 0] for row in range(rows)}
         self.counts["sealed"] += rows
 
     def abandon(self, ticket):
@@ -58,10 +58,10 @@ class Model:
         self.leases += number not in self.vacant
         self.vacant.discard(number)
         for row in rows:
-            self.rows[row][:2] = [number, self.rows[row][1] + 1]
+            self.rows[row][0] = number
 
     def _of(self, lease):
-        return [row for row, (number, _, _) in self.rows.items() if number == lease]
+        return [row for row, (number, _) in self.rows.items() if number == lease]
 
     def _gone(self, rows):
         for row in rows:
@@ -69,13 +69,9 @@ class Model:
             if not any(ticket == row[0] for ticket, _ in self.rows):
                 del self.tickets[row[0]]
 
-    def redeliver(self, lease):
-        for row in self._of(lease):
-            self.rows[row][1] += 1
-
     def blame(self, lease):
         for row in self._of(lease):
-            self.rows[row][2] += 1
+            self.rows[row][1] += 1
 
     def acknowledge(self, lease):
         self.counts["trained"] += len(self._of(lease))
@@ -123,7 +119,7 @@ class Model:
                 record[4] = min(record[4], version)
 
     def view(self):
-        leases = {lease for lease, _, _ in self.rows.values()} - {None}
+        leases = {lease for lease, _ in self.rows.values()} - {None}
         return {
             "tickets": {ticket: tuple(record) for ticket, record in self.tickets.items()},
             "rows": {row: tuple(state) for row, state in self.rows.items()},
@@ -147,7 +143,7 @@ def view(ledger):
             for r in ledger.extents.values()
         },
         "rows": {
-            (record.ticket, row): (item.lease if item.state == 2 else None, item.deliveries, item.deaths)
+            (record.ticket, row): (item.lease if item.state == 2 else None, item.deaths)
             for record in ledger.sealed_extents()
             for row, item in enumerate(record.items)
             if item.state
@@ -201,10 +197,10 @@ class LedgerMachine(RuleBasedStateMachine):
         return [ticket for ticket, record in self.model.tickets.items() if record[5] is None]
 
     def ready(self):
-        return sorted(row for row, (lease, _, _) in self.model.rows.items() if lease is None)
+        return sorted(row for row, (lease, _) in self.model.rows.items() if lease is None)
 
     def leased(self):
-        return sorted({lease for lease, _, _ in self.model.rows.values()} - {None})
+        return sorted({lease for lease, _ in self.model.rows.values()} - {None})
 
     @precondition(lambda self: self.ledger.has_free_slot())
     @rule(prompts=st.integers(1, 4), stores=STORES)
@@ -293,7 +289,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.transact(stores, change, lambda model: model.lease(rows))
 
     @precondition(lambda self: self.leased())
-    @rule(pick=PICK, how=st.sampled_from(["requeue", "requeue", "acknowledge", "redeliver", "blame"]), stores=STORES)
+    @rule(pick=PICK, how=st.sampled_from(["requeue", "requeue", "acknowledge", "blame"]), stores=STORES)
     def change_lease(self, pick, how, stores):
         lease = self.leased()[pick % len(self.leased())]
         self.transact(stores, lambda ledger: getattr(ledger, how)(lease), lambda model: getattr(model, how)(lease))

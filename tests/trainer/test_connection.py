@@ -285,7 +285,6 @@ def test_a_successor_gets_the_dead_trainers_batch_with_the_same_rows(house):
 
     assert second.lease == first.lease
     assert torch.equal(second.experience.sequences, first.experience.sequences)
-    assert successor.session.deliveries_repeated >= 1
 
 
 def test_a_batch_whose_weights_were_published_is_never_delivered_again_even_if_no_message_left(house):
@@ -369,7 +368,7 @@ def test_a_dead_buffers_lease_that_was_not_read_yet_comes_again_from_the_next(ho
     assert connection.poll() is None, "it goes by another name now"
 
     batch = house.batch(connection)
-    assert (batch.lease, connection.session.deliveries_repeated) == (unread[0].lease, len(unread))
+    assert batch.lease == unread[0].lease
     connection.acknowledge()
     house.turn()
     assert house.ledger.totals.trained == 8
