@@ -56,6 +56,7 @@ def asked(url: str) -> int | RewardError:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_service_of_this_machine_is_asked_without_the_proxy(port: int, host: str) -> None:
     assert asked(f"http://{host}:{port}/score") == 42
+    assert "proxy" not in str(asked(f"http://{host}:1/score"))
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "all_proxy"])
