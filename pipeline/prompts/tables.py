@@ -21,8 +21,9 @@ from pipeline.errors import ConfigError
 
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _KEPT_BYTES = 256 << 20
-# A text that is not UTF-8, a date after the year 9999, nanoseconds, a time zone that is not installed.
-_UNREADABLE = ValueError, ArithmeticError, LookupError, NotImplementedError
+# A text that is not UTF-8, a date after the year 9999, nanoseconds, a time zone that is not installed; of a damaged
+# Arrow file a text of less than no bytes.
+_UNREADABLE = ValueError, ArithmeticError, LookupError, NotImplementedError, SystemError
 
 
 def table_kind(path: Path) -> str:
@@ -88,9 +89,10 @@ class ArrowRows(_Table):
                 is_stream = file.read(len(_ARROW_STREAM)) == _ARROW_STREAM
             opened = pyarrow.ipc.open_stream(mapped) if is_stream else pyarrow.ipc.open_file(mapped)
             table = opened.read_all()
-        except (OSError, pyarrow.ArrowException) as error:
+            super().__init__(path, table.schema)
+        # Of a name that is not UTF-8 too.
+        except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
             raise ConfigError(f"{path}:1:1: not an Arrow file: {error}") from error
-        super().__init__(path, table.schema)
         self._table = table.select(self._names)
 
     def __len__(self) -> int:
@@ -150,7 +152,9 @@ class ParquetRows(_Table):
             try:
                 self._kept[group] = self._file.read_row_group(group, columns=self._names)
             except self._errors as error:
-                raise ConfigError(f"{self.path}:{index + 1}:1: not Parquet: {error}") from error
+                # Of several lines.
+                problem = " ".join(str(error).split())
+                raise ConfigError(f"{self.path}:{index + 1}:1: not Parquet: {problem}") from error
             # The size of a table costs more than the rest of a read: it is asked for once a table, not at each row.
             self._kept_bytes += self._kept[group].nbytes
             while len(self._kept) > 1 and self._kept_bytes > _KEPT_BYTES:

@@ -7,6 +7,7 @@ import decimal
 import json
 import math
 import os
+import struct
 import subprocess
 import sys
 from contextlib import closing
@@ -243,6 +244,27 @@ def test_a_damaged_table_is_refused_by_name(tmp_path: Path, content: bytes) -> N
 
     with pytest.raises(ConfigError, match=rf"^{path}:1:1: not an? (Parquet|Arrow) file: "):
         check(path)
+
+
+def test_damage_within_a_table_is_told_by_its_place_each_in_one_line(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "p.parquet", ROWS)
+    whole = path.read_bytes()
+    page = parquet.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
+
+    def lines(content: bytes) -> list[str]:
+        path.write_bytes(content)
+        with pytest.raises(ConfigError) as raised:
+            check(path)
+        return str(raised.value).split("\n")
+
+    rows = lines(whole[:page] + b"\xff" * 8 + whole[page + 8 :])
+    assert [line.startswith(f"{path}:{row}:1: not Parquet: ") for row, line in enumerate(rows, 8)] == [True] * 7
+    # Offsets of texts, of which one is before the begin of all; and a name of a column.
+    whole = write_file(path, ROWS).read_bytes()
+    (line,) = lines(whole.replace(struct.pack("<3i", 0, 8, 16), struct.pack("<3i", 0, 8, -1), 1))
+    assert line.startswith(f"{path}:2:1: a value cannot be read: ")
+    (line,) = lines(whole.replace(b"answer", b"\xffnswer"))
+    assert line.startswith(f"{path}:1:1: not an Arrow file: ")
 
 
 def test_without_pyarrow_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
