@@ -82,6 +82,7 @@ class RunView:
         external_ranks: The ranks of an external trainer.
         evaluation: Done and all prompts of an evaluation under way; 0 and 0 without one.
         idle_steps: Newest steps in a row in which no token was trained.
+        lost_checkpoints: Checkpoints that could not be written since the last complete one.
         nodes: Nodes of the cluster on which workers compute; 0 without one.
         nodes_left: Name and address of each node that left the cluster lately, and the seconds since.
     """
@@ -96,6 +97,7 @@ class RunView:
     external_ranks: Sequence[ExternalRank] = ()
     evaluation: tuple[int, int] = (0, 0)
     idle_steps: int = 0
+    lost_checkpoints: int = 0
     nodes: int = 0
     nodes_left: Sequence[tuple[str, float]] = ()
 
@@ -130,6 +132,12 @@ def explain(run: RunView, role_shares: Mapping[str, Shares]) -> list[str]:
         sentences.insert(0, "The run is paused: no tickets are issued until `rlhfd resume`.")
     if run.nodes_left:
         sentences.append(_left_nodes(run))
+    if run.lost_checkpoints:
+        last = "checkpoint" if run.lost_checkpoints == 1 else f"{run.lost_checkpoints:,} checkpoints"
+        sentences.append(
+            f"The last {last} could not be written, the log has the reason: a crash of the machine would lose all "
+            "steps since the newest that was (docs/runbook.md#rlhfdcheckpointfailed)."
+        )
     if run.idle_steps >= IDLE_STEPS:
         sentences.append(
             f"Nothing to learn: the last {run.idle_steps:,} steps trained no token and moved no weight; in GRPO all "

@@ -122,6 +122,7 @@ class InstanceStatus:
         self.watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
         self.watchdog.engines.add(now_s, self.reading)
         self.watchdog.idle_steps = int(self._value("rlhfd_train_steps_since_signal") or 0)
+        self.watchdog.lost_checkpoints = int(self._value("rlhfd_checkpoint_failures_since_success") or 0)
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
         self._policy_version = self._policy_version if version is None else int(version)
         self._sample_rates(now_s)

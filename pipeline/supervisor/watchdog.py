@@ -65,6 +65,7 @@ class Watchdog:
         shares: Each process's time by activity over the last minute; filled by the supervisor's readings.
         engines: The workers' engines over the last minute; filled likewise.
         idle_steps: Newest steps in a row in which no token was trained; set by the supervisor's readings.
+        lost_checkpoints: Checkpoints that could not be written since the last complete one; set likewise.
     """
 
     config: Config
@@ -77,6 +78,7 @@ class Watchdog:
     shares: ShareWindow = dataclasses.field(default_factory=lambda: ShareWindow(60.0, 1.0), init=False)
     engines: EngineWindow = dataclasses.field(default_factory=EngineWindow, init=False)
     idle_steps: int = dataclasses.field(default=0, init=False)
+    lost_checkpoints: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._pauses, self._run = PauseWatch(), RunWatch()
@@ -218,6 +220,7 @@ class Watchdog:
             external_ranks=self.external_ranks(),
             evaluation=self._evaluation,
             idle_steps=self.idle_steps,
+            lost_checkpoints=self.lost_checkpoints,
             nodes=len(self.fleet.nodes.alive),
             nodes_left=[(str(node), ago_s) for node, ago_s in self.fleet.nodes.recently_left(now_s)],
         )

@@ -409,6 +409,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("rlhfd_nonfinite_total", TRAINER, "Optimizer steps skipped because of NaN or infinity (loss, gradient).",
             where="loss gradient"),
     counter("rlhfd_checkpoints_total", TRAINER, "Checkpoints by result (ok, error).", result="ok error"),
+    gauge("rlhfd_checkpoint_failures_since_success", TRAINER,
+          "Checkpoints that could not be written since the last complete one."),
     histogram("rlhfd_checkpoint_duration_seconds", TRAINER, DURATION_S, "Time to write a checkpoint."),
     counter("rlhfd_checkpoint_wait_seconds_total", TRAINER,
             "Seconds that training waited for the write of a checkpoint: before a publish that would overwrite the "

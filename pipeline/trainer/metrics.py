@@ -103,6 +103,8 @@ class TrainerMetrics(Telemetry):
         self._published_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
         self._saved = writer.counter("rlhfd_checkpoints_total", result="ok")
         self._not_saved = writer.counter("rlhfd_checkpoints_total", result="error")
+        self._since_saved = writer.gauge("rlhfd_checkpoint_failures_since_success")
+        self._failures = 0
         self._save_s = writer.histogram("rlhfd_checkpoint_duration_seconds")
         self._save_wait_s = writer.counter("rlhfd_checkpoint_wait_seconds_total")
         self._save_time = writer.gauge("rlhfd_checkpoint_last_success_timestamp_seconds")
@@ -283,6 +285,8 @@ class TrainerMetrics(Telemetry):
     def saved(self, duration_s: float) -> None:
         """Count a checkpoint."""
         self._saved.inc()
+        self._failures = 0
+        self._since_saved.set(0.0)
         self._save_s.observe(duration_s)
         self._save_time.set(time.time())
 
@@ -307,3 +311,5 @@ class TrainerMetrics(Telemetry):
     def not_saved(self) -> None:
         """Count a checkpoint that could not be written."""
         self._not_saved.inc()
+        self._failures += 1
+        self._since_saved.set(float(self._failures))

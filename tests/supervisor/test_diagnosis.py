@@ -250,6 +250,14 @@ def test_steps_that_train_nothing_are_the_first_sentence_from_the_twentieth_on()
     )
 
 
+@pytest.mark.parametrize(("count", "last"), [(1, "The last checkpoint"), (12, "The last 12 checkpoints")])
+def test_checkpoints_that_could_not_be_written_are_told_until_one_is(count: int, last: str) -> None:
+    seen = run(BUFFER, TRAINING, GENERATING)
+
+    assert not any("checkpoint" in said for said in explain(seen, {}))
+    assert explain(dataclasses.replace(seen, lost_checkpoints=count), {})[0].startswith(f"{last} could not be written")
+
+
 @pytest.mark.parametrize(
     ("nodes", "left", "sentence"),
     [

@@ -194,10 +194,14 @@ def test_without_a_training_state_in_shared_memory_a_checkpoint_is_written_at_on
 def test_a_write_that_fails_beside_training_is_counted_and_repeated_at_the_end(bench, caplog):  # noqa: F811
     tried = []
 
+    def since_success():
+        return MetricsReader(bench.slab).read().value("rlhfd_checkpoint_failures_since_success")
+
     def failing(progress, *rest, **more):
         tried.append(progress.step)
         if len(tried) == 1:
             raise CheckpointError("the disk is full")
+        assert since_success() == 1
         return bench.house.weights_path
 
     trainer = bench.trainer(save_every=3, max_steps=3)
@@ -209,6 +213,7 @@ def test_a_write_that_fails_beside_training_is_counted_and_repeated_at_the_end(b
     reading = MetricsReader(bench.slab).read()
     assert reading.value("rlhfd_checkpoints_total", result="error") == 1
     assert reading.value("rlhfd_checkpoints_total", result="ok") == 1
+    assert since_success() == 0
 
 
 def test_an_unexpected_error_of_the_write_is_raised_where_its_end_is_collected():
