@@ -501,7 +501,7 @@ class TestConversions:
                 "reward.normalize_enable = true: rollout.reward_scale divides scores by their running",
             ),
             ("openrlhf", {"reward.clip_range": [-1, 2]}, "reward.clip_range = [-1, 2]: rollout.reward_clip is a range"),
-            ("openrlhf", {"actor.lr_scheduler": "cosine"}, 'actor.lr_scheduler = "cosine": a fall needs its number of '),
+            ("openrlhf", {"actor.lr_scheduler": "cosine"}, 'actor.lr_scheduler = "cosine": a fall needs its'),
             ("openrlhf", {"train.batch_size": 96}, "train.batch_size = 96: must divide rollout.batch_size x rollout.n"),
             ("openrlhf", {"ds.zero_stag": 3}, f"ds.zero_stag: no option that {PAGE} has"),
             (
@@ -786,10 +786,12 @@ class TestFiles:
             "  npu)\n    length=16; rows=8\n    MORE+=(trainer.save_freq=9 trainer.test_freq=2) ;;\nesac\n"
             'if [ $# -gt 0 ]; then\n  lr=$1\nfi\n[ -n "$X" ] && nodes=4\n'
             'check() {\n  n=5\n  echo "rows=9 is large; if so"\n}\n'
-            'if true; then\n  seed=7\n  python3 -m verl.trainer.main_ppo algorithm.gamma=1.0 trainer.test_freq=2 "${MORE[@]}" \\\n'
+            "if true; then\n  seed=7\n  python3 -m verl.trainer.main_ppo algorithm.gamma=1.0 trainer.test_freq=2 \\\n"
+            '    "${MORE[@]}" \\\n'
             "    data.train_batch_size=$rows data.max_response_length=${length} \\\n"
             "    actor_rollout_ref.actor.optim.lr=$lr \\\n"
-            "    actor_rollout_ref.rollout.n=${n:-1} trainer.nnodes=$nodes trainer.total_epochs=$seed\nelse\n  trainer.total_epochs=1\nfi\n"
+            "    actor_rollout_ref.rollout.n=${n:-1} trainer.nnodes=$nodes \\\n"
+            "    trainer.total_epochs=$seed\nelse\n  trainer.total_epochs=1\nfi\n"
         )
 
         found = self.read(tmp_path, "run.sh", text, "verl")
