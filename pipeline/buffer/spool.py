@@ -182,11 +182,14 @@ class Spool:
 
     def _latest(self, lived: bool) -> Latest | None:
         """Return the checkpoint that the trainer resumes from; without one, remove spool and snapshot."""
-        # An external trainer keeps its checkpoints elsewhere; a checkpoint here is another run's.
-        is_builtin = self._config.trainer.kind == "builtin"
-        latest = read_latest(checkpoints_dir(self._config)) if is_builtin else None
-        if latest is None or not (reason := why_anew(self._config, latest)):
-            return latest
+        reason = "asked to"
+        # A run that began anew goes on without its checkpoints, also after one whose record cannot be read.
+        if self._config.trainer.resume != "never":
+            # An external trainer keeps its checkpoints elsewhere; a checkpoint here is another run's.
+            is_builtin = self._config.trainer.kind == "builtin"
+            latest = read_latest(checkpoints_dir(self._config)) if is_builtin else None
+            if latest is None or not (reason := why_anew(self._config, latest)):
+                return latest
         for path in (self.path,) if lived else (self.path, self.snapshot_path):
             if path.exists():
                 log.warning("%s removed, the run starts anew: %s: path=%s", path.parent.name, reason, path)

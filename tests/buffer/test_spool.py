@@ -271,6 +271,19 @@ def test_a_buffer_that_is_replaced_before_its_first_ticket_goes_on_with_the_roun
     assert third.ledger.totals.round_left == second.ledger.totals.round_left == 2
 
 
+def test_a_buffer_of_a_run_that_began_anew_is_replaced_beside_a_damaged_record_of_its_checkpoint(starts):
+    start = starts("first")
+    start.serve()
+    start.say(Published(0, 10, 0), Hello("worker-0", 1), WantTickets("worker-0", 1, 1))
+    checkpoint(start)
+    (checkpoints_dir(start.config) / "latest.json").write_text("{")
+    start.spool = Spool(start.config.changed("trainer", resume="never"), start.arena)
+
+    start.take_in()
+
+    assert (start.ledger.totals.tickets, start.damaged) == (1, [])
+
+
 def test_a_trainer_that_goes_on_from_an_earlier_checkpoint_gets_the_prompts_between_them(starts):
     start = starts("first")
     checkpoint(start, step=10, version=10, position=40)
