@@ -154,12 +154,14 @@ def test_a_best_checkpoint_that_was_moved_aside_is_none(tmp_path: Path) -> None:
     assert bench.follower.is_best(evaluation(20, 1))
 
 
+@pytest.mark.parametrize("name", ["best", "step-000010/trainer_state.json"])
 def test_a_best_checkpoint_that_cannot_be_looked_up_stays_the_best(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     bench = Follower(tmp_path)
-    bench.checkpoints.mkdir()
-    (bench.checkpoints / "best").symlink_to("n" * 300)
+    assert bench.keep_if_best(10, 5)
+    (bench.checkpoints / name).unlink()
+    (bench.checkpoints / name).symlink_to("n" * 300)
 
     assert not bench.follower.is_best(evaluation(20, 9))
     assert "cannot be looked up, and stays the best" in caplog.text

@@ -144,10 +144,11 @@ class EvaluationFollower(TrainerHook):
             if best is None:
                 return True
             note = read_note(best)
-        except OSError as error:
-            log.warning("the best checkpoint cannot be looked up, and stays the best: %s", error)
-            return False
-        except CheckpointError as error:
+        except (OSError, CheckpointError) as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+                log.warning("the best checkpoint cannot be looked up, and stays the best: %s", error)
+                return False
             log.warning("the best checkpoint cannot be read, the next best one takes its place: %s", error)
             return True
         known = find(read_evaluations(self._path), note.version, note.fingerprint, evaluation.plan)
