@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeline.cli.options import finding, load, runtime_dir_of
 from pipeline.errors import NotRunningError, RlhfdError, UnreachableError
+
+if TYPE_CHECKING:
+    from pipeline.runtime.lock import StateUser
 
 _COLUMNS = ("run", "algorithm", "model", "step", "state", "last start", "checkpoint")
 _ANSWER_TIMEOUT_S = 2.0
@@ -58,7 +61,7 @@ def entries_of(state_dir: Path) -> list[dict[str, Any]]:
             "state": "running" if is_running else ended,
             "algorithm": run.note.algorithm,
             "model": run.note.model,
-            "step": (user and is_running and _step_of(user.runtime_dir)) or (run.latest.step if run.latest else 0),
+            "step": (user and is_running and _step_of(user)) or (run.latest.step if run.latest else 0),
             "made_unix_s": run.note.made_unix_s,
             "started_unix_s": run.note.started_unix_s,
             "folder": str(run.folder),
@@ -69,14 +72,20 @@ def entries_of(state_dir: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _step_of(runtime_dir: str) -> int:
-    """Return the present step of a running instance; 0 if it does not tell."""
+def _step_of(user: StateUser) -> int:
+    """Return the present step of a running instance; 0 if it does not tell.
+
+    A state directory on a disk of several machines may be used by an instance on another one: here its runtime
+    directory is missing, or another instance's.
+    """
     from pipeline.runtime import control, lock
 
     try:
-        return int(control.request(lock.find(Path(runtime_dir)), "status", _ANSWER_TIMEOUT_S).get("step") or 0)
+        record = lock.find(Path(user.runtime_dir))
+        status = control.request(record, "status", _ANSWER_TIMEOUT_S)
     except RlhfdError:
         return 0
+    return int(status.get("step") or 0) if (record.pid, status.get("run")) == (user.pid, user.run) else 0
 
 
 def state_dir_of(directory: Path | None, path: Path | None) -> Path:

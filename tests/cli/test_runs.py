@@ -57,20 +57,22 @@ def test_each_run_is_listed_with_its_state_and_the_folder_of_its_model(folder):
     assert json.loads(shown("--json").stdout)[1]["state"] == "stopped", "its daemon has ended"
 
 
-def test_a_run_that_runs_is_listed_with_its_present_step(folder):
+@pytest.mark.parametrize(("is_its_own", "step"), [(True, 140), (False, 100)])
+def test_a_run_that_runs_is_listed_with_its_present_step(folder, is_its_own, step):
+    """Another run's instance has its runtime directory where the state directory is one of several machines."""
     of = config(folder)
     RunFolder(of).claim()
     save(of, 100, "a")
 
     async def tell(request):
-        return {"step": 140}
+        return {"step": 140, "run": run_name(of) if is_its_own else "another"}
 
     at = folder / "run"
     with InstanceLock(at), StateLock(folder / "state", at, run_name(of)), serving(at, tell) as told:
         told.write(at)
         (run,) = json.loads(shown("--json").stdout)
 
-    assert (run["step"], run["checkpoints"]) == (140, ["step-000100"])
+    assert (run["step"], run["checkpoints"]) == (step, ["step-000100"])
 
 
 def test_the_name_of_a_run_that_config_show_tells_is_that_of_its_folder(folder):
