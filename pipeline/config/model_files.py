@@ -291,9 +291,9 @@ def _problem_of_weights(folder: Path) -> str:
     try:
         files = weight_files(folder)
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        return f"{INDEX} in {folder} cannot be read: {error}"
+        return f"{_named_weights(folder) or INDEX} in {folder} cannot be read: {error}"
     for file in files:
-        if problem := _problem_of_file(file):
+        if problem := _problem_of_file(file, _named_weights(folder)):
             return problem
     old = [] if files else [path for name in _OLD_WEIGHTS for path in sorted(folder.glob(name))]
     for path in old:
@@ -307,7 +307,8 @@ def _problem_of_weights(folder: Path) -> str:
     return f"no weights in {folder}: {form}take model.safetensors as save_pretrained wrote it"
 
 
-def _problem_of_file(path: Path) -> str:
+def _problem_of_file(path: Path, named: str) -> str:
+    """Return why a file of weights cannot be read, else an empty text; `named` is that of `_named_weights`."""
     try:
         nbytes = path.stat().st_size
         with path.open("rb") as file:
@@ -316,7 +317,8 @@ def _problem_of_file(path: Path) -> str:
             whole = _HEADER_BYTES.size + _HEADER_BYTES.unpack(file.read(_HEADER_BYTES.size))[0]
         whole += max((entry["data_offsets"][1] for entry in _entries(path).values()), default=0)
     except FileNotFoundError:
-        return f"{path} is missing, {INDEX} names it: download the model again"
+        by = "config.json" if path.name == named else named or INDEX
+        return f"{path} is missing, {by} names it: download the model again"
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
         return f"{path} is no safetensors file: {error}"
     if nbytes < whole:
@@ -431,13 +433,17 @@ def weight_files(folder: Path) -> list[Path]:
         OSError: If the index cannot be read.
         ValueError: If it is no JSON; KeyError or AttributeError: if it names no files.
     """
+    named = _named_weights(folder)
+    paths = [folder / name for name in ([named] if named else (WHOLE, INDEX)) if named or (folder / name).is_file()]
+    if paths and paths[0].suffix == ".json":
+        return [folder / name for name in sorted(set(_json(paths[0].read_bytes())["weight_map"].values()))]
+    return paths[:1]
+
+
+def _named_weights(folder: Path) -> str:
+    """Return the file or index that config.json names as the model's weights, also if it is missing; else ""."""
     named = json_object(folder / "config.json").get("transformers_weights")
-    for path in [folder / name for name in ([named] if isinstance(named, str) else (WHOLE, INDEX))]:
-        if path.is_file() and path.suffix == ".json":
-            return [folder / name for name in sorted(set(_json(path.read_bytes())["weight_map"].values()))]
-        if path.is_file():
-            return [path]
-    return []
+    return named if isinstance(named, str) else ""
 
 
 def _entries(path: Path) -> dict[str, Any]:

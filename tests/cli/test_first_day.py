@@ -301,6 +301,8 @@ def in_two_files(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").rename(folder / "q4.gguf"), "GGUF is not read, take model.saf"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "own.safetensors"),
          "m: transformers does not load own.safetensors without model.safetensors.index.json, take model.safetens"),
+        (described(transformers_weights="own.safetensors"), "m/own.safetensors is missing, config.json names it: "),
+        (described(transformers_weights="own.safetensors.index.json"), "own.safetensors.index.json in "),
         (lambda folder: (folder / "model.safetensors").unlink(), "m: take model.safetensors as save_pretrained"),
         (lambda folder: (folder / "tokenizer_config.json").unlink(), "m: copy the model's tokenizer.json and token"),
         (lambda folder: (folder / "config.json").write_text("["), "cannot be read: "),
@@ -308,7 +310,7 @@ def in_two_files(folder: Path) -> None:
         (described(quantization_config={"quant_method": "awq"}), "m is quantized (awq), its weights cannot be trained"),
     ],
     ids=["LFS", "cut", "a page", "empty", "old, cut", "old, damaged", "old, empty", "a file short",
-         "GGUF", "another name", "no weights", "no tokenizer", "no JSON", "T5", "quantized"],
+         "GGUF", "another name", "named", "named index", "no weights", "no tokenizer", "no JSON", "T5", "quantized"],
 )  # fmt: skip
 def test_a_model_that_cannot_be_used_is_named_before_the_start(
     folder: Path, damage: Callable[[Path], object], message: str
