@@ -182,7 +182,8 @@ class SampleReader:
             newer, older = (self._new_of(self._folder / f"{name}{end}", seen) for end in ("", _OLDER))
             samples = sorted([*older, *newer], key=lambda sample: sample.unix_s)
             found += samples[-self._newest :] if self._is_first else samples
-        self._read_to = seen
+        # Also of files that are not found for a time.
+        self._read_to |= seen
         self._is_first = False
         return sorted(found, key=lambda sample: sample.unix_s)
 

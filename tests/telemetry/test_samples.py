@@ -454,6 +454,21 @@ def test_a_sample_tells_of_responses_that_were_cut_or_have_no_result_and_of_the_
     assert lines[-1].strip() == "form 0, answer 1"
 
 
+def test_samples_of_a_folder_that_could_not_be_read_for_a_time_come_once(tmp_path: Path) -> None:
+    folder, aside = tmp_path / "samples", tmp_path / "aside"
+    kept(folder, 3)
+    reader = SampleReader(folder)
+    assert len(reader.read()) == 3
+
+    # As of a file system that answers each call with EACCES.
+    folder.rename(aside)
+    assert reader.read() == []
+    aside.rename(folder)
+    kept(folder, 1)
+
+    assert [one.ticket for one in reader.read()] == [0]
+
+
 def test_nothing_in_a_text_reaches_the_terminal_as_a_command() -> None:
     told = click.unstyle(render(sample(prompt="\x1b[2J\x1b]0;owned\x07\r\u202egnp\x9b5m")))
 
