@@ -154,7 +154,7 @@ def test_a_best_checkpoint_that_was_moved_aside_is_none(tmp_path: Path) -> None:
     assert bench.follower.is_best(evaluation(20, 1))
 
 
-@pytest.mark.parametrize("name", ["best", "step-000010/trainer_state.json"])
+@pytest.mark.parametrize("name", ["best", "step-000010/trainer_state.json", "../evaluations.jsonl"])
 def test_a_best_checkpoint_that_cannot_be_looked_up_stays_the_best(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:

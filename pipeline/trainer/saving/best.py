@@ -151,7 +151,11 @@ class EvaluationFollower(TrainerHook):
                 return False
             log.warning("the best checkpoint cannot be read, the next best one takes its place: %s", error)
             return True
-        known = find(read_evaluations(self._path), note.version, note.fingerprint, evaluation.plan)
+        # It has the line of this evaluation.
+        if not (read := read_evaluations(self._path)):
+            log.warning("the best checkpoint cannot be looked up, and stays the best: no evaluation in %s", self._path)
+            return False
+        known = find(read, note.version, note.fingerprint, evaluation.plan)
         # Under another plan the scores cannot be compared.
         before = None if known is None else _score(known)
         return before is None or score > before
