@@ -109,7 +109,7 @@ class Watchdog:
         shortest_s = min(daemon.hang_timeout_s or daemon.startup_timeout_s, daemon.startup_timeout_s)
         paused = self._pauses.look(now_s, max(1.0, shortest_s / 2))
         if self._pauses.gap_s > _STOOD_S:
-            log.warning("the supervisor stood still, by a signal or a disk that did not answer, and so did commands: "
+            log.warning("the supervisor stood still, as by a signal or a disk that does not answer, and commands too: "
                         "seconds=%.1f", self._pauses.gap_s)  # fmt: skip
         pending = {kill.slot.name for kill in self._pending_kills}
         observations = [self._observe(slot) for slot in self.fleet.slots if slot.state not in ("ended", "failed")]
