@@ -140,7 +140,7 @@ class Shutdown:
             if held:
                 self._keep(f"{reason}: {held}")
             else:
-                self.fail(ExitCode.FAILED, f"{reason}: nothing was published")
+                self.fail(ExitCode.FAILED, f"{reason}: nothing was published since the start")
 
     def _buffer_ended(self, slot: Slot, code: int) -> None:
         """Restart the buffer: no other process can write the undelivered rows to disk."""

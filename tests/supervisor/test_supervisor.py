@@ -124,7 +124,7 @@ def test_of_a_run_that_has_published_nothing_a_failed_rank_keeps_nothing_in_shar
     shutdown.note_unwritten(rank, ExitCode.FAILED)
 
     assert (shutdown.exit_code, shutdown.is_kept) == (ExitCode.FAILED, False)
-    assert shutdown.reason.endswith("has not written the last checkpoint, its error is above: nothing was published")
+    assert shutdown.reason.endswith("last checkpoint, its error is above: nothing was published since the start")
 
 
 @pytest.mark.parametrize("word", ["pause", "resume"])
