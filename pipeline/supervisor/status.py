@@ -122,7 +122,9 @@ class InstanceStatus:
         self.watchdog.shares.add(now_s, {key: value for key, value in spent.items() if isinstance(value, float)})
         self.watchdog.engines.add(now_s, self.reading)
         self.watchdog.idle_steps = int(self._value("rlhfd_train_steps_since_signal") or 0)
-        self.watchdog.lost_checkpoints = int(self._value("rlhfd_checkpoint_failures_since_success") or 0)
+        # A trainer has none until its first checkpoint; what its predecessor could not write is on no disk yet.
+        if (lost := self._value("rlhfd_checkpoint_failures_since_success")) is not None:
+            self.watchdog.lost_checkpoints = int(lost)
         version = self._value("rlhfd_policy_version", role="trainer", worker="0")
         self._policy_version = self._policy_version if version is None else int(version)
         self._sample_rates(now_s)

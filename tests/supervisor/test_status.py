@@ -129,3 +129,28 @@ def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(rated
     # As of a file system that answers each call with EACCES, EIO or ESTALE.
     status._run_folder = tmp_path / ("n" * 300)
     assert status._evaluation()["best"] == "" and shown(4.0)[-1] == expected[1]
+
+
+def test_checkpoints_that_could_not_be_written_are_told_of_also_after_their_trainers_death(rated):
+    slab, status, _ = rated
+    status.state, status._named, status._policy_version = "ready", [], 0
+    status.fleet = SimpleNamespace(slots=[], all_ready=lambda: True, of=lambda role: [])
+    status._writer, status._reader = slab.writer("supervisor"), MetricsReader(slab)
+    status._gpus, status._number_names = SimpleNamespace(gpus=list), SimpleNamespace(names=[])
+    window = SimpleNamespace(add=lambda now_s, values: None)
+    status.watchdog = SimpleNamespace(shares=window, engines=window, lost_checkpoints=0)
+    for part in ("_sample_processes", "_sample_memory", "_sample_cluster"):
+        setattr(status, part, lambda: None)
+
+    def told(at_s):
+        status.sample(at_s)
+        return status.watchdog.lost_checkpoints
+
+    assert told(0.0) == 0
+    slab.writer("trainer").gauge("rlhfd_checkpoint_failures_since_success").set(3.0)
+    assert told(1.0) == 3
+    slab.fold("trainer")
+    slab.begin("trainer")
+    assert told(2.0) == 3
+    slab.writer("trainer").gauge("rlhfd_checkpoint_failures_since_success").set(0.0)
+    assert told(3.0) == 0
