@@ -15,7 +15,7 @@ kernel is not used: it computes gradients in the forward pass, before the loss o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -168,61 +168,42 @@ def _head_makes_logits(head: nn.Linear, model: nn.Module, backbone: nn.Module, d
         return False
 
 
-class _Forward:
-    """Log-probs, normalizers and entropies of chunks, joined at the end."""
-
-    def __init__(self, labels: Tensor, temperature: float, *, with_entropy: bool) -> None:
-        self._labels = labels
-        self._temperature = temperature
-        self._with_entropy = with_entropy
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def add(self, logits: Tensor, rows: slice) -> None:
-        """Take the logits of the next rows."""
-        scaled = logits.float() if self._temperature == 1 else logits.float() / self._temperature
-        normalizer = scaled.logsumexp(dim=-1)
-        log_probs = scaled.gather(-1, self._labels[rows].unsqueeze(-1)).squeeze(-1) - normalizer
-        entropy = normalizer.new_empty(0)
-        if self._with_entropy:
-            probs = (scaled - normalizer.unsqueeze(-1)).exp()
-            entropy = torch.special.entr(probs).sum(dim=-1)
-        self._parts.append((log_probs, normalizer, entropy))
-
-    def joined(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probs, normalizers and entropies, float32; without entropies ``(0,)``."""
-        if not self._parts:
-            empty = torch.empty(0, device=self._labels.device)
-            return empty, empty.clone(), empty.clone()
-        log_probs, normalizers, entropies = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        return log_probs, normalizers, entropies
+def _of_chunk(
+    logits: Tensor, labels: Tensor, temperature: float, *, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, normalizers and entropies of rows of logits, float32; without entropies ``(0,)``."""
+    scaled = logits.float() if temperature == 1 else logits.float() / temperature
+    normalizer = scaled.logsumexp(dim=-1)
+    log_probs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizer
+    entropy = normalizer.new_empty(0)
+    if with_entropy:
+        probs = (scaled - normalizer.unsqueeze(-1)).exp()
+        entropy = torch.special.entr(probs).sum(dim=-1)
+    return log_probs, normalizer, entropy
 
 
-class _Backward:
-    """Gradients of chunks of logits, from those of their log-probs and entropies."""
+def _logits_gradient(logits: Tensor, temperature: float, saved: Sequence[Tensor], upstream: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of rows of logits, float32, in the memory of the logits, which are float32.
 
-    def __init__(self, ctx: Any, saved: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
-        self._labels, self._normalizers, self._entropies = saved
-        self._of_log_probs, self._of_entropies = upstream
-        self._temperature = ctx.temperature
-
-    def of(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return the gradient of the logits of some rows, float32, in the memory of the logits, which are float32."""
-        scaled = logits if self._temperature == 1 else logits.div_(self._temperature)
-        # In place, here and below: a chunk of logits is a large part of a step's memory.
-        probs = scaled.sub_(self._normalizers[rows].unsqueeze(-1)).exp_()
-        upstream = self._of_log_probs[rows].unsqueeze(-1)
-        slope = None
-        if len(self._entropies):
-            # dH/dx = -p (log p + H); xlogy keeps 0 log 0 at 0.
-            slope = torch.special.xlogy(probs, probs) + probs * self._entropies[rows].unsqueeze(-1)
-        gradient = probs.mul_(-upstream).scatter_add_(-1, self._labels[rows].unsqueeze(-1), upstream)
-        if slope is not None:
-            gradient -= slope.mul_(self._of_entropies[rows].unsqueeze(-1))
-        return gradient if self._temperature == 1 else gradient.div_(self._temperature)
-
-
-def _chunks(rows: int, chunk_tokens: int) -> Iterator[slice]:
-    return (slice(start, start + chunk_tokens) for start in range(0, rows, chunk_tokens))
+    Args:
+        logits: Of the head, before the temperature.
+        temperature: Divides them.
+        saved: Labels, normalizers and entropies of the rows, without entropies ``(0,)``.
+        upstream: Gradients of their log-probs and entropies.
+    """
+    (labels, normalizers, entropies), (of_log_probs, of_entropies) = saved, upstream
+    scaled = logits if temperature == 1 else logits.div_(temperature)
+    # In place, here and below: a chunk of logits is a large part of a step's memory.
+    probs = scaled.sub_(normalizers.unsqueeze(-1)).exp_()
+    slope = None
+    if len(entropies):
+        # dH/dx = -p (log p + H); xlogy keeps 0 log 0 at 0.
+        slope = torch.special.xlogy(probs, probs) + probs * entropies.unsqueeze(-1)
+    own = of_log_probs.unsqueeze(-1)
+    gradient = probs.mul_(-own).scatter_add_(-1, labels.unsqueeze(-1), own)
+    if slope is not None:
+        gradient -= slope.mul_(of_entropies.unsqueeze(-1))
+    return gradient if temperature == 1 else gradient.div_(temperature)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -243,10 +224,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        found = _Forward(labels, temperature, with_entropy=with_entropy)
-        for rows in _chunks(len(states), chunk_tokens):
-            found.add(product(states[rows], weight, bias), rows)
-        log_probs, normalizers, entropies = found.joined()
+        parts = [
+            _of_chunk(product(chunk, weight, bias), its, temperature, with_entropy=with_entropy)
+            for chunk, its in zip(states.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
+        ]
+        log_probs, normalizers, entropies = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(states, weight, bias, labels, normalizers, entropies)
         ctx.product, ctx.temperature, ctx.chunk_tokens = product, temperature, chunk_tokens
         return log_probs, entropies
@@ -255,17 +237,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, bias, *saved = ctx.saved_tensors
-        gradients = _Backward(ctx, saved, upstream)
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         operand = states if weight is None else weight
         of_states = operand.new_empty(states.shape) if wants_states else None
         # Summed in float32: of 37 chunks in bfloat16, the sum is three times as far from that of float64.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        for rows in _chunks(len(states), ctx.chunk_tokens):
+        for start in range(0, len(states), ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
+            of_rows = [[one[rows] for one in tensors] for tensors in (saved, upstream)]
             # Of given logits a copy: the gradient takes their place.
-            gradient = gradients.of(
-                ctx.product(states[rows], weight, bias).to(torch.float32, copy=weight is None), rows
+            gradient = _logits_gradient(
+                ctx.product(states[rows], weight, bias).to(torch.float32, copy=weight is None),
+                ctx.temperature,
+                *of_rows,
             )
             if of_bias is not None:
                 of_bias += gradient.sum(dim=0)
