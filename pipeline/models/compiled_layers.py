@@ -194,33 +194,27 @@ def _sizes(uses: Uses, device: torch.device) -> list[tuple[int, int]]:
     return list(dict.fromkeys([first, *((each, columns) for each in rows)]))
 
 
-@dataclass(frozen=True)
-class _Answer:
-    numbers: Tensor
-    gradients: tuple[Tensor, ...] = ()
-
-
 def _runs(
     model: nn.Module, code: LayerCode, uses: Uses, device: torch.device, rows: int, columns: int
-) -> list[Callable[[], _Answer]]:
-    """Return functions that run a model in each way of its uses, by passes of some rows."""
+) -> list[Callable[[], list[Tensor]]]:
+    """Return functions that run a model in each way of its uses, by passes of some rows: outputs, then gradients."""
     layers = decoder_layers(model)
     parameters = [one for layer in layers[len(layers) // 2 :][:1] for one in layer.parameters() if one.requires_grad]
     compute = chooses_kernels(_numbers_of(model, device, rows, columns, packed=uses.packed))
 
-    def trained() -> _Answer:
+    def trained() -> list[Tensor]:
         with torch.enable_grad():
             numbers = compute()
             # Some layers are compiled and some are not: checkpointing could not compute them again.
             wanted = [] if code.problem else parameters
             gradients = torch.autograd.grad(numbers.sum(), wanted, allow_unused=True) if wanted else ()
-        return _Answer(numbers.detach(), tuple(one for one in gradients if one is not None))
+        return [numbers.detach(), *(one for one in gradients if one is not None)]
 
-    def scored() -> _Answer:
+    def scored() -> list[Tensor]:
         with torch.no_grad():
-            return _Answer(compute())
+            return [compute()]
 
-    def without() -> _Answer:
+    def without() -> list[Tensor]:
         with without_adapters(model):
             return scored()
 
@@ -249,14 +243,14 @@ def _numbers_of(
     return lambda: compute(model, ids, mask, columns // 2)
 
 
-def _difference(found: _Answer, expected: _Answer, dtype: torch.dtype) -> str | None:
-    """Return by how much two answers differ, if rounding does not explain it; NaN and infinity do always."""
-    gap = float((found.numbers - expected.numbers).abs().mean())
-    most = tolerance_nats_a_token(dtype) * max(1.0, float(expected.numbers.abs().mean()))
+def _difference(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> str | None:
+    """Return by how much two ways of a run differ, if rounding does not explain it; NaN and infinity do always."""
+    gap = float((found[0] - expected[0]).abs().mean())
+    most = tolerance_nats_a_token(dtype) * max(1.0, float(expected[0].abs().mean()))
     if not gap <= most:
         return f"outputs by {gap:.2g}, by {most:.2g} at most"
-    gap = _norm([mine - its for mine, its in zip(found.gradients, expected.gradients, strict=True)])
-    most = _GRADIENT_TOLERANCE.get(dtype, _GRADIENT_TOLERANCE_16_BITS) * _norm(expected.gradients)
+    gap = _norm([mine - its for mine, its in zip(found[1:], expected[1:], strict=True)])
+    most = _GRADIENT_TOLERANCE.get(dtype, _GRADIENT_TOLERANCE_16_BITS) * _norm(expected[1:])
     return None if gap <= most else f"gradients by {gap:.2g}, by {most:.2g} at most"
 
 

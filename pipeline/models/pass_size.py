@@ -103,19 +103,13 @@ def training_size(
         A bound of tokens and padding, unless rows are configured or the device is a CPU: there a bound of rows.
     """
     key = "trainer.micro_batch_size" if tokens is None else "trainer.micro_batch_tokens"
-    if tokens is not None or (rows is None and (packed or device.type != "cpu")):
-        most_tokens = tokens or default_tokens(model, device, backward=True, checkpointed=checkpointed)
-        return PassSize(
-            key,
-            most_tokens=most_tokens,
-            most_padding=None if packed else _MOST_PADDING,
-            packed=packed,
-            telemetry=telemetry,
-        )
+    by_tokens = tokens is not None or (rows is None and (packed or device.type != "cpu"))
+    default = None if rows else default_tokens(model, device, backward=True, checkpointed=checkpointed)
     return PassSize(
         key,
-        most_rows=rows or _CPU_ROWS,
-        most_tokens=None if rows else default_tokens(model, device, backward=True),
+        most_rows=None if by_tokens else rows or _CPU_ROWS,
+        most_tokens=tokens or default,
+        most_padding=_MOST_PADDING if by_tokens and not packed else None,
         packed=packed,
         telemetry=telemetry,
     )
