@@ -377,7 +377,7 @@ def new_learner(
         reference=reference,
         observes_scores=config.rollout.reward_scale == "running",
         run_seed=config.daemon.seed,
-        process_group=distributed.group.WORLD,
+        process_group=distributed.group.WORLD if config.trainer.world_size > 1 else None,
         telemetry=telemetry,
     )
     most_tokens = learner.largest_pass(config.lengths.row)
