@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError
@@ -66,8 +66,10 @@ class MissingColumnError(ConfigError):
         found: The columns that the row has.
     """
 
-    def __init__(self, message: str, key: str, column: str, found: list[str]) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, bare: str = "", key: str = "", column: str = "", found: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, bare=bare)
         self.key, self.column, self.found = key, column, found
 
 
@@ -118,7 +120,7 @@ def row_of(
     return Row(prompt, answer, images, columns, tools, pass_rate)
 
 
-def suggested(column: str, found: list[str]) -> str:
+def suggested(column: str, found: Sequence[str]) -> str:
     """Return the end of a message about a column that is not there: its likely name; empty if none is found."""
     usual = [name for name in _USUAL_NAMES if name in found] if column == "prompt" else []
     close = difflib.get_close_matches(column, found, n=1) or usual
@@ -131,7 +133,7 @@ def _missing(record: Mapping[str, Any], where: str, key: str, column: str) -> Mi
         message = f'{where}:1: "{column}" is null'
     else:
         message = f'{where}:1: no key "{column}" among {", ".join(found) or "no keys"}{suggested(column, found)}'
-    return MissingColumnError(message, key, column, found)
+    return MissingColumnError(message, key=key, column=column, found=found)
 
 
 def _column(record: Mapping[str, Any], name: str) -> tuple[Any, bool]:

@@ -1,6 +1,8 @@
 """The wire between a trainer rank on another machine and its gateway."""
 
 import logging
+import pickle
+import socket
 import tempfile
 import threading
 
@@ -8,8 +10,9 @@ import pytest
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.errors import DecodeError, FieldError
+from pipeline.errors import ConfigError, DecodeError, FieldError
 from pipeline.experience import codec
+from pipeline.prompts.rows import row_of
 from pipeline.runtime.messages import Ack, Drain, ExtentRows
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
@@ -155,21 +158,37 @@ def test_messages_arrive_in_order_both_ways_and_once(far):
     assert [message.lease for message in end.messages] == [*range(50)]
 
 
-def test_a_rank_leaves_no_file_whoever_kills_it_and_takes_each_configuration_once(tmp_path, monkeypatch):
+@pytest.fixture
+def rank_of():
+    """Makes a rank on another machine, by a configuration."""
+    handlers = logging.getLogger().handlers[:]
+    yield lambda config: RemoteRank(
+        RankSpec(
+            config=config.model_dump_json(), rank=1, generation=1, meeting=Meeting("127.0.0.1", 1, "cpu"),
+            slots=[SlotName("supervisor", 0), SlotName("trainer", 1)], started_s=0.0,
+        )
+    )  # fmt: skip
+    logging.getLogger().handlers[:] = handlers
+
+
+def test_an_error_of_a_rank_far_away_names_its_machine_and_keeps_its_class(monkeypatch, rank_of):
+    """It arrives as Ray sends it, pickled: of prompts that are others there."""
+    monkeypatch.setattr(RemoteRank, "_run", lambda self: row_of({"question": "2 + 2"}, "prompts.jsonl:1"))
+
+    error = pickle.loads(pickle.dumps(rank_of(Config()).run()))
+
+    told = f'on {socket.gethostname()}: prompts.jsonl:1:1: no key "prompt" among question, did you mean "question"?'
+    assert isinstance(error, ConfigError) and str(error) == error.bare == told
+
+
+def test_a_rank_leaves_no_file_whoever_kills_it_and_takes_each_configuration_once(tmp_path, monkeypatch, rank_of):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = (Config.model_validate({"daemon": {"hang_timeout_s": time_s}}) for time_s in (7.0, 8.0))
-    handlers = logging.getLogger().handlers[:]
-    spec = RankSpec(
-        config=first.model_dump_json(), rank=1, generation=1, meeting=Meeting("127.0.0.1", 1, "cpu"),
-        slots=[SlotName("supervisor", 0), SlotName("trainer", 1)], started_s=0.0,
-    )  # fmt: skip
-    rank = RemoteRank(spec)
-    try:
-        assert not [*tmp_path.iterdir()]
-        context = rank._context
-        assert context.reloaded() == first and context.reloaded() is None
-        rank.deliver(Downward(config=second.model_dump_json()))
-        assert context.reloaded() == second and context.reloaded() is None
-        assert not [*tmp_path.iterdir()]
-    finally:
-        logging.getLogger().handlers[:] = handlers
+    rank = rank_of(first)
+
+    assert not [*tmp_path.iterdir()]
+    context = rank._context
+    assert context.reloaded() == first and context.reloaded() is None
+    rank.deliver(Downward(config=second.model_dump_json()))
+    assert context.reloaded() == second and context.reloaded() is None
+    assert not [*tmp_path.iterdir()]
