@@ -27,7 +27,7 @@ from pipeline.runtime.latest_checkpoint import saved_version
 from pipeline.runtime.transport import trainer_name
 from pipeline.storage.arena import PAGE_BYTES, Arena
 from pipeline.storage.files import UNREADABLE, no_room
-from pipeline.storage.layout import LedgerLayout
+from pipeline.storage.layout import LedgerLayout, LedgerMemory
 from pipeline.storage.weights_header import newest_version
 
 log = logging.getLogger(__name__)
@@ -167,8 +167,15 @@ class Workspace:
             arena = Arena(folder / "arena", payload=False)
         except (OSError, *UNREADABLE, LedgerError):
             return None
+        is_same = found.run.is_of(config) and arena.layout == layout.identity
+        version = LedgerMemory(arena.ledger, layout).totals().policy_version if is_same else 0
         arena.close()
-        if not found.run.is_of(config) or arena.layout != layout.identity:
+        if not is_same:
+            return None
+        # Of an external trainer that lives on the ledger counts on; the built-in one would begin below its version.
+        if version > 0 and config.trainer.kind == "builtin" and newest_version(found.weights_path) is None:
+            log.error("the weights of the killed run are gone from shared memory, the run goes on from its last "
+                      "checkpoint: version=%d path=%s", version, found.weights_path)  # fmt: skip
             return None
         # Sockets and locks of dead processes are useless, and ranks would wait for them at an old rendezvous: the
         # numbers of generations begin again. An external trainer lives on with its own: another process would get a

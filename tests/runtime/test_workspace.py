@@ -5,14 +5,17 @@ import os
 import stat
 
 import pytest
+import torch
 
 from pipeline.buffer.sizing import checked_layout, limits_of
 from pipeline.config.lengths import row_bytes_bound
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.models.weights.store import WeightsPublisher
 from pipeline.runtime.messages import Welcome
 from pipeline.runtime.transport import Mailbox, Outbox
 from pipeline.runtime.workspace import Workspace
+from pipeline.storage.arena import Arena
 from pipeline.storage.ledger import Ledger
 from pipeline.trainer.connect import lock_rank
 from tests.support.daemon import END_TIMEOUT_S
@@ -88,6 +91,34 @@ def test_the_arena_of_another_number_of_ranks_is_replaced_and_its_run_is_the_sam
 
     assert not second.taken_over and second.run.run_id != first.run.run_id
     assert second.run.identity == first.run.identity
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "is_there", "taken_over"),
+    [
+        ("builtin", 3, False, False),
+        ("builtin", 0, False, True),
+        ("builtin", 3, True, True),
+        ("external", 3, False, True),
+    ],
+)
+def test_a_killed_run_whose_weights_are_gone_is_not_taken_over(folder, kind, version, is_there, taken_over):
+    """Its ledger would drop all rows of the versions that are published again, as stale."""
+    of_kind = Config.model_validate({"buffer": {"arena_bytes": 4 << 20}, "trainer": {"kind": kind}})
+    left = Workspace.prepare(folder, of_kind, checked_layout(of_kind))
+    with contextlib.closing(Arena(left.arena_path, payload=False)) as arena:
+        ledger = Ledger(arena.ledger, checked_layout(of_kind))
+        ledger.publish(version, 1, 0)
+        ledger.close()
+    if is_there:
+        tensors = {"weight": torch.zeros(2)}
+        publisher = WeightsPublisher(left.weights_path, tensors)
+        publisher.publish(version, tensors)
+        publisher.close()
+
+    found = Workspace.prepare(folder, of_kind, checked_layout(of_kind))
+
+    assert found.taken_over == taken_over
 
 
 def test_another_runs_arena_is_replaced(folder):
