@@ -185,15 +185,27 @@ def refuses_what_it_cannot_replay(run: Path, last: int) -> None:
     rows_path(folder, 1).unlink()
     with pytest.raises(ConfigError, match=r"is the start of the run, and 1 of .* first step 1: its rows were removed"):
         Replay(run, 3)
+    lines = (folder / LINES).read_bytes()
+    (folder / LINES).write_bytes(b"".join(line for line in lines.splitlines(True) if b'"step":2,' not in line))
+    with pytest.raises(ConfigError, match=f"step 2 is not recorded: steps 1 to {last} are, but for 1 of them"):
+        Replay(run, 2)
+    (folder / LINES).write_bytes(lines)
     note = read_note(run)
     assert note is not None
+    (run / "run.json").unlink()
+    with pytest.raises(ConfigError, match=r"run\.json is missing"):
+        Replay(run, 2)
     write_note(run, msgspec.structs.replace(note, identity="0" * 32))
     with pytest.raises(ConfigError, match="is of another run"):
         Replay(run, 2)
     write_note(run, note)
     rows_path(folder, 1).write_bytes(rows)
     first = read_recording(folder).starts[0][1]
-    first.config["trainer"]["learning_rate"] = 0.5
+    first.config["trainer"] |= {"learning_rate": 0.5, "of_another_release": 1}
+    rewrite(folder, lambda line: msgspec.structs.replace(line, start=first) if line.start and not line.step else line)
+    with pytest.raises(ConfigError, match=r"this release: trainer\.of_another_release: Extra [^\n]*$"):
+        Replay(run, 2)
+    del first.config["trainer"]["of_another_release"]
     rewrite(folder, lambda line: msgspec.structs.replace(line, start=first) if line.start and not line.step else line)
     with pytest.raises(ConfigError, match=r"step \d+ was taken with other settings of \[model\], \[rollout\]"):
         Replay(run, last)

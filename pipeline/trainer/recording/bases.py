@@ -117,7 +117,9 @@ def config_of(recording: Recording, start: TrainerStart) -> Config:
     try:
         return Config.model_validate_json(msgspec.json.encode(start.config))
     except pydantic.ValidationError as error:
-        raise ConfigError(f"{recording.folder}: its configuration is not one of this release: {error}") from error
+        first = error.errors(include_url=False)[0]
+        told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(f"{recording.folder}: its configuration is not one of this release: {told}") from error
 
 
 def effective(config: Config) -> dict[str, Any]:

@@ -100,8 +100,9 @@ class Replay:
         self.start = start
         self.device = _device(device or ("cpu" if start.device == "cpu" else ""))
         self.config = config_of(self._recording, start)
-        note = read_note(run)
-        if note is None or not note.identity == start.identity == identity_of(self.config):
+        if (note := read_note(run)) is None:
+            raise ConfigError(f"{run / 'run.json'} is missing, which tells whether the recording is of this run")
+        if not note.identity == start.identity == identity_of(self.config):
             raise ConfigError(f"{self._recording.folder} is of another run: its models, prompts, seed or batches are "
                               f"not those of {run / 'run.json'}")  # fmt: skip
         bases = Bases(run, self._recording)
@@ -337,4 +338,8 @@ def _why_without_rows(recording: Recording, step: int) -> str:
 
 
 def _range_of(recording: Recording) -> str:
-    return f"steps {min(recording.steps)} to {max(recording.steps)} are" if recording.steps else "no step is"
+    if not recording.steps:
+        return "no step is"
+    first, last = min(recording.steps), max(recording.steps)
+    lost = last + 1 - first - len(recording.steps)
+    return f"steps {first} to {last} are" + (f", but for {lost:,} of them" if lost else "")
