@@ -220,11 +220,7 @@ class LocalChild:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def _read(self, descriptor: int) -> None:
-        try:
-            data = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
+        if not (data := os.read(descriptor, 1 << 16)):
             self._loop.remove_reader(descriptor)
             return
         *whole, rest = (self._readers[descriptor] + data).split(b"\n")

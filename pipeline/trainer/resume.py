@@ -173,12 +173,7 @@ class Resumption:
     # A new start.
 
     def _from_checkpoint_or_new(self) -> Start:
-        try:
-            latest: Latest | None = self._of_first(self._latest)
-        except ConfigError:
-            if self._config.trainer.resume != "never":
-                raise
-            return Start()
+        latest: Latest | None = self._of_first(self._latest)
         if latest is None:
             return Start()
         if reason := self._of_first(lambda: why_anew(self._config, latest)):
