@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,41 +51,26 @@ def as_shards(tensors: Mapping[str, Tensor | Shard]) -> dict[str, Shard]:
     return {name: Shard.whole(given) if isinstance(given, Tensor) else given for name, given in tensors.items()}
 
 
-class Group(Protocol):
-    """The collectives of all ranks that publish together.
+@dataclasses.dataclass(eq=False)
+class Group:
+    """The collectives of all ranks that publish together; of itself it is that of one rank, which holds whole models.
 
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
     """
 
-    rank: int
-    world_size: int
+    rank: int = 0
+    world_size: int = 1
 
     def broadcast(self, values: Sequence[int]) -> list[int]:
         """Return rank 0's values, each in 63 bits; every rank passes as many."""
-
-    def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every rank's values, unsigned 64-bit, in order of ranks; every rank passes as many."""
-
-    def agree(self, ready: bool) -> bool:
-        """Return whether every rank passed True."""
-
-
-class Alone:
-    """The group of one rank, which holds whole models."""
-
-    rank = 0
-    world_size = 1
-
-    def broadcast(self, values: Sequence[int]) -> list[int]:
-        """Return the values."""
         return list(values)
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the values, in a list."""
+        """Return every rank's values, unsigned 64-bit, in order of ranks; every rank passes as many."""
         return [list(values)]
 
     def agree(self, ready: bool) -> bool:
-        """Return the answer."""
+        """Return whether every rank passed True."""
         return ready

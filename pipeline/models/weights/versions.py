@@ -37,7 +37,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, UnreachableError, WeightsError
 from pipeline.models.weights.held import HeldVersion
-from pipeline.models.weights.shards import Alone, Group, Shard, as_shards
+from pipeline.models.weights.shards import Group, Shard, as_shards
 from pipeline.models.weights.slot_copy import combined
 from pipeline.models.weights.store import WeightsMapping, WeightsPublisher, WeightsReader
 from pipeline.storage.weights_header import Age, WeightsVersion, newest_version
@@ -69,7 +69,7 @@ class PolicyVersions:
             weight_slots: Versions of the weights held at once in a file that is made here, 2 or 3; a predecessor's file
                 stays as it is.
         """
-        self._group = Alone() if group is None else group
+        self._group = Group() if group is None else group
         self._weights_path = weights_path
         self.training_path = self._path_of(self._group.rank)
         self._holds_pages = holds_pages

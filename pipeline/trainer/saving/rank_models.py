@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import Config
 from pipeline.models.lora import Saved, adapter_of, published
 from pipeline.models.weights.held import HeldVersion, state_dicts
-from pipeline.models.weights.shards import Alone, Shard, as_shards
+from pipeline.models.weights.shards import Group, Shard, as_shards
 from pipeline.models.weights.store import flatten, joined
 from pipeline.models.weights.versions import PolicyVersions
 from pipeline.storage.weights_header import WeightsVersion
@@ -72,8 +72,7 @@ class RankModels:
         self._held: Callable[[Write], Path] | None = None
         self._files = connection.remote or HERE
         self.is_sharded = is_sharded(models["actor"])
-        self._group: Alone | RankGroup = Alone()
-        self._all: Alone | RankGroup = self._group
+        self._group = self._all = Group()
         if not self.is_sharded:
             self.publishes = connection.rank == 0
             self.versions = connection.versions

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.models.flat_rows import FlatRows
-from pipeline.models.weights.shards import Shard
+from pipeline.models.weights.shards import Group, Shard
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.sharding.models import is_sharded, replica_of
 
 _SIGN = 1 << 63
 
 
-class RankGroup:
+class RankGroup(Group):
     """The collectives of a step's end, of a publish and of a checkpoint.
 
     Args:

@@ -113,7 +113,8 @@ class ShardService:
 
     def __init__(self, weights_path: Path, shard: int, *, weight_slots: int) -> None:
         self._path = weights_path
-        self._versions = PolicyVersions(weights_path, _OfShard(shard), weight_slots=weight_slots)
+        # The collectives are the rank's own; its number names its training state.
+        self._versions = PolicyVersions(weights_path, Group(shard), weight_slots=weight_slots)
         self._reader: WeightsReader | None = None
         self._files: dict[int, TensorFiles] = {}
         self.newest = self._versions.newest
@@ -377,21 +378,6 @@ class RemoteShards(Files):
     def has(self, path: Path) -> bool:
         """As `Files`."""
         return bool(self._ask("has_file", path))
-
-
-class _OfShard:
-    """A rank whose collectives are elsewhere: its shard names its training state."""
-
-    world_size = 1
-
-    def __init__(self, shard: int) -> None:
-        self.rank = shard
-
-    def broadcast(self, values: Sequence[int]) -> list[int]:
-        raise AssertionError("the collectives of a remote rank are its own")
-
-    gather: Any = broadcast
-    agree: Any = broadcast
 
 
 def _checksum(parts: Iterable[Part]) -> int:
