@@ -39,7 +39,7 @@ def expected_tensors(
     Raises:
         ConfigError: If a directory has no model configuration.
     """
-    actor = shell(actor_path, dtype=dtype, field="model.actor")
+    actor = shell(actor_path, dtype=dtype)
     models: dict[str, nn.Module] = {}
     if with_critic:
         models["critic"] = (

@@ -70,24 +70,12 @@ def load_actor(
     return model
 
 
-def outline_of_actor(path: str | Path, *, dtype: str | torch.dtype) -> PreTrainedModel:
-    """Return a language model whose tensors have names, shapes and dtype, and no memory: the device is "meta".
+def shell(
+    path: str | Path, *, dtype: str | torch.dtype, field: str = "model.actor", has_head: bool = True
+) -> PreTrainedModel:
+    """Return a model of a directory's configuration, on the meta device: no memory, no file of weights is read.
 
     It computes nothing, so that `load_actor`'s checks of its log-probs are left to the process that has the model.
-
-    Args:
-        path: A directory with its config.json.
-        dtype: Dtype of the weights, as "bfloat16" or a torch dtype.
-
-    Raises:
-        ConfigError: If the directory is missing or has no model configuration, or `dtype` is not a torch dtype.
-    """
-    model: PreTrainedModel = shell(path, dtype=dtype, field="model.actor").eval()
-    return model
-
-
-def shell(path: str | Path, *, dtype: str | torch.dtype, field: str, has_head: bool = True) -> PreTrainedModel:
-    """Return a model of a directory's configuration, on the meta device: no memory, no file of weights is read.
 
     Args:
         path: A directory with its config.json.
@@ -103,7 +91,7 @@ def shell(path: str | Path, *, dtype: str | torch.dtype, field: str, has_head: b
 
     with _named("model", path, field), torch.device("meta"):
         described = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        model: PreTrainedModel = (auto_class if has_head else AutoModel).from_config(described, dtype=resolved)
+        model: PreTrainedModel = (auto_class if has_head else AutoModel).from_config(described, dtype=resolved).eval()
     _keep_float32(model, resolved)
     return model
 

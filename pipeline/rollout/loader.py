@@ -29,9 +29,9 @@ from pipeline.models.inputs import eval_mode
 from pipeline.models.loading import (
     critic_of,
     load_actor,
-    outline_of_actor,
     refuse_large_tokenizer,
     sees_images,
+    shell,
 )
 from pipeline.models.lora import adapt, published
 from pipeline.models.packing import pack_scored_rows, packs_scored_rows
@@ -205,7 +205,7 @@ def _load_models(config: Config, tokenizer: Any, tokens: Sequence[int], device: 
         log.warning("the actor is loaded, the engine cannot be asked about the first prompt: tokens=%d row_tokens=%d",
                     len(tokens), config.lengths.row)  # fmt: skip
         holds_actor = True
-    actor = whole() if holds_actor else outline_of_actor(config.model.actor, dtype=config.model.dtype)
+    actor = whole() if holds_actor else shell(config.model.actor, dtype=config.model.dtype)
     reference = load_reference(config, actor, device)
     critic = None
     if config.rollout.algorithm == "ppo":

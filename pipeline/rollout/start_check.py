@@ -19,7 +19,7 @@ from pipeline.config.prompts import PromptsConfig
 from pipeline.config.rewards import reward_functions, reward_models
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, PromptError
-from pipeline.models.loading import load_tokenizer, outline_of_actor, refuse_large_tokenizer, sees_images
+from pipeline.models.loading import load_tokenizer, refuse_large_tokenizer, sees_images, shell
 from pipeline.models.lora import target_layers
 from pipeline.prompts.rendering import Rendering, rendering_of
 from pipeline.prompts.source import PromptSource
@@ -80,7 +80,7 @@ class _Check:
 
     def of_model(self, config: Config, tokenizer: Any) -> None:
         actor = config.model.actor
-        outline = self.tried(outline_of_actor, actor, dtype=config.model.dtype)
+        outline = self.tried(shell, actor, dtype=config.model.dtype)
         if outline is None:
             return
         vocabulary = outline.config.get_text_config().vocab_size

@@ -21,7 +21,7 @@ from pipeline.models.loading import (
     load_critic,
     load_reward_model,
     load_tokenizer,
-    outline_of_actor,
+    shell,
 )
 from tests.support import tiny
 
@@ -153,7 +153,7 @@ def test_models_that_transformers_cannot_load_alone_are_one_line(
     if "quantization_config" not in change:
         # A start says it before any process loads weights.
         with pytest.raises(ConfigError, match=message):
-            outline_of_actor(tmp_path, dtype="float32")
+            shell(tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.config.user_modules import FOLDER_VARIABLE
 from pipeline.errors import ConfigError, WeightsMismatchError
-from pipeline.models.loading import load_actor, load_tokenizer, outline_of_actor
+from pipeline.models.loading import load_actor, load_tokenizer, shell
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.lora import adapter_of
 from pipeline.rollout import loader
@@ -211,7 +211,7 @@ def test_vllms_process_begins_before_the_models_and_ends_with_their_error(roller
 
 def test_the_outline_of_an_actor_has_its_tensors_without_their_memory(task, tmp_path):
     outline, actor = (
-        make(task / "model", dtype="bfloat16") for make in (outline_of_actor, functools.partial(load_actor, device=CPU))
+        make(task / "model", dtype="bfloat16") for make in (shell, functools.partial(load_actor, device=CPU))
     )
 
     described = [{name: (t.shape, t.dtype) for name, t in model.state_dict().items()} for model in (outline, actor)]
@@ -219,9 +219,9 @@ def test_the_outline_of_an_actor_has_its_tensors_without_their_memory(task, tmp_
     assert {tensor.device.type for tensor in outline.state_dict().values()} == {"meta"}
     assert not outline.training and outline.config.to_dict() == actor.config.to_dict()
     with pytest.raises(ConfigError, match=r"model\.actor: no such directory"):
-        outline_of_actor(task / "none", dtype="float32")
+        shell(task / "none", dtype="float32")
     with pytest.raises(ConfigError, match=r"model\.actor: cannot load a model from"):
-        outline_of_actor(tmp_path, dtype="float32")
+        shell(tmp_path, dtype="float32")
 
 
 def test_an_environment_is_not_blamed_for_a_reward_function(rollers, monkeypatch, tmp_path):

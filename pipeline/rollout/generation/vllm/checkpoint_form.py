@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from pipeline.models.loading import outline_of_actor
+from pipeline.models.loading import shell
 
 # The number of a layer is the first one in a name.
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -29,7 +29,7 @@ class CheckpointForm:
     """
 
     def __init__(self, directory: str) -> None:
-        self._outline = outline_of_actor(directory, dtype="float32")
+        self._outline = shell(directory, dtype="float32")
         conversions = get_model_conversion_mapping(self._outline, add_legacy=False)
         self._differs = any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
