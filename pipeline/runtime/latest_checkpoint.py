@@ -64,12 +64,16 @@ def read_latest(root: Path) -> Latest | None:
     return sealed_json.read(root / "latest.json", Latest, advice)
 
 
+def readable_latest(root: Path) -> Latest | None:
+    """Return the latest checkpoint, None if there is none that can be read."""
+    with contextlib.suppress(ConfigError):
+        return read_latest(root)
+    return None
+
+
 def saved_version(root: Path) -> int:
     """Return the policy version of the latest checkpoint, 0 if there is none that can be read."""
-    try:
-        latest = read_latest(root)
-    except ConfigError:
-        latest = None
+    latest = readable_latest(root)
     return 0 if latest is None else latest.version
 
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeline.errors import ConfigError, counted
-from pipeline.runtime.latest_checkpoint import best_checkpoint, read_latest
+from pipeline.errors import counted
+from pipeline.runtime.latest_checkpoint import best_checkpoint, readable_latest
 from pipeline.runtime.run_folder import RunNote
 from pipeline.storage.files import UNREADABLE
 from pipeline.supervisor.page import SampleFeed
@@ -72,10 +72,7 @@ class EndedPage:
 
 
 def _state(folder: Path, note: RunNote, last: Fields, points: list[Point]) -> Fields:
-    try:
-        latest = read_latest(folder / "checkpoints")
-    except ConfigError:
-        latest = None
+    latest = readable_latest(folder / "checkpoints")
     checkpoint = "" if latest is None else str(folder / "checkpoints" / latest.path)
     is_complete = latest is not None and latest.complete
     # An external trainer writes neither lines nor checkpoints.

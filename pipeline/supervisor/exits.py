@@ -29,14 +29,12 @@ class ExitHandler:
     Attributes:
         fleet: The instance's processes.
         to_buffer: Sender of the deaths of workers and ranks to the buffer.
-        world_size: Number of trainer ranks.
         drain: Called with the reason once training is complete.
         abort: Called with exit code and reason if the run cannot continue.
     """
 
     fleet: Fleet
     to_buffer: Outbox
-    world_size: int
     drain: Callable[[str], None]
     abort: Callable[[ExitCode, str], None]
     _finished_ranks: set[int] = dataclasses.field(default_factory=set, init=False)
@@ -81,7 +79,7 @@ class ExitHandler:
         # Once rank 0 has written the last checkpoint, no other rank is needed.
         if has_finished or 0 in self._finished_ranks:
             self._finished_ranks.add(slot.index)
-            if len(self._finished_ranks) == self.world_size:
+            if len(self._finished_ranks) == len([*self.fleet.of("trainer")]):
                 self.drain("training is complete")
             return
         # A rank cannot continue without the others, and no new rank can join it: all of them restart.

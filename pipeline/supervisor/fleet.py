@@ -140,9 +140,9 @@ class Fleet:
     Attributes:
         folder: The instance's folder in shared memory.
         slab: The instance's metrics.
-        config: The instance's configuration, as it was at the start.
+        config: The configuration in force; `reload` replaces it.
         clock: Monotonic seconds.
-        on_reaped: Called when a child has ended, before its gauges are removed.
+        on_reaped: Called when a child has ended, or an external trainer has left, before its gauges are removed.
         on_end: Called with the exit code of a child that has ended.
         on_change: Called at a change of a slot's state.
         on_line: Called with each line of a child.
@@ -156,7 +156,7 @@ class Fleet:
     config: Config
     _: dataclasses.KW_ONLY
     clock: Callable[[], float]
-    on_reaped: Callable[[Slot], None]
+    on_reaped: Callable[[], None]
     on_end: Callable[[Slot, int], None]
     on_change: Callable[[Slot], None]
     on_line: Callable[[Slot, str], None]
@@ -189,8 +189,9 @@ class Fleet:
                 self._metrics.counter("rlhfd_process_exits_total", role=role, reason=reason)
         return slot
 
-    def limit(self, config: Config) -> None:
-        """Apply the bounds of restarts of a reloaded configuration from now on."""
+    def reload(self, config: Config) -> None:
+        """Apply a reloaded configuration from now on: time limits, and the bounds of restarts."""
+        self.config = config
         for slot in self.slots:
             slot.policy.limit(config.daemon)
 
@@ -344,10 +345,6 @@ class Fleet:
         ]
         return all(slot.state == "ready" for slot in required) and any(slot.role == "rollout" for slot in required)
 
-    def now_s(self) -> float:
-        """Return the time of the fleet's clock."""
-        return self.clock()
-
     def alive(self, *roles: str) -> list[Slot]:
         """Return the slots of these roles (all, if none is named) in which a child runs."""
         return [slot for slot in self.slots if slot.alive and (not roles or slot.role in roles)]
@@ -391,7 +388,7 @@ class Fleet:
 
     def _ended(self, slot: Slot, code: int) -> None:
         # The fold removes its gauges: read them a last time.
-        self.on_reaped(slot)
+        self.on_reaped()
         booted = slot.state != "starting"
         slot.late_starts = slot.late_starts + 1 if slot.is_late else 0
         slot.last_pid = slot.child.pid if slot.child is not None else 0

@@ -16,7 +16,6 @@ from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.status import InstanceStatus
-from pipeline.supervisor.watchdog import Watchdog
 from pipeline.telemetry.history import FILE_NAME as HISTORY_FILE
 from pipeline.telemetry.history import History, HistoryRecorder
 from pipeline.telemetry.samples import SampleReader, folder_of
@@ -67,16 +66,12 @@ class PageData:
         config: The instance's configuration.
         workspace: The instance's workspace, which names the run.
         status: The instance's status.
-        watchdog: The instance's watchdog, which explains a slow run.
         is_local: Whether the page is reachable from this machine only.
     """
 
-    def __init__(
-        self, config: Config, workspace: Workspace, status: InstanceStatus, watchdog: Watchdog, *, is_local: bool
-    ) -> None:
+    def __init__(self, config: Config, workspace: Workspace, status: InstanceStatus, *, is_local: bool) -> None:
         self._config = config
         self._status = status
-        self._watchdog = watchdog
         self._history = History(run_dir(config) / HISTORY_FILE, workspace.run.identity)
         self._recorder = HistoryRecorder(self._history, is_external=config.trainer.kind == "external")
         self._saved_s = time.monotonic()
@@ -123,7 +118,7 @@ class PageData:
         return msgspec.json.encode({"hidden": self._hidden}) if self._hidden else self._feed.since(cursor)
 
     def _read(self) -> dict[str, Any]:
-        why = self._watchdog.why()
+        why = self._status.watchdog.why()
         activity = {process["name"]: process["activity"] for process in why["processes"]}
         status = self._status.status(why)
         for process in status["processes"]:

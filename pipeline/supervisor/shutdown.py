@@ -5,19 +5,17 @@ from __future__ import annotations
 import collections
 import logging
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
 from pipeline.runtime.latest_checkpoint import checkpoints_dir, saved_version
 from pipeline.runtime.messages import Drain
-from pipeline.runtime.role import monotonic_s
 from pipeline.runtime.transport import Outbox
 from pipeline.storage.weights_header import newest_version
 from pipeline.supervisor.exits import death_of
 from pipeline.supervisor.fleet import FORKSERVERS, Fleet, Slot
-from pipeline.telemetry.slab import MetricsSlab
 
 _CUT_AFTER_S = 1.0
 """Time for a worker to end by itself once all steps are taken; a longer rollout is of no use to any trainer."""
@@ -31,14 +29,11 @@ class Shutdown:
     """Shuts the instance down. A trainer or buffer that dies before saving its state is restarted.
 
     Args:
-        config: The instance's configuration.
         fleet: The instance's processes.
-        slab: The instance's metrics.
         to_buffer: Sender of `Drain` and `PeerDied` to the buffer.
         taken_over: Whether an earlier run left training steps that may be in no checkpoint.
 
     Attributes:
-        config: May be replaced by a configuration with other time limits.
         exit_code: Exit code of the instance.
         reason: The error behind an exit code other than 0, the last line of the log.
         over: Whether no process is left.
@@ -47,14 +42,12 @@ class Shutdown:
         is_kept: Whether the end of the run is in shared memory alone, which stays for the next start.
     """
 
-    def __init__(self, config: Config, fleet: Fleet, slab: MetricsSlab, to_buffer: Outbox, *, taken_over: bool) -> None:
-        self.config = config
+    def __init__(self, fleet: Fleet, to_buffer: Outbox, *, taken_over: bool) -> None:
         self.exit_code = ExitCode.OK
         self.reason = ""
         self.over = False
         self.is_unsaved = self.is_kept = self.is_damaged = False
         self._fleet = fleet
-        self._slab = slab
         self._to_buffer = to_buffer
         self._taken_over = taken_over
         self._since_s: float | None = None
@@ -76,7 +69,7 @@ class Shutdown:
         Args:
             complete: Whether all steps are taken, so that undelivered rows are of no use.
         """
-        self._since_s = monotonic_s()
+        self._since_s = time.monotonic()
         self._drain_message = Drain(complete)
         self._to_buffer.send(self._drain_message)
         self._unsaved_ranks = [] if complete or not self._has_trained() else list(self._fleet.of("trainer"))
@@ -108,7 +101,7 @@ class Shutdown:
 
     def kill_all(self) -> None:
         """Kill all processes at once."""
-        self._since_s = monotonic_s() if self._since_s is None else self._since_s
+        self._since_s = time.monotonic() if self._since_s is None else self._since_s
         self._is_killed = True
         self._fleet.signal(self._fleet.alive(), signal.SIGKILL)
 
@@ -154,7 +147,7 @@ class Shutdown:
     def has_unsaved(self) -> bool:
         """Return whether shared memory holds a training state that is newer than the last checkpoint."""
         state = newest_version(Path(self._fleet.folder, _FILES[1]), attempts=_READS)
-        return state is not None and state.version > saved_version(checkpoints_dir(self.config))
+        return state is not None and state.version > saved_version(checkpoints_dir(self._fleet.config))
 
     def _held(self) -> str:
         """Return what shared memory holds of the end: the weights, and the training state if it is of this version.
@@ -179,8 +172,8 @@ class Shutdown:
         log.error("%s", kept)
         self.fail(
             ExitCode.FAILED,
-            f"{kept}: make room in {self.config.daemon.state_dir} and start again (`rlhfd start --fresh` gives them "
-            "up)",
+            f"{kept}: make room in {self._fleet.config.daemon.state_dir} and start again (`rlhfd start --fresh` gives "
+            "them up)",
         )
 
     def _must_restart(self, slot: Slot, code: int) -> bool:
@@ -225,7 +218,7 @@ class Shutdown:
         Trainers and buffer get the time that their writing takes; the watchdog kills one that hangs in it.
         """
         if self._since_s is not None and not self._is_killed:
-            is_overdue = now_s - self._since_s > self.config.daemon.drain_timeout_s
+            is_overdue = now_s - self._since_s > self._fleet.config.daemon.drain_timeout_s
             if is_overdue and any(slot.is_pending for slot in self._unsaved_ranks):
                 self._give_up_ranks()
             working = self._fleet.alive("trainer", "rollout", "setup")
@@ -290,8 +283,8 @@ class Shutdown:
 
     def _is_leased(self) -> bool:
         """Return whether an external trainer still holds a batch; it was sent `Drain`, and gets the time for it."""
-        counts = self._slab.conservation()
-        return self.config.trainer.kind == "external" and counts is not None and counts.leases_active > 0
+        counts = self._fleet.slab.conservation()
+        return self._fleet.config.trainer.kind == "external" and counts is not None and counts.leases_active > 0
 
     def fail(self, code: ExitCode, reason: str) -> None:
         """Set exit code and reason of a failed run; the first failure counts."""

@@ -16,8 +16,7 @@ from pipeline.config.evaluation import names_of
 from pipeline.config.identity import run_dir
 from pipeline.config.rewards import part_labels
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError
-from pipeline.runtime.latest_checkpoint import best_checkpoint, read_latest
+from pipeline.runtime.latest_checkpoint import best_checkpoint, readable_latest
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.signals import stat_of
 from pipeline.runtime.workspace import Workspace
@@ -32,7 +31,6 @@ from pipeline.telemetry.history import EVALUATION, learning_of
 from pipeline.telemetry.metrics import EVALUATION_LABELS, NUMBER_LABELS, REWARD_LABELS
 from pipeline.telemetry.number_names import NumberNames
 from pipeline.telemetry.reader import MetricsReader, Reading, build_info
-from pipeline.telemetry.slab import MetricsSlab
 
 _HISTORY = 512
 _SHOWN_REWARDS = 56
@@ -48,7 +46,6 @@ class InstanceStatus:
     Attributes:
         config: The instance's configuration.
         workspace: The instance's folder in shared memory.
-        slab: The instance's metrics.
         fleet: The instance's processes.
         watchdog: The instance's watchdog.
         metrics_url: Address of the metrics; empty without one.
@@ -60,7 +57,6 @@ class InstanceStatus:
 
     config: Config
     workspace: Workspace
-    slab: MetricsSlab
     fleet: Fleet
     watchdog: Watchdog
     _: dataclasses.KW_ONLY
@@ -73,7 +69,7 @@ class InstanceStatus:
         config, run = self.config, self.workspace.run
         self._pause = Pause(self.workspace.folder)
         self._run_folder = run_dir(config)
-        self._writer = self.slab.writer("supervisor")
+        self._writer = self.fleet.slab.writer("supervisor")
         info = {
             "rlhfd_build_info": build_info(),
             "rlhfd_run_info": {
@@ -85,7 +81,7 @@ class InstanceStatus:
         self._files = names_of(config.evaluation.files)
         self._k = config.evaluation.pass_k or config.evaluation.num_generations
         names = zip(REWARD_LABELS, part_labels(config), strict=False), zip(EVALUATION_LABELS, self._files, strict=False)
-        self._reader = MetricsReader(self.slab, info, dict(itertools.chain(*names)))
+        self._reader = MetricsReader(self.fleet.slab, info, dict(itertools.chain(*names)))
         self._number_names = NumberNames(self._run_folder)
         self._named: list[str] = []
         self._gpus = GpuWatch()
@@ -157,7 +153,7 @@ class InstanceStatus:
             self._writer.gauge("rlhfd_processes", role=slot.role, state=state).set(count)
         labels = {"role": slot.role, "worker": str(slot.index)}
         self._writer.gauge("rlhfd_process_up", **labels).set(float(slot.state == "ready"))
-        wait_s = slot.due_s - self.fleet.now_s() if slot.state == "backoff" else 0.0
+        wait_s = slot.due_s - self.fleet.clock() if slot.state == "backoff" else 0.0
         self._writer.gauge("rlhfd_process_backoff_seconds", **labels).set(max(0.0, wait_s))
 
     @property
@@ -270,14 +266,14 @@ class InstanceStatus:
             "cluster": self._cluster(),
             "processes": [self._process(slot) for slot in self.fleet.slots if slot.works]
             + [
-                process_row(rank, self.fleet.now_s(), resident_bytes(rank.pid))
+                process_row(rank, self.fleet.clock(), resident_bytes(rank.pid))
                 for rank in self.watchdog.external_ranks()
             ],
         }
 
     def summary(self) -> list[str]:
         """Return the last lines of a run: steps and rewards, the counts of rows, which add up, the last checkpoint."""
-        counts, checkpoint = self.slab.conservation(), self._checkpoint()
+        counts, checkpoint = self.fleet.slab.conservation(), self._checkpoint()
         tail = [f"checkpoint, a folder for from_pretrained: {checkpoint}"] if checkpoint else []
         if counts is None or not counts.sealed:
             return tail
@@ -299,10 +295,7 @@ class InstanceStatus:
 
     def _checkpoint(self) -> str:
         """Return the folder of the latest checkpoint, "" if there is none."""
-        try:
-            latest = read_latest(self._run_folder / "checkpoints")
-        except ConfigError:
-            return ""
+        latest = readable_latest(self._run_folder / "checkpoints")
         return "" if latest is None else str(self._run_folder / "checkpoints" / latest.path)
 
     def _learning(self) -> dict[str, float]:
@@ -345,7 +338,7 @@ class InstanceStatus:
             "pid": slot.child.pid if slot.child else None,
             "state": slot.shown_state,
             "restarts": slot.restarts,
-            "uptime_s": round(self.fleet.now_s() - slot.started_s, 1) if slot.child else 0.0,
+            "uptime_s": round(self.fleet.clock() - slot.started_s, 1) if slot.child else 0.0,
             "resident_bytes": resident_bytes(slot.child.pid) if slot.child else 0,
             "devices": slot.devices.gpu or "cpu",
             "progress": self._progress(slot),

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from pipeline.runtime.control import serve_control
 from pipeline.runtime.lifeline import adopt_orphans, end_descendants, reap_orphans
 from pipeline.runtime.lock import InstanceLock, InstanceRecord, SharedMemoryLock, StateLock, shm_directory
 from pipeline.runtime.pause import Pause
-from pipeline.runtime.role import count_warnings, monotonic_s
+from pipeline.runtime.role import count_warnings
 from pipeline.runtime.run_start import begin_run, forgotten_if_refused, open_run
 from pipeline.runtime.signals import hold_signals, outlive_user_signals, release_signals
 from pipeline.runtime.transport import BUFFER, Outbox
@@ -111,7 +112,7 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
             shm_dir,
             back_to=back_to,
             dtype_follows_gpus=loaded.dtype_follows_gpus,
-            telemetry=ExtendedStart(notifier, monotonic_s),
+            telemetry=ExtendedStart(notifier, time.monotonic),
         )
         if completed:
             # For systemd, a service that ends before it was ready has failed.
@@ -158,10 +159,9 @@ def _serve(supervisor: Supervisor, config: Config, workspace: Workspace) -> Exit
             workspace.undo()
         InstanceRecord.remove(Path(config.daemon.runtime_dir))
         raise
-    if supervisor.has_saved:
-        workspace.remove()
-    elif not supervisor.has_kept:
-        workspace.undo()
+    shutdown = supervisor._shutdown
+    if not shutdown.is_kept:
+        (workspace.undo if shutdown.is_unsaved else workspace.remove)()
     return code
 
 
@@ -204,16 +204,6 @@ class Supervisor:
     _hangup: Hangup = dataclasses.field(default_factory=Hangup, init=False)
     # Set at a change that the next tick has to see soon, while ticks are rare.
     _news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether the shared memory need not be kept; valid once `serve` has returned."""
-        return not (self._shutdown.is_unsaved or self._shutdown.is_kept)
-
-    @property
-    def has_kept(self) -> bool:
-        """Whether the shared memory holds the end of the run, which is not on disk; valid once `serve` has returned."""
-        return self._shutdown.is_kept
 
     async def serve(self) -> ExitCode:
         """Start all processes and watch them until all have ended; the caller removes the folder in shared memory."""
@@ -288,8 +278,8 @@ class Supervisor:
             str(self.workspace.folder),
             self._slab,
             config,
-            clock=monotonic_s,
-            on_reaped=lambda slot: self._status.sample(monotonic_s()),
+            clock=time.monotonic,
+            on_reaped=lambda: self._status.sample(time.monotonic()),
             on_end=self._child_ended,
             on_change=self._child_changed,
             on_line=self._child_printed,
@@ -304,19 +294,15 @@ class Supervisor:
         for (role, index), devices in devices_of.items():
             self._fleet.add(role, index, devices)
         self._watchdog = Watchdog(
-            config,
-            self._slab,
             self._fleet,
             state=lambda: self._status.phase,
             gave_up=lambda reason: self._abort(ExitCode.GAVE_UP, reason),
-            on_trainer_left=lambda: self._status.sample(monotonic_s()),
         )
         self._reload = Reload(self.loaded, config, self.workspace, self.http, writer, on_reloaded=self._apply)
         self._inputs = InputsWatch(config)
         self._status = InstanceStatus(
             config,
             self.workspace,
-            self._slab,
             self._fleet,
             self._watchdog,
             metrics_url="" if self.http is None else f"{self.http.url}/metrics",
@@ -327,7 +313,7 @@ class Supervisor:
         self._page = None
         if self.http is not None:
             local = self.http.is_loopback
-            self._page = PageData(config, self.workspace, self._status, self._watchdog, is_local=local)
+            self._page = PageData(config, self.workspace, self._status, is_local=local)
         self._trackers = Trackers(config, writer)
         self._view = LiveView()
         self._service = Service(
@@ -335,11 +321,10 @@ class Supervisor:
         )
         self._to_buffer = Outbox(self.workspace.folder, BUFFER)
         taken_over = self.workspace.taken_over
-        self._shutdown = Shutdown(config, self._fleet, self._slab, self._to_buffer, taken_over=taken_over)
+        self._shutdown = Shutdown(self._fleet, self._to_buffer, taken_over=taken_over)
         self._exits = ExitHandler(
             self._fleet,
             self._to_buffer,
-            world_size=config.trainer.world_size,
             drain=lambda reason: self._drain(reason, complete=True),
             abort=self._abort,
         )
@@ -397,7 +382,7 @@ class Supervisor:
     # While it runs.
 
     def _tick(self) -> None:
-        now_s = monotonic_s()
+        now_s = time.monotonic()
         own = [slot.child.pid for slot in self._fleet.slots if slot.child is not None]
         reap_orphans([*own, *self._trackers.pids])
         if not self.workspace.folder.exists():
@@ -450,8 +435,8 @@ class Supervisor:
 
     def _apply(self, config: Config) -> None:
         """Apply a reloaded configuration; nothing here fails."""
-        self.config = self._shutdown.config = self._trackers.config = self._watchdog.config = config
-        self._fleet.limit(config)
+        self.config = self._trackers.config = config
+        self._fleet.reload(config)
 
     def _shared_memory_cut(self, path: Path, reason: str) -> None:
         """End the run after another program has truncated a file in shared memory.

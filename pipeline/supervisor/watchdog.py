@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.schema import Config
 from pipeline.runtime.signals import stop_signal
 from pipeline.supervisor.diagnosis import (
     ProcessView,
@@ -25,7 +24,6 @@ from pipeline.supervisor.fleet import Fleet, Slot
 from pipeline.supervisor.hangs import Observation, PauseWatch, Reason, RunWatch, Verdict, after_hang, hung
 from pipeline.telemetry.engine_view import EngineWindow
 from pipeline.telemetry.metrics import Progress
-from pipeline.telemetry.slab import MetricsSlab
 
 _DUMP_S = 2.0
 """Longest time for a process to write its stacks before it is killed; it is killed once they are written."""
@@ -56,25 +54,19 @@ class Watchdog:
     """Watches the fleet from the supervisor's loop.
 
     Attributes:
-        config: The configuration in force, which has the time limits; a reload replaces it.
-        slab: The instance's metrics, which hold the progress of each process.
         fleet: The instance's processes.
         state: Returns the instance's state: starting, ready, paused or draining.
         gave_up: Called with the reason if the run makes no progress after a restart either.
-        on_trainer_left: Called when an external trainer has left, before its gauges are removed.
         shares: Each process's time by activity over the last minute; filled by the supervisor's readings.
         engines: The workers' engines over the last minute; filled likewise.
         idle_steps: Newest steps in a row in which no token was trained; set by the supervisor's readings.
         lost_checkpoints: Checkpoints that could not be written since the last complete one; set likewise.
     """
 
-    config: Config
-    slab: MetricsSlab
     fleet: Fleet
     _: dataclasses.KW_ONLY
     state: Callable[[], str]
     gave_up: Callable[[str], None]
-    on_trainer_left: Callable[[], None] = lambda: None
     shares: ShareWindow = dataclasses.field(default_factory=lambda: ShareWindow(60.0, 1.0), init=False)
     engines: EngineWindow = dataclasses.field(default_factory=EngineWindow, init=False)
     idle_steps: int = dataclasses.field(default=0, init=False)
@@ -86,8 +78,8 @@ class Watchdog:
         self._pending_kills: list[_PendingKill] = []
         self._stopped: dict[str, tuple[int, float]] = {}
         self._dumped_s = -_DUMP_S
-        ranks = self.config.trainer.world_size if self.config.trainer.kind == "external" else 0
-        self._external = ExternalTrainer(Path(self.fleet.folder), self.slab, ranks, on_left=self.on_trainer_left)
+        ranks = self.fleet.config.trainer.world_size if self.fleet.config.trainer.kind == "external" else 0
+        self._external = ExternalTrainer(Path(self.fleet.folder), self.fleet.slab, ranks, on_left=self.fleet.on_reaped)
 
     @property
     def is_stuck(self) -> bool:
@@ -105,7 +97,7 @@ class Watchdog:
         """
         self._evaluation = evaluation
         self._external.look(now_s)
-        daemon = self.config.daemon
+        daemon = self.fleet.config.daemon
         shortest_s = min(daemon.hang_timeout_s or daemon.startup_timeout_s, daemon.startup_timeout_s)
         paused = self._pauses.look(now_s, max(1.0, shortest_s / 2))
         if self._pauses.gap_s > _STOOD_S:
@@ -113,20 +105,20 @@ class Watchdog:
                         "seconds=%.1f", self._pauses.gap_s)  # fmt: skip
         pending = {kill.slot.name for kill in self._pending_kills}
         observations = [self._observe(slot) for slot in self.fleet.slots if slot.state not in ("ended", "failed")]
-        verdicts = hung(observations, now_s, self.config, watched_since_s=self._pauses.since_s)
+        verdicts = hung(observations, now_s, self.fleet.config, watched_since_s=self._pauses.since_s)
         self._schedule_kills([verdict for verdict in verdicts if verdict.name not in pending], now_s)
         self._look_at_run(now_s, steps, version, paused=paused)
         self._execute(now_s)
 
     def labelled(self, slot: Slot, line: str) -> str:
         """Return a child's line for the log; while stacks are dumped, prefixed by the child's name."""
-        dumping = self._pending_kills or self.fleet.now_s() - self._dumped_s < _DUMP_S
+        dumping = self._pending_kills or self.fleet.clock() - self._dumped_s < _DUMP_S
         return f"{slot.name} | {line}" if dumping else line
 
     def is_buffer_silent(self, limit_s: float = _BUFFER_SILENT_S) -> bool:
         """Return whether the buffer is ready and its last heartbeat is older than the limit."""
         buffers = [self._observe(slot) for slot in self.fleet.of("buffer") if slot.state == "ready"]
-        return any(self.fleet.now_s() - buffer.progress.beat_s > limit_s for buffer in buffers)
+        return any(self.fleet.clock() - buffer.progress.beat_s > limit_s for buffer in buffers)
 
     def why(self) -> dict[str, Any]:
         """Return the answer of `rlhfd why`: sentences, and the numbers behind them."""
@@ -154,7 +146,7 @@ class Watchdog:
 
     def external_ranks(self) -> Sequence[ExternalRank]:
         """Return the ranks of an external trainer; empty with the built-in one."""
-        return self._external.look(self.fleet.now_s())
+        return self._external.look(self.fleet.clock())
 
     def _external_row(self, found: ExternalRank, now_s: float) -> dict[str, Any]:
         shares = self.shares.shares("trainer", str(found.rank)) if found.state == "connected" else {}
@@ -168,20 +160,17 @@ class Watchdog:
 
     # Observing.
 
-    def _slots(self) -> list[Slot]:
-        return [slot for slot in self.fleet.slots if slot.works]
-
     def _observe(self, slot: Slot) -> Observation:
         pid = slot.child.pid if slot.child else 0
-        progress = self.slab.progress(slot.role, slot.index) if slot.works else _NO_PROGRESS
+        progress = self.fleet.slab.progress(slot.role, slot.index) if slot.works else _NO_PROGRESS
         # A process with a fresh heartbeat is not stopped; reading /proc for each one would cost more than all the rest.
-        quiet = self.fleet.now_s() - progress.beat_s > _QUIET_S
+        quiet = self.fleet.clock() - progress.beat_s > _QUIET_S
         stopped_by = stop_signal(pid) if quiet and pid else None
         stopped = stopped_by is not None
         if not stopped:
             self._stopped.pop(slot.name, None)
         elif self._stopped.get(slot.name, (0, 0.0))[0] != pid:
-            self._stopped[slot.name] = pid, self.fleet.now_s()
+            self._stopped[slot.name] = pid, self.fleet.clock()
         stopped_since_s = self._stopped[slot.name][1] if stopped else None
         # A process that was sent SIGTERM is still watched; one that was killed with its group is not.
         is_judged = bool(pid) and slot.ended_by != "group"
@@ -195,7 +184,7 @@ class Watchdog:
         )  # fmt: skip
 
     def _view(self) -> RunView:
-        now_s, counts = self.fleet.now_s(), self.slab.conservation()
+        now_s, counts = self.fleet.clock(), self.fleet.slab.conservation()
         state = self.state()
         return RunView(
             now_s=now_s,
@@ -210,12 +199,13 @@ class Watchdog:
                     self.engines.view(slot.index) if slot.role == "rollout" else None,
                     str(slot.node or ""),
                 )
-                for slot in self._slots()
-            ]
-            + [self._preparing(slot) for slot in self.fleet.slots if not slot.works and slot.state == "starting"],
+                for slot in sorted(self.fleet.slots, key=lambda slot: not slot.works)
+                # Neither setup nor forkservers are in the metrics; others wait for them at a start.
+                if slot.works or slot.state == "starting"
+            ],
             ready_items=counts.ready_items if counts else 0,
             leases_active=counts.leases_active if counts else 0,
-            config=self.config,
+            config=self.fleet.config,
             quiet_s=now_s - self._run.quiet_since_s,
             external_ranks=self.external_ranks(),
             evaluation=self._evaluation,
@@ -225,12 +215,8 @@ class Watchdog:
             nodes_left=[(str(node), ago_s) for node, ago_s in self.fleet.nodes.recently_left(now_s)],
         )
 
-    def _preparing(self, slot: Slot) -> ProcessView:
-        """Return the view of setup or forkserver, for which others wait at a start; neither is in the metrics."""
-        return ProcessView(self._observe(slot), slot.state, slot.started_s, {}, slot.error or slot.last_line)
-
     def _look_at_run(self, now_s: float, steps: float, version: float, *, paused: bool) -> None:
-        counts = self.slab.conservation()
+        counts = self.fleet.slab.conservation()
         marks = (
             steps,
             version,
@@ -238,9 +224,9 @@ class Watchdog:
             *((counts.sealed, counts.trained, sum(counts.dropped)) if counts else ()),
         )
         is_judged = self.fleet.all_ready() and self.state() == "ready" and not paused
-        if is_judged and self.config.trainer.kind == "external":
+        if is_judged and self.fleet.config.trainer.kind == "external":
             is_judged = not waits_for_external_trainer(self._view())
-        timeout_s = self.config.daemon.progress_timeout_s
+        timeout_s = self.fleet.config.daemon.progress_timeout_s
         if not self._run.look(now_s, marks, timeout_s, is_judged=is_judged):
             return
         run = self._view()
@@ -275,7 +261,7 @@ class Watchdog:
         if verdict.reason == "not ready in time":
             slot.is_late = True
             slot.error = (
-                f"not ready within {self.config.daemon.startup_timeout_s:g} s (daemon.startup_timeout_s); "
+                f"not ready within {self.fleet.config.daemon.startup_timeout_s:g} s (daemon.startup_timeout_s); "
                 f"its last line: {slot.last_line or 'it printed nothing'}"
             )
         else:

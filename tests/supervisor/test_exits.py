@@ -40,7 +40,6 @@ class Case:
         self.handler = ExitHandler(
             self.fleet,
             self,  # type: ignore[arg-type]
-            world_size=2,
             drain=self.drained.append,
             abort=lambda code, reason: self.aborted.append((code, reason)),
         )

@@ -57,7 +57,7 @@ class Idlers(Fleet):
             slab,
             sort_digits.with_paths(Config(daemon=DaemonConfig(state_dir=folder / "state"))),
             clock=time.monotonic,
-            on_reaped=lambda slot: None,
+            on_reaped=lambda: None,
             on_end=lambda slot, code: self.ended(slot, code),
             on_change=lambda slot: None,
             on_line=lambda slot, line: None,
@@ -108,8 +108,7 @@ class Unheard:
 async def stopping(folder: Path, *, brief: Iterable[int] = ()) -> AsyncIterator[tuple[Idlers, Shutdown]]:
     """Two ranks that run, and their stop, which has begun; nothing of them is left behind."""
     fleet = Idlers(folder)
-    config = Config(daemon=DaemonConfig(runtime_dir=folder / "run", state_dir=folder / "state"))
-    shutdown = Shutdown(config, fleet, fleet.slab, Unheard(), taken_over=True)  # type: ignore[arg-type]
+    shutdown = Shutdown(fleet, Unheard(), taken_over=True)  # type: ignore[arg-type]
     fleet.ended, fleet.brief = shutdown.child_ended, set(brief)
     for rank in fleet.ranks:
         fleet.start(rank)
@@ -282,12 +281,12 @@ async def test_a_rank_that_hangs_again_at_its_last_checkpoint_is_not_started_a_t
         assert (shutdown.over, shutdown.exit_code) == (True, ExitCode.FAILED)
 
 
-def hold_steps(fleet: Idlers, config: Config, *, saved: int) -> None:
+def hold_steps(fleet: Idlers, *, saved: int) -> None:
     """Let shared memory hold weights and training state of version 3, and the last checkpoint this version."""
     for name in ("weights", "training"):
         write_header(Path(fleet.folder, name), 3)
-    checkpoints_dir(config).mkdir(parents=True)
-    write_latest(checkpoints_dir(config), Latest("", saved, saved, 0, False, f"step-{saved:06d}"))
+    checkpoints_dir(fleet.config).mkdir(parents=True)
+    write_latest(checkpoints_dir(fleet.config), Latest("", saved, saved, 0, False, f"step-{saved:06d}"))
 
 
 def stays(fleet: Idlers) -> str:
@@ -300,9 +299,8 @@ async def test_steps_that_no_rank_can_save_stay_when_a_run_gives_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, second: str, saved: int
 ) -> None:
     fleet = Idlers(tmp_path)
-    config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
-    shutdown = Shutdown(config, fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
-    hold_steps(fleet, config, saved=saved)
+    shutdown = Shutdown(fleet, Unheard(), taken_over=False)  # type: ignore[arg-type]
+    hold_steps(fleet, saved=saved)
     fleet.start(fleet.ranks[0])
     fleet.say_ready(fleet.ranks[0])
     await fleet.until(lambda: fleet.ranks[0].state == "ready")
@@ -322,8 +320,8 @@ async def test_steps_of_ranks_that_cannot_be_started_again_during_a_stop_stay(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stopping(tmp_path) as (fleet, shutdown):
-        hold_steps(fleet, shutdown.config, saved=2)
-        fleet.limit(Config(daemon=DaemonConfig(restart_limit=1)))
+        hold_steps(fleet, saved=2)
+        fleet.reload(fleet.config.changed("daemon", restart_limit=1))
         os.kill(fleet.started[1][0], signal.SIGKILL)
         await fleet.until(lambda: not fleet.alive())
 
@@ -336,13 +334,13 @@ async def test_ranks_that_wait_for_the_cluster_hold_up_no_stop_and_their_steps_s
     tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: int
 ) -> None:
     async with stopping(tmp_path) as (fleet, shutdown):
-        hold_steps(fleet, shutdown.config, saved=saved)
+        hold_steps(fleet, saved=saved)
         fleet.say_ready(fleet.ranks[1], "pending")
         await fleet.until(lambda: fleet.ranks[1].is_pending)
-        shutdown.advance(time.monotonic() + 0.9 * shutdown.config.daemon.drain_timeout_s)
+        shutdown.advance(time.monotonic() + 0.9 * fleet.config.daemon.drain_timeout_s)
         assert len(fleet.alive("trainer")) == 2, "there is time for a place"
 
-        shutdown.advance(time.monotonic() + 1.1 * shutdown.config.daemon.drain_timeout_s)
+        shutdown.advance(time.monotonic() + 1.1 * fleet.config.daemon.drain_timeout_s)
         await fleet.until(lambda: not fleet.alive())
         shutdown.advance(time.monotonic())
 
@@ -372,7 +370,7 @@ async def test_after_an_error_of_the_shutdown_steps_and_rows_that_are_not_on_dis
     tmp_path: Path, saved: int, spooled: bool
 ) -> None:
     async with stopping(tmp_path) as (fleet, shutdown):
-        hold_steps(fleet, shutdown.config, saved=saved)
+        hold_steps(fleet, saved=saved)
         fleet.add("buffer", 0, Devices("", ())).last_exit = ExitCode.OK if spooled else None
 
         shutdown.give_up()
@@ -383,8 +381,7 @@ async def test_after_an_error_of_the_shutdown_steps_and_rows_that_are_not_on_dis
 async def test_a_buffer_that_hangs_again_at_its_spool_is_not_started_a_third_time(tmp_path: Path) -> None:
     fleet = Idlers(tmp_path)
     buffer = fleet.add("buffer", 0, Devices("", ()))
-    config = Config(daemon=DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state"))
-    shutdown = Shutdown(config, fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
+    shutdown = Shutdown(fleet, Unheard(), taken_over=False)  # type: ignore[arg-type]
     fleet.ended = shutdown.child_ended
     fleet.start(buffer)
     shutdown.begin()
@@ -400,7 +397,7 @@ async def test_a_buffer_that_hangs_again_at_its_spool_is_not_started_a_third_tim
 
 async def test_a_trainer_that_has_something_to_write_is_not_cut(tmp_path: Path) -> None:
     async with stopping(tmp_path) as (fleet, shutdown):
-        late_s = time.monotonic() + 1000 * shutdown.config.daemon.drain_timeout_s
+        late_s = time.monotonic() + 1000 * fleet.config.daemon.drain_timeout_s
         shutdown.advance(late_s)
         # A death would be heard of here.
         await asyncio.sleep(0.2)
@@ -425,8 +422,8 @@ async def test_a_rollout_is_cut_once_and_at_once_if_all_steps_are_taken(
 
     fleet = Idlers(tmp_path)
     worker = fleet.add("rollout", 0, Devices("", ()))
-    daemon = DaemonConfig(runtime_dir=tmp_path / "run", state_dir=tmp_path / "state", drain_timeout_s=30.0)
-    shutdown = Shutdown(Config(daemon=daemon), fleet, fleet.slab, Unheard(), taken_over=False)  # type: ignore[arg-type]
+    fleet.reload(fleet.config.changed("daemon", drain_timeout_s=30.0))
+    shutdown = Shutdown(fleet, Unheard(), taken_over=False)  # type: ignore[arg-type]
     fleet.ignored = signal.SIGTERM
     fleet.start(worker)
     began_s = time.monotonic()

@@ -159,7 +159,7 @@ def test_a_child_for_which_there_is_no_descriptor_ends_the_run_and_leaves_none_o
         slab,
         Config(),
         clock=time.monotonic,
-        on_reaped=lambda slot: None,
+        on_reaped=lambda: None,
         on_end=lambda slot, code: None,
         on_change=lambda slot: None,
         on_line=lambda slot, line: None,

@@ -36,7 +36,7 @@ def test_a_history_that_cannot_be_written_for_days_is_logged_once_a_cause(
     state = tmp_path / "state"
     config = Config.model_validate({"daemon": {"state_dir": str(state), "run_name": "r"}})
     workspace = Workspace(tmp_path, RunId("id", "identity", str(tmp_path), 1))
-    page = PageData(config, workspace, None, None, is_local=True)  # type: ignore[arg-type]
+    page = PageData(config, workspace, None, is_local=True)  # type: ignore[arg-type]
 
     for _ in range(3):
         state.touch()
@@ -62,7 +62,8 @@ def test_an_answer_takes_one_look_at_the_cause_of_a_slow_run(tmp_path: Path) -> 
         workers = [{"name": f"rollout-{index}", "role": "rollout", "index": index} for index in range(2)]
         return {"why": (found or why())["sentences"][0], "buffer": {}, "processes": workers}
 
-    page = PageData(config, workspace, SimpleNamespace(status=answer), SimpleNamespace(why=why), is_local=True)  # type: ignore[arg-type]
+    status = SimpleNamespace(status=answer, watchdog=SimpleNamespace(why=why))
+    page = PageData(config, workspace, status, is_local=True)  # type: ignore[arg-type]
 
     shown = json.loads(page.live(0.0))
 

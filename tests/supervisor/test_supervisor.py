@@ -117,8 +117,8 @@ def test_a_start_that_fails_after_a_childs_end_ends_the_run(made):
 
 
 def test_of_a_run_that_has_published_nothing_a_failed_rank_keeps_nothing_in_shared_memory(tmp_path):
-    fleet = SimpleNamespace(folder=str(tmp_path))
-    shutdown = Shutdown(Config(), fleet, None, None, taken_over=False)
+    fleet = SimpleNamespace(folder=str(tmp_path), config=Config())
+    shutdown = Shutdown(fleet, None, taken_over=False)
     rank = SimpleNamespace(name="trainer-0", role="trainer", finished=True, ended_by="", from_outside=False)
 
     shutdown.note_unwritten(rank, ExitCode.FAILED)

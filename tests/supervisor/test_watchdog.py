@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.schema import Config, DaemonConfig
 from pipeline.runtime.signals import stop_signal
 from pipeline.supervisor.fleet import Slot
 from pipeline.supervisor.watchdog import Watchdog
@@ -34,12 +33,8 @@ class Watch:
         self.fleet = Idlers(folder)
         self.ended: list[tuple[str, int]] = []
         self.fleet.ended = lambda slot, code: self.ended.append((slot.name, code))
-        config = Config(
-            daemon=DaemonConfig(runtime_dir=folder / "run", state_dir=folder / "state", startup_timeout_s=LIMIT_S)
-        )
-        self.watchdog = Watchdog(
-            config, self.fleet.slab, self.fleet, state=lambda: "starting", gave_up=lambda reason: pytest.fail(reason)
-        )
+        self.fleet.reload(self.fleet.config.changed("daemon", startup_timeout_s=LIMIT_S))
+        self.watchdog = Watchdog(self.fleet, state=lambda: "starting", gave_up=lambda reason: pytest.fail(reason))
         self._now_s = time.monotonic()
 
     def stand_still(self, seconds: float) -> None:
@@ -197,7 +192,7 @@ async def test_a_forkserver_that_waits_for_requests_does_not_hang(tmp_path: Path
         watch.fleet.say_ready(forkserver)
         await watch.fleet.until(lambda: forkserver.state == "ready")
 
-        watch.pass_s(watch.watchdog.config.daemon.hang_timeout_s + 10.0)
+        watch.pass_s(watch.fleet.config.daemon.hang_timeout_s + 10.0)
 
         assert (forkserver.error, watch.watchdog.is_stuck) == ("", False)
 

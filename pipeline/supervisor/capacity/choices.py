@@ -165,9 +165,7 @@ def _cache(config: Config, models: Models, machine: Machine) -> tuple[Config, st
     fixed size in any case: what is free at its start may be the trainer's when it wakes.
     """
     rollout = config.rollout
-    if config.trainer.kind == "external" or not _shares_with_growing_cache(
-        config, _cards_of_ranks(config, models, machine)
-    ):
+    if config.trainer.kind == "external" or not _shares_with_growing_cache(config, models, machine):
         return config, None
     most = rollout.inference_batch_size or VLLM_ROWS
     halves = [most >> halvings for halvings in range(most.bit_length())]
@@ -191,7 +189,7 @@ def _passes(config: Config, models: Models, machine: Machine) -> tuple[Config, s
     if not machine.gpus or trainer.kind == "external" or (has_size and trainer.activation_checkpointing is not None):
         return config, None
     share = _share(config)
-    if _shares_with_growing_cache(config, _cards_of_ranks(config, models, machine)):
+    if _shares_with_growing_cache(config, models, machine):
         return config, "the cache of vllm takes what is free of the same card: rollout.cache_bytes bounds it"
     for keeps in (True, False):
         if trainer.activation_checkpointing is keeps:
@@ -250,9 +248,10 @@ def _cards_of_passes(config: Config, models: Models, machine: Machine) -> list[B
     return [card for card in cards if any(term.endswith(": passes over rows") for term in card.terms)]
 
 
-def _shares_with_growing_cache(config: Config, cards: list[Budget]) -> bool:
+def _shares_with_growing_cache(config: Config, models: Models, machine: Machine) -> bool:
     """Return whether ranks share their cards with an engine whose cache is the rest of the card."""
     grows = config.rollout.engine == "vllm" and config.rollout.cache_bytes is None
+    cards = _cards_of_ranks(config, models, machine)
     return grows and any(term.startswith(("rollout ", "shard ")) for card in cards for term in card.terms)
 
 
