@@ -14,7 +14,7 @@ from operator import add, itemgetter
 from typing import NamedTuple
 
 from pipeline.errors import FieldError
-from pipeline.telemetry.metrics import BY_NAME, EACH, METRICS, Kind, Metric, SlotName
+from pipeline.telemetry.metrics import BY_NAME, EACH, METRICS, OWN, Kind, Metric, SlotName
 
 WORD_BYTES = 8
 LINE_WORDS = 8
@@ -42,9 +42,9 @@ class SlotLayout:
     def __init__(self, role: str, slots: tuple[SlotName, ...]) -> None:
         self.cells: list[Cell] = []
         start, bounds = 0, []
-        for kept in (_is_summed, _is_event_time, _goes_with_writer):
+        for part in range(3):
             for metric in METRICS:
-                if role in metric.owners and kept(metric):
+                if role in metric.owners and _part_of(metric) == part:
                     for labels in metric.series(slots):
                         self.cells.append(Cell(metric, labels, start))
                         start += metric.words
@@ -94,16 +94,8 @@ def _latest(dead: Sequence[float], alive: Sequence[float]) -> list[float]:
     return [new if old != old else old if new != new else max(old, new) for old, new in pairs]
 
 
-def _is_summed(metric: Metric) -> bool:
-    return metric.kind != "gauge"
-
-
-def _is_event_time(metric: Metric) -> bool:
-    return metric.outlives_writer
-
-
-def _goes_with_writer(metric: Metric) -> bool:
-    return metric.kind == "gauge" and not metric.outlives_writer
+def _part_of(metric: Metric) -> int:
+    return 0 if metric.kind != "gauge" else 1 if metric.outlives_writer else 2
 
 
 class Counter:
@@ -218,22 +210,14 @@ class MetricWriter:
         return Histogram(self._words, at, cell.metric.buckets)
 
     def _bind(self, kind: Kind, name: str, labels: dict[str, str]) -> tuple[Cell, int]:
-        metric = BY_NAME.get(name)
-        if metric is None or metric.kind != kind:
-            raise FieldError(f"{name} is not declared as a {kind}")
-        if self.name.role not in metric.owners:
-            raise FieldError(f"{name} is written by {', '.join(metric.owners)}, not by {self.name.role}")
+        metric = BY_NAME[name]
         implied = {
             label: values[0] for label, values in metric.labels.items() if len(values) == 1 and values[0] != EACH
         }
         given = {**implied, **labels}
-        own = [label for label in metric.labels if metric.is_own(label)]
-        if given.keys() != metric.labels.keys() or any(label in labels for label in own):
-            wanted = [label for label in metric.labels if label not in own]
-            raise FieldError(f"{name} takes the labels {wanted}, not {[*labels]}")
-        cell = self._layout.by_series.get((name, tuple(given[label] for label in metric.labels)))
-        if cell is None:
-            raise FieldError(f"{name} declares no series with {labels}")
+        cell = self._layout.by_series.get((name, tuple(given.get(label, "") for label in metric.labels)))
+        if cell is None or metric.kind != kind or given.keys() != metric.labels.keys() or OWN in labels.values():
+            raise FieldError(f"{self.name.role} writes no {kind} {name} with the labels {labels}")
         at = self._live_at + cell.start
         if kind != "gauge" and math.isnan(self._words[at + metric.words - 1]):
             self._words[at : at + metric.words] = memoryview(array.array("d", bytes(metric.words * WORD_BYTES)))

