@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from pipeline.rollout.worker import RolloutWorker
 from pipeline.runtime.latest_checkpoint import checkpoints_dir, read_latest
 from pipeline.runtime.lock import InstanceLock, SharedMemoryLock, StateLock, shm_directory
 from pipeline.runtime.messages import Message
-from pipeline.runtime.role import RoleContext, monotonic_s
+from pipeline.runtime.role import RoleContext
 from pipeline.runtime.run_start import begin_run, forgotten_if_refused, open_run
 from pipeline.runtime.signals import hold_signals, ignore_signals, outlive_user_signals, unwind_on_signals
 from pipeline.runtime.transport import BUFFER, trainer_name, worker_name
@@ -243,7 +244,7 @@ class _Serial:
         ledger = Ledger(self._arena.ledger, ledger_layout(self._config))
         config = self._config.changed("rollout", workers=1)
         metrics = self._buffer_metrics
-        self._spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
+        self._spool.take_in(ledger, time.monotonic(), lambda rows: metrics.set_aside("checksum", rows))
         return new_buffer(
             config, ledger, self._arena, lambda peer, message: self._queues[peer].send(message), metrics,
             prompts=prompts_at_most(config.prompts), evaluations=self._evaluations,
@@ -267,7 +268,7 @@ class _Serial:
         return new_worker(self._config, context, self._arena, self._queues[BUFFER])
 
     def _buffer_turn(self) -> None:
-        now_s = monotonic_s()
+        now_s = time.monotonic()
         for message in self._queues[BUFFER].receive():
             self._buffer.handle(message, now_s)
         self._buffer.step(now_s)

@@ -21,7 +21,7 @@ from pipeline.prompts.passes import prompts_of_passes
 from pipeline.runtime.evaluation_plan import EvaluationPlan
 from pipeline.runtime.messages import Message, Published
 from pipeline.runtime.pause import Pause
-from pipeline.runtime.role import RoleContext, monotonic_s
+from pipeline.runtime.role import RoleContext
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Traffic
 from pipeline.storage.allocator import ExtentAllocator
 from pipeline.storage.arena import Arena
@@ -124,26 +124,26 @@ def run(config: Config, context: RoleContext) -> ExitCode:
     spool = Spool(config, arena, metrics)
     if ledger.totals.tickets:
         log.info("ledger taken over: ready=%d leased=%d tickets=%d", ledger.ready, ledger.leased, ledger.reserved)
-    spool.take_in(ledger, monotonic_s(), lambda rows: metrics.set_aside("checksum", rows))
+    spool.take_in(ledger, time.monotonic(), lambda rows: metrics.set_aside("checksum", rows))
     evaluations = EvaluationFile(run_dir(config) / FILE_NAME)
     buffer = new_buffer(config, ledger, arena, outboxes.send, metrics, prompts=context.prompts, evaluations=evaluations)
     snapshot = BufferSnapshot(config, arena, metrics.snapshot_written, telemetry=metrics)
     pause, weights = Pause(context.folder), NewestWeights(context.folder / "weights")
-    weights.look(buffer, monotonic_s(), patience_s=0.0)
+    weights.look(buffer, time.monotonic(), patience_s=0.0)
     buffer.paused = pause.is_on()
     busy_s = looked_s = shown_s = -math.inf
     is_shown = True
     outboxes.flush()
-    metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
+    metrics.publish(buffer, time.monotonic(), arena.payload_bytes)
     context.ready()
     try:
         while not context.stopping:
             with clock.during("wait_data"):
                 has_mail = mailbox.wait((_PAUSED_S if buffer.paused else _IDLE_S) if is_shown else SHOW_S)
-                if has_mail and (left_s := busy_s + _TURN_S - monotonic_s()) > 0:
+                if has_mail and (left_s := busy_s + _TURN_S - time.monotonic()) > 0:
                     time.sleep(left_s)
                 messages = mailbox.receive(0.0)
-            now_s, refused = monotonic_s(), buffer.refused
+            now_s, refused = time.monotonic(), buffer.refused
             busy_s = now_s if has_mail else busy_s
             if now_s - looked_s >= _LOOK_S:
                 looked_s, buffer.paused = now_s, pause.is_on()
@@ -169,7 +169,7 @@ def run(config: Config, context: RoleContext) -> ExitCode:
             whole = buffer.finish(None if buffer.complete else spool.write)
             if whole:
                 snapshot.remove()
-            metrics.publish(buffer, monotonic_s(), arena.payload_bytes)
+            metrics.publish(buffer, time.monotonic(), arena.payload_bytes)
         return ExitCode.OK if whole else ExitCode.FAILED
     finally:
         outboxes.close()
@@ -180,13 +180,13 @@ def run(config: Config, context: RoleContext) -> ExitCode:
 
 def _handle_last_messages(buffer: Buffer, mailbox: Mailbox) -> None:
     """Handle the messages sent before SIGTERM: the signal may overtake a last version, or the `Drain` itself."""
-    until_s = monotonic_s() + _LAST_MESSAGES_S
-    while (left_s := until_s - monotonic_s()) > 0:
+    until_s = time.monotonic() + _LAST_MESSAGES_S
+    while (left_s := until_s - time.monotonic()) > 0:
         messages = mailbox.receive(0.0 if buffer.draining else left_s)
         if not messages:
             return
         for message in messages:
-            buffer.handle(message, monotonic_s())
+            buffer.handle(message, time.monotonic())
 
 
 def new_buffer(

@@ -26,7 +26,7 @@ from pipeline.rollout.sleep import EngineSleep
 from pipeline.rollout.ticket_stream import EngineStream, TicketStream, new_stream
 from pipeline.rollout.worker import RolloutWorker, WorkerHook
 from pipeline.runtime.lifeline import end_group_with_this
-from pipeline.runtime.role import Report, RoleContext, monotonic_s, reward_source
+from pipeline.runtime.role import Report, RoleContext, reward_source
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.storage.arena import Arena
 from pipeline.storage.card_turns import TURN_S, EngineTurn
@@ -71,7 +71,7 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
     worker = worker_with(stream, config, context, tokenizer, arena, outbox, metrics)
     # The models of another loader are in another process.
     context.ready(device_name(device) if load is None else "")
-    waiting_since_s = monotonic_s()
+    waiting_since_s = time.monotonic()
     try:
         while not worker.finished:
             context.reloaded()
@@ -79,11 +79,11 @@ def run(config: Config, context: RoleContext, load: Loader | None = None) -> Exi
             for message in mailbox.receive(0.0):
                 worker.handle(message)
             if not worker.idle and worker.may_work():
-                waited_s = monotonic_s() - waiting_since_s
+                waited_s = time.monotonic() - waiting_since_s
                 for _ in range(worker.step()):
                     metrics.ticket_came(waited_s)
                     waited_s = 0.0
-                waiting_since_s = monotonic_s()
+                waiting_since_s = time.monotonic()
                 continue
             # Not during the work: its progress beats.
             context.metrics.beat()
@@ -159,9 +159,9 @@ def take_turn(config: Config, context: RoleContext, metrics: RolloutMetrics) -> 
         if context.stopping:
             sys.exit(ExitCode.OK)
         context.metrics.beat()
-        if monotonic_s() - said_s > _WAITS_S:
+        if time.monotonic() - said_s > _WAITS_S:
             # The time limit of the start begins anew, and is that of a wait in which this process is stopped.
-            said_s = monotonic_s()
+            said_s = time.monotonic()
             context.report(Report(state="placed"))
         with metrics.waiting_to_load():
             time.sleep(TURN_S)
@@ -182,7 +182,7 @@ def worker_with(
     metrics: RolloutMetrics,
 ) -> RolloutWorker:
     """Return the worker of a configuration with this stream."""
-    samples = RolloutSamples.of(config, tokenizer, context.index, monotonic_s)
+    samples = RolloutSamples.of(config, tokenizer, context.index, time.monotonic)
     hooks: list[WorkerHook] = [] if samples is None else [samples]
     if context.turn is not None:
         hooks.append(EngineSleep(context.turn, cast("EngineStream", stream), metrics))
@@ -193,7 +193,7 @@ def worker_with(
         sender,
         metrics,
         index=context.index,
-        clock=monotonic_s,
+        clock=time.monotonic,
         group_size=config.group_size,
         hooks=hooks,
         numbers=NumberNames(run_dir(config)) if may_have_numbers(config) else None,

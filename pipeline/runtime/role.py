@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -166,11 +165,6 @@ def count_warnings(writer: SlotWriter) -> None:
         level: writer.counter("rlhfd_log_messages_total", level=level) for level in ("warning", "error", "critical")
     }
     logs.count_warnings(lambda level: counters[level].inc())
-
-
-def monotonic_s() -> float:
-    """Return seconds on the machine-wide monotonic clock, comparable between processes and immune to clock steps."""
-    return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 def reward_source(config: Config) -> str:

@@ -18,7 +18,6 @@ from pipeline.config.advice import without_password
 from pipeline.config.identity import run_dir
 from pipeline.config.schema import Config
 from pipeline.runtime.child_process import child_environment
-from pipeline.runtime.role import monotonic_s
 from pipeline.telemetry.slab import SlotWriter
 from pipeline.tracking.records import tracking_dir, write_settings
 
@@ -72,7 +71,7 @@ class Trackers:
         writer: SlotWriter,
         *,
         start: Callable[[str, int], subprocess.Popen[bytes]] | None = None,
-        clock: Callable[[], float] = monotonic_s,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self._folder = tracking_dir(run_dir(config))
