@@ -77,10 +77,11 @@ class Shutdown:
             if slot.state in ("backoff", "waiting"):
                 slot.state = "failed" if slot.role in FORKSERVERS else "ended"
                 self._fleet.on_change(slot)
+        # It would kill a rank that is still starting.
         self._terminate(
             slot
             for slot in self._fleet.alive("trainer", "rollout", "setup")
-            if slot not in self._unsaved_ranks or is_up(slot)
+            if slot not in self._unsaved_ranks or slot.state == "ready"
         )
 
     def begin_failed(self) -> None:
@@ -88,7 +89,7 @@ class Shutdown:
 
         Else shared memory stays for the next start, if a training state in it is newer than the last checkpoint.
         """
-        able = all(is_up(slot) or slot.state == "backoff" for slot in self._fleet.of("trainer"))
+        able = all(slot.state in ("ready", "backoff") for slot in self._fleet.of("trainer"))
         self.begin()
         hopeless = ["rollout", "setup"]
         if not able:
@@ -291,8 +292,3 @@ class Shutdown:
         if self.exit_code is ExitCode.OK:
             self.exit_code, self.reason = code, reason
             log.info("failed, ending: %s", reason)
-
-
-def is_up(slot: Slot) -> bool:
-    """Return whether a child runs that handles SIGTERM, which would kill a child that is still starting."""
-    return slot.alive and slot.state == "ready"

@@ -15,7 +15,6 @@ from pipeline.buffer.sizing import capacity_items
 from pipeline.config.evaluation import names_of
 from pipeline.config.identity import run_dir
 from pipeline.config.rewards import part_labels
-from pipeline.config.schema import Config
 from pipeline.runtime.latest_checkpoint import best_checkpoint, readable_latest
 from pipeline.runtime.pause import Pause
 from pipeline.runtime.signals import stat_of
@@ -44,7 +43,6 @@ class InstanceStatus:
     """Reads the slab and the fleet; writes the supervisor's own metrics.
 
     Attributes:
-        config: The instance's configuration.
         workspace: The instance's folder in shared memory.
         fleet: The instance's processes.
         watchdog: The instance's watchdog.
@@ -55,7 +53,6 @@ class InstanceStatus:
         reading: The newest reading of the metrics.
     """
 
-    config: Config
     workspace: Workspace
     fleet: Fleet
     watchdog: Watchdog
@@ -66,7 +63,7 @@ class InstanceStatus:
     state: str = dataclasses.field(default="starting", init=False)
 
     def __post_init__(self) -> None:
-        config, run = self.config, self.workspace.run
+        config, run = self.fleet.config, self.workspace.run
         self._pause = Pause(self.workspace.folder)
         self._run_folder = run_dir(config)
         self._writer = self.fleet.slab.writer("supervisor")
@@ -141,7 +138,7 @@ class InstanceStatus:
         if self._value("rlhfd_evaluation_version") is not None:
             self._evaluated = self.reading
         # An external trainer has no number of its step; it undoes none.
-        step = steps if self.config.trainer.kind == "external" else self._value("rlhfd_train_step")
+        step = steps if self.fleet.config.trainer.kind == "external" else self._value("rlhfd_train_step")
         self._steps.add(step, steps, self._value("rlhfd_reward_mean"))
 
     def changed(self, slot: Slot) -> None:
@@ -208,10 +205,10 @@ class InstanceStatus:
         return {
             "state": self.shown_state,
             "metrics_url": self.metrics_url,
-            "algorithm": self.config.rollout.algorithm,
-            "model": self.config.model.actor,
+            "algorithm": self.fleet.config.rollout.algorithm,
+            "model": self.fleet.config.model.actor,
             "step": self._steps.step,
-            "max_steps": int(self._value("rlhfd_last_step") or self.config.trainer.max_steps),
+            "max_steps": int(self._value("rlhfd_last_step") or self.fleet.config.trainer.max_steps),
             "policy_version": self._policy_version,
             # A rank that has ended has no gauge any more; its last value is still the newest.
             "reward_mean": rewards[-1] if rewards else None,
@@ -222,7 +219,7 @@ class InstanceStatus:
             "staleness_mean_versions": self.reading.histogram_mean("rlhfd_policy_staleness_versions", point="train"),
             "buffer": {
                 "ready_items": counts.ready_items if counts else 0,
-                "capacity_items": capacity_items(self.config),
+                "capacity_items": capacity_items(self.fleet.config),
             },
             "processes": [{"role": slot.role, "state": slot.state} for slot in self.fleet.of("rollout")],
         }
@@ -241,8 +238,8 @@ class InstanceStatus:
             "config": str(self.path or ""),
             "why": next(iter(why["sentences"]), ""),
             "needs_restart": [*self.pending],
-            "ranks": self.config.trainer.world_size,
-            "sharding": self.config.trainer.sharding,
+            "ranks": self.fleet.config.trainer.world_size,
+            "sharding": self.fleet.config.trainer.sharding,
             "reward_trend": ends and ends[1] - ends[0],
             "reward_since_step": self._steps.rewards[0][0] if rewards else None,
             "reward_history": [round(reward, 6) for reward in rewards[-_SHOWN_REWARDS:]],
@@ -256,7 +253,7 @@ class InstanceStatus:
             | {
                 "leased_items": counts.leased_items if counts else 0,
                 "reserved_items": counts.writing_items if counts else 0,
-                "capacity_bytes": self.config.buffer.arena_bytes,
+                "capacity_bytes": self.fleet.config.buffer.arena_bytes,
                 "used_bytes": (counts.ready_bytes + counts.leased_bytes + counts.writing_bytes) if counts else 0,
                 "sealed": counts.sealed if counts else 0,
                 "trained": counts.trained if counts else 0,
@@ -381,7 +378,7 @@ class InstanceStatus:
 
     def _cluster(self) -> dict[str, Any] | None:
         """Return the nodes of the cluster and the actors on them; None without a cluster."""
-        if self.config.cluster.engine != "ray":
+        if self.fleet.config.cluster.engine != "ray":
             return None
         nodes, on = self.fleet.nodes, [slot for slot in self.fleet.of("rollout") if slot.alive and slot.node]
         return {
@@ -398,7 +395,7 @@ class InstanceStatus:
         }
 
     def _sample_cluster(self) -> None:
-        if self.config.cluster.engine != "ray":
+        if self.fleet.config.cluster.engine != "ray":
             return
         nodes = self.fleet.nodes
         for state, count in (("alive", len(nodes.alive)), ("left", len(nodes.left))):

@@ -301,7 +301,6 @@ class Supervisor:
         self._reload = Reload(self.loaded, config, self.workspace, self.http, writer, on_reloaded=self._apply)
         self._inputs = InputsWatch(config)
         self._status = InstanceStatus(
-            config,
             self.workspace,
             self._fleet,
             self._watchdog,

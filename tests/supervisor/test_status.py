@@ -58,8 +58,8 @@ def rated(tmp_path):
     for slot in slots:
         slab.begin(*slot)
     status, workers = InstanceStatus.__new__(InstanceStatus), []
-    fleet = SimpleNamespace(of=lambda role: (SimpleNamespace(state=state) for state in workers))
-    status.config, status.fleet = Config(), fleet
+    of = lambda role: (SimpleNamespace(state=state) for state in workers)  # noqa: E731
+    status.fleet = SimpleNamespace(of=of, config=Config())
     status._steps, status._has_rolled = Steps(8), False
     status._tokens_rate, status._steps_rate = RateWindow(60.0), RateWindow(300.0)
     status._trained = status._evaluated = MetricsReader(slab).read()
