@@ -351,7 +351,9 @@ def test_a_runtime_directory_in_use_is_refused_and_its_instance_goes_on(daemon: 
 
 def test_a_removed_runtime_directory_is_made_again_and_commands_find_the_instance(daemon: Daemon) -> None:
     before = daemon.status()
-    shutil.rmtree(daemon.runtime_dir)
+    # In one step: the daemon looks each tick, and makes a file again while others are being removed.
+    daemon.runtime_dir.rename(removed := daemon.runtime_dir.with_name("removed"))
+    shutil.rmtree(removed)
 
     daemon.wait_logged("the runtime directory had been removed, and is made again: path=")
 
