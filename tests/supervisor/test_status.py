@@ -134,7 +134,7 @@ def test_the_last_values_of_trainer_and_evaluation_outlive_their_processes(rated
 def test_checkpoints_that_could_not_be_written_are_told_of_also_after_their_trainers_death(rated):
     slab, status, _ = rated
     status.state, status._named, status._policy_version = "ready", [], 0
-    status.fleet = SimpleNamespace(slots=[], all_ready=lambda: True, of=lambda role: [])
+    status.fleet = SimpleNamespace(config=status.fleet.config, slots=[], all_ready=lambda: True, of=lambda role: [])
     status._writer, status._reader = slab.writer("supervisor"), MetricsReader(slab)
     status._gpus, status._number_names = SimpleNamespace(gpus=list), SimpleNamespace(names=[])
     window = SimpleNamespace(add=lambda now_s, values: None)
