@@ -179,10 +179,11 @@ def _compared(config: Config, keys: Iterable[str]) -> set[str]:
 
 
 def leave_the_verdict(context: RoleContext, error: BaseException) -> None:
-    """After an error of a collective, leave the time to the gateway that knows why the other rank is gone.
+    """After an error of a collective, leave the time to the supervisor, or gateway, that knows why the other is gone.
 
-    This rank sees a closed connection before the cluster reports the death at its other end, or that rank's own error.
-    The supervisor ends all ranks with the first one that ends, which is the one to blame for the batch in work.
+    This rank sees a closed connection before the other one's end is known: a killed process takes time to end, and a
+    cluster to report it. The supervisor ends all ranks with the first one that ends, which is the one to blame for the
+    batch in work; rows of a blamed batch stay with the ranks that have them, and sums differ by rounding.
     """
     if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
         return

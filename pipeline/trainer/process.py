@@ -124,7 +124,7 @@ def run(
             context.report(Report(state="finished"))
     except BaseException as error:
         trainer.abandon()
-        if config.trainer.nodes > 1:
+        if config.trainer.world_size > 1:
             leave_the_verdict(context, error)
         raise
     finally:

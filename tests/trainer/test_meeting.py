@@ -12,7 +12,8 @@ import torch.distributed as distributed
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.runtime.child_process import child_environment
-from pipeline.trainer import meeting
+from pipeline.runtime.role import Report
+from pipeline.trainer import meeting, process
 from pipeline.trainer.meeting import enter_group, forget_earlier, offer_address, refuse_other_models, tell_models
 from tests.support import tiny
 
@@ -148,3 +149,34 @@ def test_files_of_earlier_meetings_are_removed_with_those_that_a_kill_left_half_
     forget_earlier(tmp_path, 3)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(present)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message", "reports"),
+    [
+        (2, "third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer", [Report(killed=True)]),
+        (2, "an error of its own", []),
+        (1, "gloo", []),
+    ],
+)
+def test_a_rank_whose_collective_fails_leaves_the_blame_to_the_rank_that_is_gone(monkeypatch, ranks, message, reports):
+    """A killed process takes time to end: the supervisor may learn of this rank's end first."""
+
+    class Trainer:
+        finished = False
+
+        def beat(self):
+            raise RuntimeError(message)
+
+        def abandon(self):
+            pass
+
+    told = []
+    context = SimpleNamespace(ready=lambda device: None, in_process_group=True, stopping=True, report=told.append)
+    monkeypatch.setattr(process, "join_ranks", lambda *given: None)
+    monkeypatch.setattr(process, "new_trainer", lambda *given: Trainer())
+
+    with pytest.raises(RuntimeError, match=r"an error of its own|gloo"):
+        process.run(Config.model_validate({"trainer": {"world_size": ranks}}), context, lambda *given: None)
+
+    assert told == reports
