@@ -258,6 +258,8 @@ class Hosts:
                 **os.environ,
                 "RAY_TMPDIR": str(self._folder),
                 "TMPDIR": str(self._folder / "tmp"),
+                # A token in the home folder would have the head ask the other hosts for it.
+                "RAY_AUTH_MODE": "disabled",
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_worker_niceness": "0",
             },
