@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from pipeline.errors import ConfigError
 from pipeline.models.float32_linear import float32_forward
+from pipeline.models.inputs import inside
 from pipeline.models.log_probs import action_log_probs
 
 MOST_SPREAD = 0.02
@@ -40,7 +41,6 @@ def use_float32_logits(
     given: bool | None,
     temperature: float = 1.0,
     most_columns: int = _COLUMNS,
-    inside: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call(),
 ) -> bool:
     """Have a model compute its logits in float32, if it is configured or the spread of its log-probs asks for it.
 
@@ -54,7 +54,6 @@ def use_float32_logits(
         given: `model.float32_logits`; None: on a GPU, where the spread is above `MOST_SPREAD`.
         temperature: The sampling temperature.
         most_columns: Most tokens of a row.
-        inside: Calls a function whose passes use parts of the model.
 
     Returns:
         Whether the model's logits are float32 because of this call.
@@ -67,9 +66,7 @@ def use_float32_logits(
     if given is None and (device.type == "cpu" or len(tokens) < 2 or most_columns < 4 or _head_of(model) is None):
         return False
     if given is None:
-        spread = log_prob_spread(
-            model, tokens, device, temperature=temperature, most_columns=most_columns, inside=inside
-        )
+        spread = log_prob_spread(model, tokens, device, temperature=temperature, most_columns=most_columns)
         log.info("ratio of the unchanged policy: spread=%.4f float32_logits=%s", spread, spread > MOST_SPREAD)
         if spread <= MOST_SPREAD:
             return False
@@ -99,7 +96,6 @@ def log_prob_spread(
     *,
     temperature: float = 1.0,
     most_columns: int = _COLUMNS,
-    inside: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call(),
 ) -> float:
     """Return the spread of the importance ratio of an unchanged policy, by rounding alone.
 
@@ -112,16 +108,16 @@ def log_prob_spread(
         device: The model's.
         temperature: The sampling temperature.
         most_columns: Most tokens of a row, at least 4.
-        inside: As for `use_float32_logits`.
     """
     columns = min(_COLUMNS, most_columns)
     rows = [[tokens[(row + column) % len(tokens)] for column in range(columns)] for row in range(_ROWS)]
     sequences = torch.tensor(rows, device=device)
     # Rows of several lengths, so that there is padding in the first pass too.
     mask = (torch.arange(columns) >= torch.arange(_ROWS).unsqueeze(1) % (columns // 2)).long().to(device)
+    actions = columns // 2
 
     def passed(ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return inside(lambda: action_log_probs(model, ids, attention_mask, columns // 2, temperature=temperature))
+        return inside(model, lambda: action_log_probs(model, ids, attention_mask, actions, temperature=temperature))
 
     more = (min(_MORE_COLUMNS, columns), 0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A forward pass over whole rows: its mode, and its arguments: tokens, position ids derived from the rows, pixels."""
+"""A forward pass: within its model, its mode, and its arguments: tokens, position ids derived from the rows, pixels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.experience.vision_rows import VisionRows
@@ -16,6 +17,49 @@ from pipeline.models.vision_inputs import refuse_images, vision_backbone, vision
 
 CACHE_KEYWORDS: Final = ("cache", "past_key_values")
 """Names of the argument for keys and values of earlier tokens: from transformers 5.24 on, and before."""
+
+_Result = TypeVar("_Result", Tensor, tuple[Tensor, Tensor | None])
+
+
+def inside(model: object, call: Callable[[], _Result]) -> _Result:
+    """Return the result of a call that uses parts of a model, which are whole while it runs.
+
+    Args:
+        model: The model. One in shards has a method ``computed`` (`pipeline.trainer.sharding`), which makes the call;
+            it is a collective of all ranks then.
+        call: Computes from the model's modules; called once.
+    """
+    sharded: Any = getattr(model, "computed", None)
+    if sharded is None:
+        return call()
+    result: _Result = sharded(call)
+    if not torch.is_grad_enabled():
+        reshard(model)
+    return result
+
+
+def call_inside(model: object, call: Callable[[], None]) -> None:
+    """Call a function as `inside` does, without gradients; its error comes out once the model is in shards again."""
+    failed: list[Exception] = []
+
+    def called() -> Tensor:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+        return torch.empty(0)
+
+    with torch.no_grad():
+        inside(model, called)
+    if failed:
+        raise failed[0]
+
+
+def reshard(model: Any) -> None:
+    """Free what a pass without a backward pass leaves whole: it would have the values of before the next step."""
+    for part in model.modules():
+        if hasattr(part, "computed"):
+            part.reshard()
 
 
 @contextlib.contextmanager

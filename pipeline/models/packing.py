@@ -9,7 +9,7 @@ attend to the row before it, so the first packed pass of a model tests it on two
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
@@ -130,20 +130,13 @@ class PackedRows:
         }
 
 
-def prepare_packing(
-    models: Sequence[nn.Module],
-    device: torch.device,
-    wanted: bool | None = True,
-    *,
-    inside: Callable[[nn.Module, Callable[[], None]], None] = lambda model, call: call(),
-) -> bool:
+def prepare_packing(models: Sequence[nn.Module], device: torch.device, wanted: bool | None = True) -> bool:
     """Choose the attention of models that are trained on packed rows, all of these models or none, and log which.
 
     Args:
         models: Causal language models, changed in place, and critics.
         device: Their device.
         wanted: `trainer.packing`; None for: if all of them can, by an attention that needs no mask of T x T tokens.
-        inside: Calls a function in which a model's modules can be called.
 
     Returns:
         Whether rows are packed.
@@ -160,7 +153,7 @@ def prepare_packing(
         _check_isolation(backbone, "last_hidden_state", device, three_axes=three_axes)
 
     for model in models:
-        if (problem := problem_of_attention(model, check, needs_kernel=wanted is None, inside=inside)) is not None:
+        if (problem := problem_of_attention(model, check, needs_kernel=wanted is None)) is not None:
             name = type(model).__name__
             if wanted:
                 raise ConfigError(f"trainer.packing: a {name} cannot be packed: {problem}")

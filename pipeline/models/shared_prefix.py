@@ -11,7 +11,7 @@ rows, by sdpa. The first pass of a model tests it: its states must be those of e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
@@ -152,14 +152,7 @@ class SharedRows:
             )
 
 
-def prepare_shared_prefix(
-    models: Sequence[nn.Module],
-    device: torch.device,
-    wanted: bool | None,
-    *,
-    key: str,
-    inside: Callable[[nn.Module, Callable[[], None]], None] = lambda model, call: call(),
-) -> None:
+def prepare_shared_prefix(models: Sequence[nn.Module], device: torch.device, wanted: bool | None, *, key: str) -> None:
     """Let passes of models compute a prompt once, all of these models or none, and log which.
 
     Args:
@@ -167,7 +160,6 @@ def prepare_shared_prefix(
         device: Their device.
         wanted: Whether they do; None for: on a CPU, for batches with `PromptGroups.saves`, if all of them can.
         key: The configuration key, for the error.
-        inside: Calls a function in which a model's modules can be called.
 
     Raises:
         ConfigError: If it is wanted and a model cannot.
@@ -180,7 +172,7 @@ def prepare_shared_prefix(
 
     for model in models:
         if vision_backbone(model) is None:
-            problem = problem_of_attention(model, check, inside=inside)
+            problem = problem_of_attention(model, check)
         else:
             problem = "only a model of text alone can"
         if problem is not None:

@@ -21,7 +21,7 @@ from torch.nn import functional
 from pipeline.errors import FieldError
 from pipeline.models.card_attention import BY_ROWS, Kernel, attend_by, causal_mask, kernel_of
 from pipeline.models.critic import Critic
-from pipeline.models.inputs import backbone_of
+from pipeline.models.inputs import backbone_of, call_inside
 from pipeline.models.prefix_attention import PrefixLayout, response_attention
 
 NAME: Final = "rlhfd_varlen"
@@ -80,11 +80,7 @@ def windows_of(model: Any) -> list[int | None]:
 
 
 def problem_of_attention(
-    model: nn.Module,
-    check: Callable[[nn.Module], None],
-    *,
-    needs_kernel: bool = True,
-    inside: Callable[[nn.Module, Callable[[], None]], None],
+    model: nn.Module, check: Callable[[nn.Module], None], *, needs_kernel: bool = True
 ) -> str | None:
     """Let a model's rows share a pass; return the reason for which they cannot, with the attention as it was, or None.
 
@@ -92,7 +88,6 @@ def problem_of_attention(
         model: A causal language model, changed in place, or a critic.
         check: Raises FieldError if rows of one pass would attend to each other in a backbone.
         needs_kernel: Whether a model that keeps its own attention, with a block mask, cannot.
-        inside: Calls a function in which the model's modules can be called.
     """
     owner: Any = model.backbone if isinstance(model, Critic) else model
     backbone = owner if isinstance(model, Critic) else backbone_of(model)
@@ -104,22 +99,18 @@ def problem_of_attention(
     was_chosen = uses_varlen_attention(owner)
     problem: str | None = "its attention is not sdpa over whole rows or sliding windows"
     if was_chosen or use_varlen_attention(owner):
-        problem = _problem_inside(
-            model, lambda: _check_kernel(owner, lambda: check(backbone), is_new=not was_chosen), inside
-        )
+        problem = _problem_inside(model, lambda: _check_kernel(owner, lambda: check(backbone), is_new=not was_chosen))
         if problem is not None and not was_chosen:
             owner.set_attn_implementation("sdpa")
     if problem is None or needs_kernel or was_chosen:
         return problem
-    return _problem_inside(model, lambda: check(backbone), inside)
+    return _problem_inside(model, lambda: check(backbone))
 
 
-def _problem_inside(
-    model: nn.Module, check: Callable[[], None], inside: Callable[[nn.Module, Callable[[], None]], None]
-) -> str | None:
+def _problem_inside(model: nn.Module, check: Callable[[], None]) -> str | None:
     """Return the error of a check in one line; None if there is none."""
     try:
-        inside(model, check)
+        call_inside(model, check)
     except (FieldError, ValueError, TypeError, RuntimeError) as error:
         # The others are transformers' own, of layers that cannot keep rows apart, or take no such pass.
         return str(error).strip().partition("\n")[0]

@@ -32,6 +32,7 @@ from pipeline.experience.advantages import k3_kl
 from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.running_moments import SCORES, Moments
 from pipeline.experience.types import Experience
+from pipeline.models.inputs import inside
 from pipeline.models.lora import without_adapters
 from pipeline.models.packing import prepare_packing
 from pipeline.models.pass_size import training_size, width_multiple
@@ -46,7 +47,6 @@ from pipeline.trainer.loss.mini_batches import MiniBatches
 from pipeline.trainer.loss.objective import Corrected, Objective
 from pipeline.trainer.loss.row_sums import row_means
 from pipeline.trainer.passes import critic_values, log_probs_of_batch, policy_log_probs
-from pipeline.trainer.sharding.models import call_inside, inside
 from pipeline.trainer.sharding.optimizer import new_optimizer, refuse_retry
 from pipeline.trainer.sharding.ranks import in_step
 from pipeline.trainer.step_stats import (
@@ -145,10 +145,9 @@ class Learner:
         self._models = [actor.eval()] if critic is None else [actor.eval(), critic.eval()]
         checkpointed = checkpoint_activations(self._models, self._device, trainer.activation_checkpointing)
         packed = dict.fromkeys(model for model in (*self._models, reference) if model is not None)
-        self.packs_rows = prepare_packing([*packed], self._device, trainer.packing, inside=call_inside)
+        self.packs_rows = prepare_packing([*packed], self._device, trainer.packing)
         for models in (self._models, [] if reference in (None, actor) else [reference]):
-            wanted, key = trainer.shared_prefix, "trainer.shared_prefix"
-            prepare_shared_prefix(models, self._device, wanted, key=key, inside=call_inside)
+            prepare_shared_prefix(models, self._device, trainer.shared_prefix, key="trainer.shared_prefix")
         self._micro_batch = training_size(
             actor,
             self._device,

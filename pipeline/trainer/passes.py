@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.models.critic import Critic
+from pipeline.models.inputs import inside
 from pipeline.models.log_probs import action_log_probs_and_entropies, action_values
 from pipeline.models.packing import log_probs_of_rows, values_of_rows
 from pipeline.models.vision_inputs import vision_backbone
 from pipeline.trainer.batch import TrainingBatch
-from pipeline.trainer.sharding.models import inside
 from pipeline.trainer.sharding.optimizer import refuse_retry
 from pipeline.trainer.sharding.ranks import in_step
 

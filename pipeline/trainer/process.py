@@ -56,7 +56,7 @@ from pipeline.trainer.resume import Resumption, Start
 from pipeline.trainer.saving.background import CheckpointWriter
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.saving.rank_models import RankModels
-from pipeline.trainer.sharding.models import inside, load_actor_shards, replica_of, sharded_models, whole_answer
+from pipeline.trainer.sharding.models import load_actor_shards, replica_of, sharded_models, whole_answer
 from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.sharding.replicas import TIMEOUT
 from pipeline.trainer.sleep import CardTurns, turn_of_start
@@ -361,7 +361,6 @@ def new_learner(
         given=config.model.float32_logits,
         temperature=config.rollout.temperature,
         most_columns=config.lengths.row,
-        inside=functools.partial(inside, actor),
     )
     if in_float32 and reference is not None and reference is not actor:
         compute_in_float32(reference)

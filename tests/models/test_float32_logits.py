@@ -175,11 +175,12 @@ def test_the_spread_is_that_of_the_runs_temperature_lengths_and_sharding(monkeyp
         return call()  # type: ignore[no-any-return]
 
     monkeypatch.setattr(float32_logits, "action_log_probs", computed)
+    model: Any = confident()
+    model.computed, model.reshard = enter, lambda: None
     with torch.enable_grad():
         use_float32_logits(
-            confident(), TOKENS, torch.device("meta"), dtype="bfloat16", given=None, temperature=0.7, most_columns=20,
-            inside=enter,
-        )  # fmt: skip
+            model, TOKENS, torch.device("meta"), dtype="bfloat16", given=None, temperature=0.7, most_columns=20
+        )
 
     assert seen == [(20, 0.7, False), (40, 0.7, False), (40, 0.7, False)]
     assert len(inside) == 3

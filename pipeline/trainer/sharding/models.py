@@ -7,8 +7,8 @@ A model is made on the meta device, sharded there with torch's `fully_shard`, an
 the safetensors files: no process holds a whole model. Shards of trained parameters are float32; a model of bfloat16 is
 gathered and computed in bfloat16, and its gradients are reduced in float32.
 
-The passes of the trainer call a model's backbone and head apart, so they run inside `inside`, which FSDP takes for the
-forward pass of the root.
+The passes of the trainer call a model's backbone and head apart, so they run inside `pipeline.models.inputs.inside`,
+which FSDP takes for the forward pass of the root.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ctypes
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.chunked_log_probs import plain_head
 from pipeline.models.critic import VALUE_HEAD_FILE, Critic
+from pipeline.models.inputs import reshard
 from pipeline.models.loading import sees_images, shell
 from pipeline.models.lora import LoraSettings, adapt, adapter_of, initial_adapters
 from pipeline.models.weights.probe import answer
@@ -35,8 +36,6 @@ from pipeline.storage.weights_header import Probe
 from pipeline.trainer.sharding.reduction import ReductionInPlace
 from pipeline.trainer.sharding.replicas import Replica
 from pipeline.trainer.sharding.tensor_files import HERE, Files, sources_of
-
-_Result = TypeVar("_Result", Tensor, tuple[Tensor, Tensor | None])
 
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 1 << 20
@@ -67,51 +66,10 @@ def architecture_of(model: nn.Module) -> str:
     return _sharded[model].class_name if model in _sharded else type(model).__name__
 
 
-def inside(model: nn.Module, call: Callable[[], _Result]) -> _Result:
-    """Return the result of a call that uses parts of a model, which are whole while it runs; a collective of all ranks.
-
-    Args:
-        model: The model, sharded or not.
-        call: Computes from the model's modules; called once.
-    """
-    if model not in _sharded:
-        return call()
-    sharded: Any = model
-    result: _Result = sharded.computed(call)
-    if not torch.is_grad_enabled():
-        _reshard(sharded)
-    return result
-
-
-def call_inside(model: nn.Module, call: Callable[[], None]) -> None:
-    """Call a function as `inside` does, without gradients; its error comes out once the model is in shards again."""
-    failed: list[Exception] = []
-
-    def called() -> Tensor:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - raised below
-            failed.append(error)
-        return torch.empty(0)
-
-    with torch.no_grad():
-        inside(model, called)
-    if failed:
-        raise failed[0]
-
-
-def _reshard(model: Any) -> None:
-    """Free what a pass without a backward pass leaves whole: it would have the values of before the next step."""
-    for part in model.modules():
-        if hasattr(part, "computed"):
-            part.reshard()
-
-
 def whole_answer(model: nn.Module, tokens: Sequence[int], device: torch.device) -> Probe:
     """Return a model's answer to the probe (`pipeline.models.weights.probe`); of a sharded model, a collective."""
     found = answer(model, tokens, device)
-    if model in _sharded:
-        _reshard(model)
+    reshard(model)
     return found
 
 
@@ -215,7 +173,7 @@ def load_actor_shards(
     # The first pass: FSDP lays the shards out for good. Its answer is kept.
     with torch.no_grad():
         plain_head(model, device)
-    _reshard(model)
+    reshard(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -241,7 +199,7 @@ def load_critic_shards(
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
     with torch.no_grad():
         critic(tokens, torch.ones_like(tokens))
-    _reshard(critic)
+    reshard(critic)
     return critic.eval()  # type: ignore[no-any-return]
 
 
@@ -330,13 +288,13 @@ def _shard(model: nn.Module, pretrained: Any, dtype: str, device: torch.device, 
     _sharded[root] = _Sharded(dtypes, class_name, replica)
 
 
-def _computed(_: nn.Module, call: Callable[..., _Result], *inputs: Tensor) -> _Result:
+def _computed(_: nn.Module, call: Callable[..., Any], *inputs: Tensor) -> Any:
     # Copies: FSDP hooks the results, and a view would lose its hook if it were changed in place. It hooks the inputs
     # too: once their gradients are known, those of the module are reduced.
-    result: Any = call(*inputs)
-    whole = isinstance(result, Tensor)
-    copies: Any = result.clone() if whole else tuple(None if each is None else each.clone() for each in result)
-    return copies  # type: ignore[no-any-return]
+    result = call(*inputs)
+    if isinstance(result, Tensor):
+        return result.clone()
+    return tuple(None if each is None else each.clone() for each in result)
 
 
 def _layers(pretrained: Any, field: str) -> Sequence[nn.Module]:

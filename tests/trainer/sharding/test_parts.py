@@ -14,10 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config.sections import ModelConfig
 from pipeline.models import chunked_log_probs
+from pipeline.models.inputs import inside
 from pipeline.models.log_probs import action_log_probs
 from pipeline.models.weights.shards import Shard
 from pipeline.trainer.sharding import reduction
-from pipeline.trainer.sharding.models import inside, load_actor_shards, shards_of
+from pipeline.trainer.sharding.models import load_actor_shards, shards_of
 from pipeline.trainer.sharding.replicas import Replica
 from tests.support import tiny
 from tests.support.adapted_reference import reference_log_probs
