@@ -15,10 +15,11 @@ means weigh actions equally (DAPO, arXiv:2503.14476 eq. 8), not responses (GRPO'
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ from pipeline.trainer.loss.losses import value_losses, whitened
 from pipeline.trainer.loss.mini_batches import MiniBatches
 from pipeline.trainer.loss.objective import Corrected, Objective
 from pipeline.trainer.loss.row_sums import row_means
-from pipeline.trainer.passes import critic_values, log_probs_of_batch, policy_log_probs
+from pipeline.trainer.passes import critic_values, policy_log_probs
 from pipeline.trainer.sharding.optimizer import new_optimizer, refuse_retry
 from pipeline.trainer.sharding.ranks import in_step
 from pipeline.trainer.step_stats import (
@@ -64,6 +65,8 @@ from pipeline.trainer.step_stats import (
 
 SCALE_EPS = 1e-4
 """Added to the standard deviation of a step's rewards, as to that of a group's."""
+
+_Result = TypeVar("_Result")
 
 _VALUE_HEAD = ("value_head.weight", "value_head.bias")
 
@@ -347,10 +350,7 @@ class Learner:
         most_kl = math.inf if self._trainer.target_kl is None else self._trainer.target_kl
         whole = StepTotals(counts.actions_trained, counts.sequences_trained, counts.rows, tokens)
         for mini_batch, totals in self._mini_batches.of_step(batches, whole, counts.rows_trained, self.step):
-            while (accumulated := self._accumulate_if_it_fits(mini_batch, totals, watch)) is None:
-                self._clear()
-                self._micro_batch.halve(*self._part_shape)
-            own_sums, row_ratios = accumulated
+            own_sums, row_ratios = self._once_it_fits(functools.partial(self._accumulate, mini_batch, totals, watch))
             with watch.during("reduce"):
                 sums = Sums(*self._sum_over_ranks(own_sums))
                 norms = [optimizer.reduce() for optimizer in self._optimizers]
@@ -387,27 +387,28 @@ class Learner:
         """Return a model's log-probs of all actions, ``(N,)`` float32."""
         batch = batch.to_score()
 
-        def of_part(part: TrainingBatch) -> Tensor:
-            self._note_size(part)
-            with watch.during("forward"), torch.no_grad():
-                return inside(model, lambda: self._log_probs(model, part, with_entropy=False)[0])
+        def of_all_parts() -> Tensor:
+            found = torch.zeros(batch.advantages.shape, device=self._device)
+            for part in in_step(batch.micro_batches(self._micro_batch, model), batch, model, meeting=self._meet):
+                assert part.log_probs is not None
+                self._note_size(part)
+                with watch.during("forward"), torch.no_grad():
+                    log_probs, _ = inside(model, functools.partial(self._log_probs, model, part, with_entropy=False))
+                found[part.log_probs.long()] = log_probs.float()
+            return found
 
+        return self._once_it_fits(of_all_parts)
+
+    def _once_it_fits(self, passes: Callable[[], _Result]) -> _Result:
+        """Return the result of passes, begun anew with half the tokens each time that the device has no memory."""
         while True:
-            parts = batch.micro_batches(self._micro_batch, model)
-            if (found := log_probs_of_batch(model, batch, parts, of_part, meeting=self._meet)) is not None:
-                return found
+            try:
+                return passes()
+            except torch.OutOfMemoryError:
+                # Halved after this block: the traceback of the error holds the tensors of the pass.
+                refuse_retry(self._actor)
+            self._clear()
             self._micro_batch.halve(*self._part_shape)
-
-    def _accumulate_if_it_fits(
-        self, batches: list[TrainingBatch], totals: StepTotals, watch: Stopwatch
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """Return the result of `_accumulate`; None if it ran out of the device's memory."""
-        try:
-            return self._accumulate(batches, totals, watch)
-        except torch.OutOfMemoryError:
-            # Returned, not retried here: the traceback of the error holds the tensors of the pass.
-            refuse_retry(self._actor)
-            return None
 
     def _accumulate(
         self, batches: list[TrainingBatch], totals: StepTotals, watch: Stopwatch

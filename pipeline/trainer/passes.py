@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.models.critic import Critic
@@ -14,8 +12,6 @@ from pipeline.models.log_probs import action_log_probs_and_entropies, action_val
 from pipeline.models.packing import log_probs_of_rows, values_of_rows
 from pipeline.models.vision_inputs import vision_backbone
 from pipeline.trainer.batch import TrainingBatch
-from pipeline.trainer.sharding.optimizer import refuse_retry
-from pipeline.trainer.sharding.ranks import in_step
 
 
 def policy_log_probs(
@@ -39,37 +35,6 @@ def policy_log_probs(
         actor, padded.sequences, padded.attention_mask, padded.num_actions, **settings
     )
     return padded.flat(log_probs), padded.flat(entropies) if with_entropy else None
-
-
-def log_probs_of_batch(
-    model: nn.Module,
-    batch: TrainingBatch,
-    parts: Iterator[TrainingBatch],
-    log_probs_of: Callable[[TrainingBatch], Tensor],
-    *,
-    meeting: Callable[[], None],
-) -> Tensor | None:
-    """Return a model's log-probs of all actions, ``(N,)`` float32; on shards a collective.
-
-    Args:
-        model: The model.
-        batch: Result of `TrainingBatch.to_score`.
-        parts: Micro-batches of the batch.
-        log_probs_of: Returns the model's log-probs of a micro-batch.
-        meeting: See `in_step`.
-
-    Returns:
-        None if a pass ran out of the device's memory.
-    """
-    found = torch.zeros(batch.advantages.shape, device=batch.advantages.device)
-    try:
-        for part in in_step(parts, batch, model, meeting=meeting):
-            assert part.log_probs is not None
-            found[part.log_probs.long()] = log_probs_of(part).float()
-    except torch.OutOfMemoryError:
-        refuse_retry(model)
-        return None
-    return found
 
 
 def critic_values(critic: nn.Module, part: TrainingBatch, *, packing: bool, width_multiple: int = 1) -> Tensor:

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.errors import FieldError
 from pipeline.experience.ragged import RaggedRows
 from pipeline.experience.types import Experience
+from pipeline.progress import Telemetry
 from pipeline.trainer.batch import TrainingBatch
 from pipeline.trainer.learner import Learner
-from pipeline.trainer.passes import log_probs_of_batch
 from pipeline.trainer.sharding.ranks import _without_actions
 from pipeline.trainer.state import digest_after
+from pipeline.trainer.step_stats import Clock, Stopwatch
 from tests.support import tiny
 from tests.support.told import Told
 from tests.trainer.loss.test_objective import sampled
@@ -115,17 +115,17 @@ def test_a_pass_without_memory_is_repeated_with_half_the_tokens() -> None:
     assert_same(weights(learner), expected)
 
 
-def test_a_pass_of_another_rank_alone_writes_nothing() -> None:
+def test_a_pass_of_another_rank_alone_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of a sharded model with fewer micro-batches: the places of no action."""
-    batch = TrainingBatch.of(RaggedRows.of(experience_of(tiny.llama(), "grpo")), "grpo", CPU).to_score()
-    part = _without_actions(batch)
+    learner = Learner(TRAINER, "grpo", tiny.llama(), computes_log_probs=True)
+    batch = TrainingBatch.of(RaggedRows.of(experience_of(tiny.llama(), "grpo")), "grpo", CPU)
+    part = _without_actions(batch.to_score())
+    monkeypatch.setattr("pipeline.trainer.learner.in_step", lambda *_, **__: iter([part]))
 
-    found = log_probs_of_batch(
-        tiny.llama(), batch, iter([part]), lambda each: torch.ones_like(each.advantages).float(), meeting=lambda: None
-    )
+    found = learner._log_probs_of(learner._actor, batch, Stopwatch(Telemetry.none(), Clock()))
 
     assert (len(part), len(part.advantages), part.flat.lengths.tolist()) == (1, 0, [2])
-    assert found is not None and found.shape == batch.advantages.shape and not found.any()
+    assert found.shape == batch.advantages.shape and not found.any()
 
 
 def test_the_digest_of_rows_without_log_probs_tells_them_apart() -> None:
