@@ -17,14 +17,13 @@ rounded to infinity are no exceptions. NaN stays NaN, with other bits. x86-64 ha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pipeline.models.weights.shards import Shard
-from pipeline.trainer.sharding.tensor_files import Entry, TensorWriter
+from pipeline.trainer.sharding.tensor_files import Entry, write_tensors
 
 _WHOLE, _LOWER, _TIES = "float32", "lower", "ties"
 _TIE = -(2**15)
@@ -132,9 +131,7 @@ class JoinedState(Mapping[str, Tensor]):
     def write(self, path: Path) -> None:
         """Write the state into a safetensors file, with one float32 copy in memory at a time."""
         entries = [Entry(name, shard.local.dtype, shard.shape) for name, shard in self._shards.items()]
-        with closing(TensorWriter(path, entries)) as writer:
-            for name in self._shards:
-                writer.write(self[name])
+        write_tensors(path, entries, self.values())
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._halved:

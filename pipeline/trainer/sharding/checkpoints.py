@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +33,7 @@ from pipeline.models.weights.held import HeldVersion
 from pipeline.models.weights.shards import Shard
 from pipeline.trainer.sharding.models import architecture_of, fill, fill_critic, shards_of
 from pipeline.trainer.sharding.ranks import RankGroup
-from pipeline.trainer.sharding.tensor_files import HERE, Entry, Files, TensorWriter
+from pipeline.trainer.sharding.tensor_files import HERE, Entry, Files, write_tensors
 from pipeline.trainer.state import OPTIONAL
 
 _SPLIT_KINDS = ("exp_avg", "exp_avg_sq", "float32")
@@ -53,7 +52,7 @@ class _Tensor(NamedTuple):
     entry: Entry
     shards: tuple[Shard, ...]
     name: str = ""
-    combined: Callable[..., Tensor | None] | None = None
+    combined: Callable[..., Tensor] | None = None
 
 
 class _File(NamedTuple):
@@ -80,8 +79,7 @@ class _Gathering:
         found = next(self._left)
         assert found.entry == expected.entry, f"{found.entry} gathered, {expected.entry} written"
         wholes: list[Any] = [self._group.whole(shard) for shard in found.shards]
-        whole = wholes[0] if found.combined is None else found.combined(*wholes)
-        assert whole is not None, "only rank 0 takes what is gathered"
+        whole: Tensor = wholes[0] if found.combined is None else found.combined(*wholes)
         return whole
 
     def drain(self) -> None:
@@ -250,9 +248,7 @@ def _load_models(folder: Path, models: Mapping[str, nn.Module], files: Files) ->
 
 
 def _write(path: Path, file: _File, source: _Source) -> None:
-    with closing(TensorWriter(path, [tensor.entry for tensor in file.tensors])) as writer:
-        for tensor in file.tensors:
-            writer.write(source(tensor))
+    write_tensors(path, [tensor.entry for tensor in file.tensors], map(source, file.tensors))
 
 
 def _plain(name: str, shard: Shard, held_name: str = "") -> _Tensor:
@@ -271,7 +267,7 @@ def _actor_files(actor: nn.Module) -> list[_File]:
         if name.endswith(".weight") and layer in scales:
             down, up = (shards[f"{layer}.{matrix}.weight"] for matrix in ("lora_A", "lora_B"))
             entry = Entry(name, shard.dtype, shard.shape)
-            combined = functools.partial(_merged, scale=scales[layer])
+            combined = functools.partial(merged_weight, scale=scales[layer])
             merged.append(_Tensor(entry, (shard, down, up), combined=combined))
         else:
             merged.append(_plain(name, shard, f"actor.{name}"))
@@ -287,11 +283,6 @@ def _head_shard(actor: Any, shards: Mapping[str, Shard], twin: Any) -> list[tupl
         return []
     names = [name for name, tensor in actor.state_dict(keep_vars=True).items() if tensor is twin]
     return [(name, shards[names[0]]) for name in names[1:]]
-
-
-def _merged(weight: Tensor | None, down: Tensor | None, up: Tensor | None, *, scale: float) -> Tensor | None:
-    """Return `merged_weight`; None on a rank that has gathered nothing."""
-    return None if weight is None or down is None or up is None else merged_weight(weight, down, up, scale)
 
 
 def _critic_files(critic: nn.Module) -> list[_File]:

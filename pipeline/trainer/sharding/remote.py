@@ -117,31 +117,17 @@ class ShardService:
         self._versions = PolicyVersions(weights_path, Group(shard), weight_slots=weight_slots)
         self._reader: WeightsReader | None = None
         self._files: dict[int, TensorFiles] = {}
-        self.newest = self._versions.newest
-        self.own_kept = self._versions.own_kept
-        self.may_lack_state = self._versions.may_lack_state
-        self.begin_part = self._versions.begin_part
-        self.digests_of = self._versions.digests_of
-        self.finish_state = self._versions.finish_state
 
     def answer(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Return the result of a method, or its RlhfdError."""
+        """Return the result of a method, of this service or of its `PolicyVersions`, or the method's RlhfdError."""
         try:
-            return getattr(self, method)(*arguments)
+            return getattr(self if hasattr(self, method) else self._versions, method)(*arguments)
         except RlhfdError as error:
             return error.with_traceback(None)
 
     def write_part(self, slot: int, shapes: Shapes, parts: Parts) -> list[int]:
         """Write parts of the rank's shards into a slot of the weights; return the digests of `PolicyVersions`."""
         return self._versions.write_part(slot, _shards(shapes, parts))
-
-    def holds_training(self, version: WeightsVersion, shapes: Shapes, dtypes: Mapping[str, str]) -> bool:
-        """Return whether the rank's training state of a version is held."""
-        return self._versions.holds_training(version, _on_meta(shapes, dtypes))
-
-    def begin_state(self, shapes: Shapes, dtypes: Mapping[str, str]) -> int | None:
-        """Begin a training state; return its slot, None without room for it."""
-        return self._versions.begin_state(_on_meta(shapes, dtypes))
 
     def write_state(self, slot: int, shapes: Shapes, parts: Parts) -> list[int]:
         """Write parts of the rank's training state; return the digests of `PolicyVersions`."""
@@ -260,7 +246,7 @@ class RemoteVersions(PolicyVersions):
 
     def holds_training(self, version: WeightsVersion, into: Mapping[str, Tensor]) -> bool:
         """As `PolicyVersions`."""
-        return bool(self._ask("holds_training", version, *_described(with_elements(into))))
+        return bool(self._ask("holds_training", version, _on_meta(with_elements(into))))
 
     def begin_part(self) -> int:
         """As `PolicyVersions`."""
@@ -278,7 +264,7 @@ class RemoteVersions(PolicyVersions):
 
     def begin_state(self, state: Mapping[str, Tensor]) -> int | None:
         """As `PolicyVersions`."""
-        slot: int | None = self._ask("begin_state", *_described(state)) if self._has_room else None
+        slot: int | None = self._ask("begin_state", _on_meta(state)) if self._has_room else None
         self._has_room = slot is not None
         return slot
 
@@ -408,15 +394,9 @@ def _batches(shards: Mapping[str, Shard]) -> Iterator[list[tuple[str, int, Tenso
     yield batch
 
 
-def _described(tensors: Mapping[str, Tensor]) -> tuple[Shapes, dict[str, str]]:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return shapes, {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-
-
-def _on_meta(shapes: Shapes, dtypes: Mapping[str, str]) -> dict[str, Tensor]:
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, dtypes[name]), device="meta") for name, shape in shapes.items()
-    }
+def _on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without their values: names, shapes and dtypes."""
+    return {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
 
 
 def _shards(shapes: Shapes, parts: Parts | None) -> dict[str, Shard]:

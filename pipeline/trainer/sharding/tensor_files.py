@@ -147,43 +147,33 @@ HERE = Files()
 """The files of this machine."""
 
 
-class TensorWriter:
-    """Writes one safetensors file, its tensors in the order of its entries.
+def write_tensors(path: Path, entries: Iterable[Entry], tensors: Iterable[Tensor]) -> None:
+    """Write a safetensors file, with one of its tensors in memory at a time.
 
     Args:
         path: The file, created.
-        entries: All of its tensors, in the order in which they are written.
+        entries: All of its tensors.
+        tensors: The tensors, each of its entry's dtype and shape, in the order of the entries; made when they are
+            written.
 
     Raises:
         OSError: If the file cannot be written.
     """
-
-    def __init__(self, path: Path, entries: Iterable[Entry]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for entry in entries:
-            nbytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
-            header[entry.name] = {
-                "dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, offset + nbytes],
-            }  # fmt: skip
-            offset += nbytes
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % _ALIGNMENT)
-        self._file = path.open("wb")
-        try:
-            self._file.write(len(encoded).to_bytes(8, "little") + encoded)
-        except OSError:
-            self._file.close()
-            raise
-
-    def write(self, tensor: Tensor) -> None:
-        """Write the next tensor, of its entry's dtype and shape."""
-        if tensor.numel():
-            self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-    def close(self) -> None:
-        """Close the file; every tensor has been written."""
-        self._file.close()
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        nbytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
+        header[entry.name] = {
+            "dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, offset + nbytes],
+        }  # fmt: skip
+        offset += nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors:
+            if tensor.numel():
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def sources_of(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.weights.shards import Shard
-from pipeline.trainer.sharding.tensor_files import Entry, TensorFiles, TensorWriter, sources_of
+from pipeline.trainer.sharding.tensor_files import Entry, TensorFiles, sources_of, write_tensors
 
 TENSORS = {
     "a": torch.arange(15, dtype=torch.float32).reshape(5, 3),
@@ -26,10 +26,7 @@ TENSORS = {
 
 def test_a_file_written_a_tensor_at_a_time_is_read_by_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    writer = TensorWriter(path, [Entry(name, t.dtype, tuple(t.shape)) for name, t in TENSORS.items()])
-    for tensor in TENSORS.values():
-        writer.write(tensor)
-    writer.close()
+    write_tensors(path, [Entry(name, t.dtype, tuple(t.shape)) for name, t in TENSORS.items()], TENSORS.values())
 
     found = load_file(path)
 
@@ -41,7 +38,7 @@ def test_a_file_written_a_tensor_at_a_time_is_read_by_safetensors(tmp_path: Path
 def test_a_file_has_the_permissions_that_the_umask_leaves(tmp_path: Path, umask: int, mode: int) -> None:
     former = os.umask(umask)
     try:
-        TensorWriter(tmp_path / "x.safetensors", []).close()
+        write_tensors(tmp_path / "x.safetensors", [], [])
     finally:
         os.umask(former)
 
