@@ -38,7 +38,6 @@ from pipeline.runtime.transport import Traffic
 from pipeline.storage.card_turns import RankTurn
 from pipeline.storage.recording import FOLDER as RECORDING
 from pipeline.storage.recording import MOST_BYTES, TrainerStart
-from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
 from pipeline.telemetry.number_names import NumberNames
 from pipeline.trainer.card_memory import CardMemory, planned_bytes
@@ -53,7 +52,7 @@ from pipeline.trainer.meeting import Meeting, StoppedError, enter_group, forget_
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.recording.recorder import StepRecorder, cut, versions
 from pipeline.trainer.resume import Resumption, Start
-from pipeline.trainer.saving.background import CheckpointWriter
+from pipeline.trainer.saving.background import CheckpointWriter, Point
 from pipeline.trainer.saving.best import EvaluationFollower
 from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.models import load_actor_shards, replica_of, sharded_models, whole_answer
@@ -61,7 +60,7 @@ from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.sharding.replicas import TIMEOUT
 from pipeline.trainer.sleep import CardTurns, turn_of_start
 from pipeline.trainer.spreading import of_first, spread
-from pipeline.trainer.state import Progress, RankProgress, tensors_of
+from pipeline.trainer.state import RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
 from pipeline.trainer.trainer import Trainer
 
@@ -245,7 +244,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         metrics,
         device=device,
         ranks=ranks,
-        save=checkpoint_writer(config, rank_models, learner, device) if rank_models.publishes else None,
+        save=checkpoint_writer(config, rank_models, learner) if rank_models.publishes else None,
         start=start,
         probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
         hooks=new_hooks(config, context, start, metrics, saves_with, reads),
@@ -488,24 +487,13 @@ def open_recorder(config: Config, start: Start, device: torch.device, metrics: T
         return None
 
 
-def checkpoint_writer(
-    config: Config,
-    models: RankModels,
-    learner: Learner,
-    device: torch.device,
-) -> CheckpointWriter:
+def checkpoint_writer(config: Config, models: RankModels, learner: Learner) -> CheckpointWriter:
     """Return the writer of this run's checkpoints."""
     files = TokenizerFiles(config.model.actor)
     described, identity = config.model_dump(mode="json"), identity_of(config)
 
-    def save(
-        progress: Progress,
-        version: WeightsVersion,
-        *,
-        complete: bool,
-        held: HeldVersion | None,
-        telemetry: Telemetry,
-    ) -> Path | None:
+    def save(point: Point, held: HeldVersion | None, telemetry: Telemetry) -> Path | None:
+        progress, version, complete = point
         note = CheckpointNote(
             identity,
             progress.step,

@@ -24,7 +24,7 @@ from pipeline.trainer.hooks import TakenStep, TrainerHook
 from pipeline.trainer.metrics import TrainerMetrics
 from pipeline.trainer.resume import Start
 from pipeline.trainer.row_means import RowMeans
-from pipeline.trainer.saving.background import BackgroundCheckpoint, CheckpointWriter, Outcome
+from pipeline.trainer.saving.background import BackgroundCheckpoint, CheckpointWriter, Outcome, Point
 from pipeline.trainer.saving.publishing import Publishing
 from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import LearnerProtocol, RankProgress, after_step, digest_after, tensors_of
@@ -400,14 +400,11 @@ class Trainer:
             # The first rank writes it alone.
             self.saved_step = self.step
             return
+        point = Point(self.progress, self.version, self.complete)
         if held is not None:
-            self._checkpoints.begin(self.progress, self.version, complete=self.complete, held=held)
+            self._checkpoints.begin(point, held)
             return
-        self._ended(
-            self._checkpoints.write_at_once(
-                self.progress, self.version, complete=self.complete, telemetry=self._metrics
-            )
-        )
+        self._ended(self._checkpoints.write_at_once(point, self._metrics))
 
     def wait_for_checkpoint(self, *, is_slow: bool = False) -> None:
         """Wait for the checkpoint that is being written, if there is one.

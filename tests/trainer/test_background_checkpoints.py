@@ -22,7 +22,7 @@ from pipeline.trainer import process
 from pipeline.trainer.connection import Connection
 from pipeline.trainer.learner import Learner
 from pipeline.trainer.saving import background
-from pipeline.trainer.saving.background import BackgroundCheckpoint
+from pipeline.trainer.saving.background import BackgroundCheckpoint, Point
 from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.state import Progress, tensors_of
 from tests.support import tiny
@@ -83,7 +83,7 @@ def trained(site, monkeypatch, *, algorithm="ppo", tied=False, rank=0):
             version=version,
         )
 
-    write = process.checkpoint_writer(config, RankModels(config, models, connection, CPU), learner, CPU)
+    write = process.checkpoint_writer(config, RankModels(config, models, connection, CPU), learner)
     return Models(models, learner, connection, publish, write, config)
 
 
@@ -98,11 +98,11 @@ def test_a_checkpoint_from_the_slots_is_the_one_of_the_published_step_byte_by_by
     run = trained(site, monkeypatch, algorithm=algorithm, tied=tied, rank=rank)
     run.change(5)
     version = run.publish(1)
-    at_once = read_note(run.write(SECOND, version, complete=False, held=None, telemetry=Telemetry.none()))
+    at_once = read_note(run.write(Point(SECOND, version, False), None, Telemetry.none()))
 
     held = run.held()
     run.change(6)
-    folder = run.write(SECOND, version, complete=False, held=held, telemetry=Telemetry.none())
+    folder = run.write(Point(SECOND, version, False), held, Telemetry.none())
 
     beside = read_note(folder)
     verify(folder, beside)
@@ -156,11 +156,11 @@ def test_training_goes_on_beside_a_checkpoint_up_to_the_publish_that_would_overw
     """The write of step 2 ends once the publish of step 4 waits for it, that of step 4 once the end does."""
     seen, waits = {}, threading.Semaphore(0)
 
-    def slowly(progress, version, *, complete, held, telemetry):
+    def slowly(point, held, telemetry):
         assert waits.acquire(timeout=60.0), "nothing waits for the checkpoint"
         # Copies: the state of step 2 lies where that of step 4 comes.
         state = held.training["progress"].tolist(), held.weights["actor.weight"].clone()
-        seen[progress.step] = (len(bench.learner.batches), *state, complete)
+        seen[point.progress.step] = (len(bench.learner.batches), *state, point.complete)
         return bench.house.weights_path
 
     first = bench.model.weight.detach().clone()
@@ -182,7 +182,7 @@ def test_training_goes_on_beside_a_checkpoint_up_to_the_publish_that_would_overw
 def test_without_a_training_state_in_shared_memory_a_checkpoint_is_written_at_once(bench):  # noqa: F811
     threads = []
     trainer = bench.trainer(save_every=1, max_steps=2, keep_state="disk")
-    bench.save = lambda *rest, held, **more: (
+    bench.save = lambda point, held, telemetry: (
         threads.append((threading.current_thread(), held)) or bench.house.weights_path
     )
 
@@ -197,8 +197,8 @@ def test_a_write_that_fails_beside_training_is_counted_and_repeated_at_the_end(b
     def since_success():
         return MetricsReader(bench.slab).read().value("rlhfd_checkpoint_failures_since_success")
 
-    def failing(progress, *rest, **more):
-        tried.append(progress.step)
+    def failing(point, *rest):
+        tried.append(point.progress.step)
         if len(tried) == 1:
             raise CheckpointError("the disk is full")
         assert since_success() == 1
@@ -217,11 +217,11 @@ def test_a_write_that_fails_beside_training_is_counted_and_repeated_at_the_end(b
 
 
 def test_an_unexpected_error_of_the_write_is_raised_where_its_end_is_collected():
-    def broken(*rest, **more):
+    def broken(*given):
         raise ZeroDivisionError
 
     saving = BackgroundCheckpoint(broken)
-    saving.begin(SECOND, WeightsVersion(2, 0), complete=False, held=None)
+    saving.begin(Point(SECOND, WeightsVersion(2, 0), False), None)
     saving.wait(Telemetry.none())
 
     with pytest.raises(ZeroDivisionError):
@@ -236,7 +236,7 @@ class Heartbeats:
         self.moves = moves
         self.has_moved, self.may_end = threading.Event(), threading.Event()
 
-    def __call__(self, progress, version, *, complete, held, telemetry):
+    def __call__(self, point, held, telemetry):
         for _ in range(self.moves):
             telemetry.progress()
         self.has_moved.set()
@@ -248,7 +248,7 @@ class Heartbeats:
 def test_a_wait_passes_on_progress_and_only_progress(monkeypatch):
     writer, told = Heartbeats(3), Told()
     saving = BackgroundCheckpoint(writer)
-    saving.begin(SECOND, WeightsVersion(2, 0), complete=False, held=None)
+    saving.begin(Point(SECOND, WeightsVersion(2, 0), False), None)
     assert writer.has_moved.wait(60.0)
     wait, looks = background.wait, threading.Semaphore(0)
     monkeypatch.setattr(background, "wait", lambda *limit: (wait(*limit), looks.release()))
@@ -271,12 +271,12 @@ def test_the_write_of_a_failed_trainer_ends_and_leaves_nothing(site, monkeypatch
     run = trained(site, monkeypatch)
     version, may_go_on = run.publish(1), threading.Event()
 
-    def held_up(*rest, telemetry, **more):
+    def held_up(*given):
         assert may_go_on.wait(60.0)
-        return run.write(*rest, telemetry=telemetry, **more)
+        return run.write(*given)
 
     saving = BackgroundCheckpoint(held_up)
-    saving.begin(SECOND, version, complete=False, held=run.held())
+    saving.begin(Point(SECOND, version, False), run.held())
     saving.abandon()
     may_go_on.set()
     saving.wait(Telemetry.none())
@@ -290,7 +290,7 @@ def test_a_full_disk_beside_training_leaves_nothing(site, monkeypatch):
     version = run.publish(1)
     saving = BackgroundCheckpoint(run.write)
     with files_of_at_most(1 << 12):
-        saving.begin(SECOND, version, complete=False, held=run.held())
+        saving.begin(Point(SECOND, version, False), run.held())
         saving.wait(Telemetry.none())
 
     outcome = saving.collect()

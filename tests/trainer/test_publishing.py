@@ -286,8 +286,8 @@ def test_the_wait_for_a_version_and_the_time_of_its_thread_are_exported(bench, m
 def test_of_every_third_version_the_state_is_kept_and_of_each_with_a_checkpoint(bench):
     kept = []
     trainer = bench.trainer(max_steps=8, keep_state_every=3, save_every=5)
-    bench.save = lambda progress, *rest, held, **more: (
-        kept.append((progress.step, held is not None)) or bench.house.weights_path
+    bench.save = lambda point, held, telemetry: (
+        kept.append((point.progress.step, held is not None)) or bench.house.weights_path
     )
     versions, seen = trainer._connection.versions, []
     bench.learner.may_change = lambda: seen.append((versions.newest().version, versions.kept().version))

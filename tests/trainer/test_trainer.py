@@ -98,12 +98,12 @@ class Bench:
             hooks=hooks,
             probe=probe,
             start=start,
-            save=lambda *progress, **more: self.save(*progress, **more),
+            save=lambda *given: self.save(*given),
         )
 
-    def save(self, progress, version, *, complete, held, telemetry):
-        self.saved.append(progress.step)
-        self.complete.append(complete)
+    def save(self, point, held, telemetry):
+        self.saved.append(point.progress.step)
+        self.complete.append(point.complete)
         return self.house.weights_path
 
     def turns(self, trainer, count):
@@ -439,7 +439,7 @@ def test_lines_are_flushed_before_the_checkpoint_that_includes_their_steps(bench
     trainer = bench.trainer(max_steps=2, save_every=1, hooks=[step_log])
     flush, save = step_log.flush, bench.save
     step_log.flush = lambda: order.append(("flushed", steps_in(tmp_path / "metrics.jsonl"))) or flush()
-    bench.save = lambda progress, *rest, **more: order.append(("saved", progress.step)) or save(progress, *rest, **more)
+    bench.save = lambda point, *rest: order.append(("saved", point.progress.step)) or save(point, *rest)
 
     bench.run(trainer)
 
@@ -519,7 +519,8 @@ def test_the_best_version_is_found_by_its_checkpoint_even_if_that_is_still_being
             is_compared_again.set()
         return is_best(found)
 
-    def slowly(progress, version, **more):
+    def slowly(point, *rest):
+        progress, version, _ = point
         if progress.step == 1:
             is_compared_again.wait(0.5)
         fingerprint = f"{version.fingerprint:016x}"

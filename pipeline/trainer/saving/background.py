@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pipeline.errors import CheckpointError
 from pipeline.models.weights.held import HeldVersion
@@ -27,30 +28,27 @@ _LOOK_S = 0.1
 log = logging.getLogger(__name__)
 
 
-class CheckpointWriter(Protocol):
-    """Writes a checkpoint (`pipeline.trainer.checkpoints`)."""
+class Point(NamedTuple):
+    """The point of training that a checkpoint is of.
 
-    def __call__(
-        self,
-        progress: Progress,
-        version: WeightsVersion,
-        *,
-        complete: bool,
-        held: HeldVersion | None,
-        telemetry: Telemetry,
-    ) -> Path | None:
-        """Write the checkpoint and return its folder; None on another rank than the first.
+    Attributes:
+        progress: The progress of training with its weights.
+        version: Their version.
+        complete: Whether all steps of the run were taken.
+    """
 
-        Args:
-            progress: The progress of training with these weights.
-            version: Their version.
-            complete: Whether all steps of the run were taken.
-            held: The version in shared memory, read by nothing but this call; None to save the live tensors.
-            telemetry: Told of progress while bytes move; may raise to end the write.
+    progress: Progress
+    version: WeightsVersion
+    complete: bool
 
-        Raises:
-            CheckpointError: If the checkpoint cannot be written.
-        """
+
+CheckpointWriter = Callable[[Point, HeldVersion | None, Telemetry], Path | None]
+"""Writes a checkpoint (`pipeline.trainer.checkpoints`) and returns its folder; None on another rank than the first.
+
+It writes the version in shared memory, which nothing but this call reads, or without one the live tensors. The
+telemetry is told of progress while bytes move, and may raise to end the write. A checkpoint that cannot be written is a
+CheckpointError.
+"""
 
 
 class Outcome(NamedTuple):
@@ -93,49 +91,42 @@ class BackgroundCheckpoint(Telemetry):
         self._moves = 0
         self._is_abandoned = False
 
-    def begin(self, progress: Progress, version: WeightsVersion, *, complete: bool, held: HeldVersion) -> None:
+    def begin(self, point: Point, held: HeldVersion) -> None:
         """Begin to write a checkpoint; the one before must have been collected.
 
         Args:
-            progress: The progress of training with these weights.
-            version: Their version.
-            complete: Whether all steps of the run were taken.
+            point: The point of training.
             held: The version in shared memory; its slots must not be written to until `wait` returns.
         """
         assert self._written is None
         self.held = held
         # At the interpreter's exit its thread is waited for: inside safetensors it must not be cut off.
-        pool = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint of step {progress.step}")
-        self._written = pool.submit(self._write_beside, progress, version, complete)
+        pool = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint of step {point.progress.step}")
+        self._written = pool.submit(self._write_beside, point)
         pool.shutdown(wait=False)
 
-    def _write_beside(self, progress: Progress, version: WeightsVersion, complete: bool) -> Outcome | None:
+    def _write_beside(self, point: Point) -> Outcome | None:
         self._writer = threading.get_ident()
         try:
-            return self.write_at_once(progress, version, complete=complete, telemetry=self)
+            return self.write_at_once(point, self)
         except _AbandonedError:
-            log.warning("a checkpoint is given up, its trainer has failed: step=%d", progress.step)
+            log.warning("a checkpoint is given up, its trainer has failed: step=%d", point.progress.step)
             return None
 
-    def write_at_once(
-        self, progress: Progress, version: WeightsVersion, *, complete: bool, telemetry: Telemetry
-    ) -> Outcome:
+    def write_at_once(self, point: Point, telemetry: Telemetry) -> Outcome:
         """Write a checkpoint in the calling thread: without a version that is held, of the live tensors.
 
         Args:
-            progress: The progress of training with these weights.
-            version: Their version.
-            complete: Whether all steps of the run were taken.
+            point: The point of training.
             telemetry: Told of progress while bytes move.
         """
         assert self._written is None or telemetry is self
         started_s = time.monotonic()
         try:
-            written = self._write(progress, version, complete=complete, held=self.held, telemetry=telemetry)
-            path, error = written, ""
+            path, error = self._write(point, self.held, telemetry), ""
         except CheckpointError as failed:
             path, error = None, str(failed)
-        return Outcome(progress.step, time.monotonic() - started_s, path, error)
+        return Outcome(point.progress.step, time.monotonic() - started_s, path, error)
 
     def collect(self) -> Outcome | None:
         """Return the end of the write, once; None if no write has ended since.
