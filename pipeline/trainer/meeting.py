@@ -32,6 +32,7 @@ from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.device import process_device
 from pipeline.runtime.role import Report, RoleContext
 from pipeline.runtime.run_inputs import digest_of_model
+from pipeline.storage.files import write_whole
 from pipeline.trainer.sharding.replicas import TIMEOUT
 
 _POLL_S = 0.05
@@ -236,6 +237,4 @@ def _awaited(path: Path, waits: Callable[[], None]) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    part.rename(path)
+    write_whole(path, content, path.with_name(f"{path.name}.{os.getpid()}"), flush=False)

@@ -47,7 +47,7 @@ def test_the_files_in_shared_memory_have_the_documented_bytes_a_parameter(tmp_pa
     versions = PolicyVersions(tmp_path / "weights", weight_slots=TrainerConfig().weight_slots)
     weights = as_shards(flatten(actor=model.state_dict()))
     state = {f"actor.{name}": tensor for name, tensor in optimizer.tensors().items()}
-    versions.publish(WeightsVersion(0), weights, LowerHalves(weights, state).stored(state))
+    versions.publish(WeightsVersion(0), weights, LowerHalves(weights, state).stored())
     versions.close()
     documented = bytes_a_parameter(dtype)
 

@@ -16,14 +16,18 @@ rounded to infinity are no exceptions. NaN stays NaN, with other bits. x86-64 ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pipeline.models.weights.shards import Shard
 from pipeline.trainer.sharding.tensor_files import Entry, write_tensors
+
+_T = TypeVar("_T")
 
 _WHOLE, _LOWER, _TIES = "float32", "lower", "ties"
 _TIE = -(2**15)
@@ -43,6 +47,7 @@ class LowerHalves:
     """
 
     def __init__(self, weights: Mapping[str, Shard], state: Mapping[str, Tensor]) -> None:
+        self._shards, self._state = weights, state
         self._weights: dict[str, str] = {}
         for name, tensor in state.items():
             weight = name.replace(f".{_WHOLE}.", ".", 1)
@@ -54,51 +59,34 @@ class LowerHalves:
         """Return whether there is one."""
         return bool(self._weights)
 
-    def stored(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def stored(self) -> dict[str, Tensor]:
         """Return the state as it is held: views of the live tensors, and the ties of now."""
-        found = dict[str, Tensor]()
-        for name, tensor in state.items():
-            if name in self._weights:
-                found[_named(name, _LOWER)] = tensor.view(torch.int16)[..., ::2]
-                found[_named(name, _TIES)] = ties_of(tensor)
-            else:
-                found[name] = tensor
-        return found
+        return self._halved(self._state, lambda copy: (copy.view(torch.int16)[..., ::2], ties_of(copy)))
 
-    def targets(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def targets(self) -> dict[str, Tensor]:
         """Return the tensors that a restore fills: the live ones, and memory for the halves on the same device."""
-        found = dict[str, Tensor]()
-        for name, tensor in state.items():
-            if name in self._weights:
-                found[_named(name, _LOWER)] = torch.empty(tensor.shape, dtype=torch.int16, device=tensor.device)
-                found[_named(name, _TIES)] = torch.empty(_packed_shape(tensor), dtype=torch.uint8, device=tensor.device)
-            else:
-                found[name] = tensor
-        return found
 
-    def rounded(self, weights: Mapping[str, Shard], state: Mapping[str, Tensor]) -> dict[str, Shard]:
+        def memory(copy: Tensor) -> tuple[Tensor, Tensor]:
+            lower = torch.empty(copy.shape, dtype=torch.int16, device=copy.device)
+            return lower, torch.empty(_packed_shape(copy), dtype=torch.uint8, device=copy.device)
+
+        return self._halved(self._state, memory)
+
+    def rounded(self) -> dict[str, Shard]:
         """Return the shards that a restore fills: float32 shards, which are copies themselves, as bfloat16."""
-        float32 = {weight for name, weight in self._weights.items() if weights[weight].local.dtype == torch.float32}
-        return {
-            name: shard._replace(local=torch.empty_like(shard.local, dtype=torch.bfloat16))
-            if name in float32
-            else shard
-            for name, shard in weights.items()
-        }
+        copied = {weight for weight in self._weights.values() if self._shards[weight].local.dtype == torch.float32}
+        rounded = {weight: torch.empty_like(self._shards[weight].local, dtype=torch.bfloat16) for weight in copied}
+        return {name: shard._replace(local=rounded.get(name, shard.local)) for name, shard in self._shards.items()}
 
-    def join(self, state: Mapping[str, Tensor], restored: Mapping[str, Tensor], weights: Mapping[str, Shard]) -> None:
+    def join(self, restored: Mapping[str, Tensor], rounded: Mapping[str, Shard]) -> None:
         """Set the live float32 copies from what `targets` and `rounded` have been filled with."""
         for name, weight in self._weights.items():
             lower, ties = restored[_named(name, _LOWER)], restored[_named(name, _TIES)]
-            join(state[name], weights[weight].local, lower, ties)
+            join(self._state[name], rounded[weight].local, lower, ties)
 
     def shards(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
         """Return the shards of the state as it is held: names, and which of them are split over the ranks."""
-        found = dict[str, Shard]()
-        for name, shard in shards.items():
-            names = [_named(name, kind) for kind in (_LOWER, _TIES)] if name in self._weights else [name]
-            found |= dict.fromkeys(names, shard)
-        return found
+        return self._halved(shards, lambda shard: (shard, shard))
 
     def whole(
         self, held: Mapping[str, Tensor], weights: Mapping[str, Tensor], shards: Mapping[str, Shard]
@@ -112,40 +100,51 @@ class LowerHalves:
         """
         return JoinedState(held, weights, shards, self._weights)
 
+    def _halved(self, of_state: Mapping[str, _T], halves: Callable[[_T], tuple[_T, _T]]) -> dict[str, _T]:
+        """Return values by the names of the state as it is held: of a copy those of its lower half and its ties."""
+        found = dict[str, _T]()
+        for name, value in of_state.items():
+            if name in self._weights:
+                found[_named(name, _LOWER)], found[_named(name, _TIES)] = halves(value)
+            else:
+                found[name] = value
+        return found
 
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class JoinedState(Mapping[str, Tensor]):
-    """A training state in shared memory, whose float32 copies are made when they are read."""
+    """A training state in shared memory, whose float32 copies are made when they are read.
 
-    def __init__(
-        self,
-        held: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
-        shards: Mapping[str, Shard],
-        halved: Mapping[str, str],
-    ) -> None:
-        self._held = held
-        self._weights = weights
-        self._shards = shards
-        self._halved = halved
+    Attributes:
+        held: The state as it is held.
+        weights: The published weights.
+        shards: The state's names, dtypes and shapes.
+        halved: The weight of each float32 copy, by their names.
+    """
+
+    held: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    shards: Mapping[str, Shard]
+    halved: Mapping[str, str]
 
     def write(self, path: Path) -> None:
         """Write the state into a safetensors file, with one float32 copy in memory at a time."""
-        entries = [Entry(name, shard.local.dtype, shard.shape) for name, shard in self._shards.items()]
+        entries = [Entry(name, shard.local.dtype, shard.shape) for name, shard in self.shards.items()]
         write_tensors(path, entries, self.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._halved:
-            return self._held[name]
-        weight = self._weights[self._halved[name]]
+        if name not in self.halved:
+            return self.held[name]
+        weight = self.weights[self.halved[name]]
         whole = torch.empty(weight.shape, dtype=torch.float32)
-        join(whole, weight, self._held[_named(name, _LOWER)], self._held[_named(name, _TIES)])
+        join(whole, weight, self.held[_named(name, _LOWER)], self.held[_named(name, _TIES)])
         return whole
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
+        return iter(self.shards)
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return len(self.shards)
 
 
 def ties_of(copy: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class RankModels:
 
     def keep_state(self, version: WeightsVersion, state: Mapping[str, Tensor]) -> None:
         """Write the training state of the newest version, whose weights are the live ones, to shared memory."""
-        self.versions.publish_training(version, LowerHalves(self._published(), state).stored(state))
+        self.versions.publish_training(version, LowerHalves(self._published(), state).stored())
 
     def restore(self, version: WeightsVersion, state: Mapping[str, Tensor]) -> bool:
         """Set the models and the training state to a version.
@@ -116,15 +116,14 @@ class RankModels:
         Raises:
             WeightsError: If weights or state are damaged, or the weights are another model's.
         """
-        weights = self._published()
-        halves = LowerHalves(weights, state)
-        into = halves.targets(state)
+        halves = LowerHalves(self._published(), state)
+        into = halves.targets()
         if not self._all.agree(self.versions.holds_training(version, into)):
             return False
         self.versions.restore_training(version, into)
-        rounded = halves.rounded(weights, state)
+        rounded = halves.rounded()
         self.versions.restore(rounded, version=version)
-        halves.join(state, into, rounded)
+        halves.join(into, rounded)
         return True
 
     def load(self, folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -212,7 +211,7 @@ class RankModels:
     def _write(
         self, wanted: WeightsVersion, models: Mapping[str, Shard], training: Mapping[str, Tensor] | None
     ) -> WeightsVersion:
-        stored = None if training is None else LowerHalves(models, training).stored(training)
+        stored = None if training is None else LowerHalves(models, training).stored()
         return self.versions.publish(wanted, models, stored)
 
     def _published(self) -> dict[str, Shard]:

@@ -119,7 +119,7 @@ class VersionsMachine(RuleBasedStateMachine):
 
     def publish(self, version, value, *, rollback, keeps_state=True):
         weights = as_shards(model(float(value)))
-        state = LowerHalves(weights, training(value)).stored(training(value)) if keeps_state else None
+        state = LowerHalves(weights, training(value)).stored() if keeps_state else None
         wanted = WeightsVersion(version, trained_through=value, rollback=rollback)
         return self.trainer.publish(wanted, weights, state)
 
@@ -186,7 +186,7 @@ class VersionsMachine(RuleBasedStateMachine):
         assert (found.age, found.trained_through) == ((version, history), value)
         state, weights = training(-1), as_shards(model(-1.0))
         halves = LowerHalves(weights, state)
-        stored = halves.targets(state)
+        stored = halves.targets()
         assert halves and stored.keys() != state.keys()
         assert self.trainer.holds_training(self.trainer.newest(), stored) == (
             self.kept == (self.version, self.value, self.history)
@@ -194,7 +194,7 @@ class VersionsMachine(RuleBasedStateMachine):
         assert self.trainer.restore_training(found, stored)
         assert self.trainer.restore(weights, version=found) == found
         assert all(shard.local.eq(value).all() for shard in weights.values())
-        halves.join(state, stored, weights)
+        halves.join(stored, weights)
         assert all(torch.equal(tensor, training(value)[name]) for name, tensor in state.items())
 
     def teardown(self):
