@@ -1,4 +1,4 @@
-"""Optional behaviour beside the steps of a trainer: recording, step log, evaluations with the best checkpoint, sleep.
+"""Optional behaviour beside the steps of a trainer: recording, step log, evaluations with the best checkpoint.
 
 A hook is given to the trainer at its construction. The order of the hooks is the order of their stores.
 """
@@ -38,22 +38,11 @@ class TakenStep(NamedTuple):
 
 
 class TrainerHook:
-    """A hook that does nothing.
-
-    Attributes:
-        is_gate: Whether `may_step` is asked, and all ranks agree on the answers.
-        is_waiting: Whether the last answer of `may_step` was no.
-    """
-
-    is_gate = is_waiting = False
+    """A hook that does nothing."""
 
     def began(self, trainer: Trainer) -> TrainerHook:
         """Return the hook that takes part from here on; the first weights are published, or a predecessor's are."""
         return self
-
-    def may_step(self) -> bool:
-        """Return whether this rank may step, now that all ranks have their batches; asked until all ranks may."""
-        return True
 
     def stepping(self, trainer: Trainer) -> None:
         """Use the present weights: they are about to change, or training has ended with them."""
@@ -66,9 +55,6 @@ class TrainerHook:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Record the evaluation of the weights after a step, which another hook has found."""
-
-    def stepped(self) -> None:
-        """Free the resources of a step, whose publish has begun."""
 
     def flush(self) -> None:
         """Flush all records to disk: a checkpoint is written next, and counts on them."""
@@ -83,9 +69,6 @@ class TrainerHook:
     def awaits(self, version: WeightsVersion) -> bool:
         """Return whether a run whose last step was taken must not end yet; `version` is the newest."""
         return False
-
-    def closing(self) -> None:
-        """End the part in the steps: the last publish and checkpoint follow, and may take minutes."""
 
     def close(self) -> None:
         """Close the files."""

@@ -58,7 +58,7 @@ from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.models import load_actor_shards, replica_of, sharded_models, whole_answer
 from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.sharding.replicas import TIMEOUT
-from pipeline.trainer.sleep import CardTurns, turn_of_start
+from pipeline.trainer.sleep import turn_of_start
 from pipeline.trainer.spreading import of_first, spread
 from pipeline.trainer.state import RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
@@ -249,6 +249,7 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         probe=functools.partial(whole_answer, actor, tokens, device) if tokens else None,
         hooks=new_hooks(config, context, start, metrics, saves_with, reads),
         last_step=ends_at,
+        turn=RankTurn(context.folder, context.index, free_cached) if config.rollout.sleep else None,
     )
     if config.rollout.sleep:
         # The memory of the start.
@@ -314,8 +315,6 @@ def new_hooks(
         # Without a plan, which the start has told, nothing is compared.
         with contextlib.suppress(ConfigError):
             hooks.append(CardMemory(planned_bytes(config)))
-    if config.rollout.sleep:
-        hooks.append(CardTurns(RankTurn(context.folder, context.index, free_cached)))
     return hooks
 
 

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.experience.ragged import RaggedRows
-from pipeline.storage.card_turns import TURN_S
+from pipeline.storage.card_turns import TURN_S, RankTurn
 from pipeline.storage.files import FULL_DISK
 from pipeline.storage.weights_header import Probe, WeightsVersion
 from pipeline.telemetry.evaluations import Evaluation
@@ -62,6 +62,7 @@ class Trainer:
         probe: Callable[[], Probe] | None = None,
         hooks: Sequence[TrainerHook] = (),
         last_step: int | None = None,
+        turn: RankTurn | None = None,
     ) -> None:
         """Publish the first weights, unless they are published already.
 
@@ -78,6 +79,7 @@ class Trainer:
             probe: Returns the actor's answer to the probe, which workers compare with; None without probe tokens.
             hooks: Optional behaviour, in the order of its stores.
             last_step: Steps after which training has ended, 0 for never; None: `trainer.max_steps`.
+            turn: The rank's turn on a card that it shares with engines; closed at the end of training.
         """
         self.progress = start.progress
         self.save_every = config.trainer.save_every
@@ -91,6 +93,7 @@ class Trainer:
         self._agreed_to_stop = self._has_agreed = False
         self._checkpoints = None if save is None else BackgroundCheckpoint(save)
         self._hooks = hooks
+        self._turn = turn
         # Whether a hook removed files for the last checkpoint, which failed on a full disk.
         self._made_room = False
         self._models = models
@@ -113,7 +116,6 @@ class Trainer:
         is_resumed = start.version is not None and not start.rollback
         metrics.began(self.version.version, step=self.step, steps_before=self.step if is_resumed else 0)
         self._hooks = [hook.began(self) for hook in hooks]
-        self._gates = [hook for hook in self._hooks if hook.is_gate]
 
     @property
     def version(self) -> WeightsVersion:
@@ -198,8 +200,9 @@ class Trainer:
             Whether the last checkpoint includes every step; True on every rank but the first.
         """
         self._publishing.finish()
-        for hook in self._hooks:
-            hook.closing()
+        if self._turn is not None:
+            # The last publish and checkpoint follow, and may take minutes.
+            self._turn.close()
         ended_early = self.complete and not self._took_last_step and self.step > 0
         if not (self._took_last_step or self._agreed_to_stop):
             self._ranks.agree(False)
@@ -261,7 +264,7 @@ class Trainer:
     @property
     def is_waiting_for_card(self) -> bool:
         """Whether a step waits for engines that are awake."""
-        return any(hook.is_waiting for hook in self._hooks)
+        return self._turn is not None and self._turn.is_asking
 
     @property
     def _has_batches(self) -> bool:
@@ -271,10 +274,10 @@ class Trainer:
         """Return whether all ranks have their batches, and only then their turns: no engine is needed until the end."""
         if not self._has_agreed:
             self._has_agreed = self._all_agree()
-        if not self._gates or not self._has_agreed:
+        if self._turn is None or not self._has_agreed:
             return self._has_agreed
         # The second agreement is on the turns: a rank whose engines are awake would seem hung in a step's collectives.
-        if not all(hook.may_step() for hook in self._gates) or not self._all_agree():
+        if not self._turn.take() or not self._all_agree():
             return False
         self._metrics.work_on(self._batches[-1].lease)
         return True
@@ -311,8 +314,8 @@ class Trainer:
         # The buffer leases a version's batches from its publish on, also where a run was stopped between two versions.
         if self.step - self._published_step >= self._config.publish_every or self._took_last_step:
             self._publish(keeps_state=is_due or self._took_last_step)
-        for hook in self._hooks:
-            hook.stepped()
+        if self._turn is not None:
+            self._turn.give_back()
         self._warnings.look(stats, means["cut_ratio"])
         if self._took_last_step:
             self._publishing.finish()

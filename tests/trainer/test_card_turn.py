@@ -9,7 +9,7 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.storage.card_turns import EngineTurn, RankTurn
 from pipeline.trainer import process
-from pipeline.trainer.sleep import CardTurns, turn_of_start
+from pipeline.trainer.sleep import turn_of_start
 from tests.support import tiny
 from tests.trainer.test_trainer import Bench as TrainerBench
 from tests.trainer.test_trainer import CountingLearner
@@ -44,7 +44,7 @@ class Bench(TrainerBench):
             return agree(ready)
 
         turn = RankTurn(self.folder, 0, lambda: self.freed.append(self.engine.take()))
-        trainer = self.trainer(agree=asked, hooks=[CardTurns(turn)], **settings)
+        trainer = self.trainer(agree=asked, turn=turn, **settings)
         self.agreed.clear()
         return trainer
 

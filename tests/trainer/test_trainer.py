@@ -77,6 +77,7 @@ class Bench:
         leave=lambda: None,
         gather=lambda own: [own],
         hooks=(),
+        turn=None,
         start=Start(),  # noqa: B008 - immutable
         device="cpu",
         probe=None,
@@ -96,6 +97,7 @@ class Bench:
             device=torch.device(device),
             ranks=Ranks(agree, leave, gather),
             hooks=hooks,
+            turn=turn,
             probe=probe,
             start=start,
             save=lambda *given: self.save(*given),
