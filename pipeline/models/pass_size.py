@@ -7,6 +7,7 @@ the model alone, so that each process of a run cuts the same rows in the same wa
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
@@ -115,41 +116,26 @@ def training_size(
     )
 
 
+@dataclasses.dataclass(eq=False)
 class PassSize:
     """The bound of the passes of one model, halved for good when a pass runs out of the device's memory.
 
-    Args:
+    Attributes:
         key: The configuration keys that lower the bound, for the error.
         most_rows: Most rows of a pass; None for no bound.
-        most_tokens: Most tokens of a pass, padding included; None for no bound. A longer row is a pass of its
-            own.
+        most_tokens: Most tokens of a pass, padding included, now; None for no bound. A longer row is a pass of its own.
         most_padding: Largest share of padding in a pass; None for no bound.
         packed: Whether rows are packed: a pass then has the tokens of its rows, and no padding.
         telemetry: Told of each part of `run`; counts each time that the bound is halved.
-
-    Attributes:
-        most_rows: As above, now.
-        most_tokens: As above, now.
-        most_padding: As above.
-        packed: As above.
     """
 
-    def __init__(
-        self,
-        key: str,
-        *,
-        most_rows: int | None = None,
-        most_tokens: int | None = None,
-        most_padding: float | None = None,
-        packed: bool = False,
-        telemetry: Telemetry = Telemetry.none(),
-    ) -> None:
-        self.most_rows = most_rows
-        self.most_tokens = most_tokens
-        self.most_padding = most_padding
-        self.packed = packed
-        self._key = key
-        self._telemetry = telemetry
+    key: str
+    _: dataclasses.KW_ONLY
+    most_rows: int | None = None
+    most_tokens: int | None = None
+    most_padding: float | None = None
+    packed: bool = False
+    telemetry: Telemetry = Telemetry.none()
 
     def largest(self, longest: int) -> int:
         """Return the most tokens of a pass whose rows have some tokens at most."""
@@ -190,7 +176,7 @@ class PassSize:
             part = slice(first, self._end(first, lefts, rights, groups))
             if _fits(step, part):
                 first = part.stop
-                self._telemetry.progress(rows_done=first, rows=len(lefts))
+                self.telemetry.progress(rows_done=first, rows=len(lefts))
             else:
                 rows, width = part.stop - first, max(lefts[part]) + max(rights[part])
                 if groups is not None:
@@ -209,13 +195,13 @@ class PassSize:
         if rows == 1:
             raise DeviceMemoryError(
                 f"the device has no memory for one row of {width:,} tokens: lower rollout.max_length, "
-                f"or choose a smaller model or model.dtype = bfloat16 ({self._key} is 1 row already)"
+                f"or choose a smaller model or model.dtype = bfloat16 ({self.key} is 1 row already)"
             )
         # A pass whose width was rounded up has more tokens than the bound by which it was cut.
         self.most_tokens = min(rows * width, self.most_tokens or rows * width) // 2
-        self._telemetry.count("out_of_memory", "pass")
+        self.telemetry.count("out_of_memory", "pass")
         log.warning("out of device memory, passes are halved from now on: rows=%d tokens=%d most_tokens=%d key=%s",
-                    rows, rows * width, self.most_tokens, self._key)  # fmt: skip
+                    rows, rows * width, self.most_tokens, self.key)  # fmt: skip
 
     def _end(self, first: int, lefts: Sequence[int], rights: Sequence[int], groups: Sequence[int] | None) -> int:
         end, left, right, real = first, lefts[first], rights[first], 0
