@@ -13,7 +13,9 @@ A checkpoint that fails its verification is skipped for the previous one, with a
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -64,37 +66,31 @@ class Start(NamedTuple):
     published: WeightsVersion | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class Resumption:
-    """Finds the start of one rank; all ranks find the same start, and the first rank logs it."""
+    """Finds the start of one rank; all ranks find the same start, and the first rank logs it.
 
-    def __init__(
-        self,
-        config: Config,
-        connection: Connection,
-        learner: LearnerProtocol,
-        models: RankModels,
-        *,
-        agree: Callable[[bool], bool] = lambda ready: ready,
-        of_first: Callable[[Callable[[], Any]], Any] = lambda call: call(),
-    ) -> None:
-        """Store the arguments; nothing is read yet.
+    Attributes:
+        config: The run's configuration.
+        connection: The connection to the daemon.
+        learner: `find` sets its tensors and its step.
+        models: The rank's models as they are at the start of a run; `find` sets their weights.
+        agree: A collective of all ranks; returns True if every rank passed True.
+        of_first: Returns the result of a call that reads files of the daemon's machine: of ranks on several machines a
+            collective, in which the first rank calls.
+    """
 
-        Args:
-            config: The run's configuration.
-            connection: The connection to the daemon.
-            learner: `find` sets its tensors and its step.
-            models: The rank's models as they are at the start of a run; `find` sets their weights.
-            agree: A collective of all ranks; returns True if every rank passed True.
-            of_first: Returns the result of a call that reads files of the daemon's machine: of ranks on several
-                machines a collective, in which the first rank calls.
-        """
-        self._agree = agree
-        self._of_first = of_first
-        self._config = config
-        self._connection = connection
-        self._learner = learner
-        self._models = models
-        self._root = checkpoints_dir(config)
+    config: Config
+    connection: Connection
+    learner: LearnerProtocol
+    models: RankModels
+    _: dataclasses.KW_ONLY
+    agree: Callable[[bool], bool] = bool
+    of_first: Callable[[Callable[[], Any]], Any] = operator.call
+
+    @property
+    def _root(self) -> Path:
+        return checkpoints_dir(self.config)
 
     def find(self) -> Start:
         """Set models and learner to the start of this trainer; change nothing that another rank reads.
@@ -103,9 +99,9 @@ class Resumption:
             ConfigError: If a checkpoint is to be resumed, and no checkpoint of the run is usable.
             WeightsError: If the newest weights in shared memory are unusable, and there is no checkpoint.
         """
-        newest = self._connection.newest()
+        newest = self.connection.newest()
         start = self._from_checkpoint_or_new() if newest is None else self._after_death(newest)
-        self._learner.step = start.progress.step
+        self.learner.step = start.progress.step
         return start
 
     def settle(self, start: Start) -> None:
@@ -127,9 +123,9 @@ class Resumption:
     # After a trainer's death.
 
     def _after_death(self, newest: WeightsVersion) -> Start:
-        latest: Latest | None = self._of_first(self._latest)
+        latest: Latest | None = self.of_first(self._latest)
         progress, unusable = None, None
-        kept = self._models.versions.kept()
+        kept = self.models.versions.kept()
         found = None
         if kept is not None and kept.age != newest.age and latest is not None and latest.version > kept.version:
             found = self._newest_usable(latest, above=kept.version)
@@ -139,7 +135,7 @@ class Resumption:
             except WeightsError as error:
                 self._log(logging.ERROR, "a dead trainer's state in shared memory is unusable: %s", str(error))
                 unusable = error
-        if self._agree(progress is not None) and progress is not None and kept is not None:
+        if self.agree(progress is not None) and progress is not None and kept is not None:
             saved_step = 0 if latest is None else latest.step
             if kept.age == newest.age:
                 return Start(progress, None, saved_step=saved_step)
@@ -163,8 +159,8 @@ class Resumption:
 
     def _from_shared_memory(self, version: WeightsVersion) -> Progress | None:
         """Restore a version's weights and training state; return None without a training state."""
-        state = tensors_of(self._learner, Progress())
-        if not self._models.restore(version, state):
+        state = tensors_of(self.learner, Progress())
+        if not self.models.restore(version, state):
             return None
         progress = progress_of(state)
         self._log(logging.INFO, "resumed from shared memory: version=%d step=%d", version.version, progress.step)
@@ -173,10 +169,10 @@ class Resumption:
     # A new start.
 
     def _from_checkpoint_or_new(self) -> Start:
-        latest: Latest | None = self._of_first(self._latest)
+        latest: Latest | None = self.of_first(self._latest)
         if latest is None:
             return Start()
-        if reason := self._of_first(lambda: why_anew(self._config, latest)):
+        if reason := self.of_first(lambda: why_anew(self.config, latest)):
             self._log(logging.INFO, "new run: the checkpoint is not resumed: step=%d path=%s reason=%s",
                       latest.step, self._root / latest.path, reason)  # fmt: skip
             return Start()
@@ -184,7 +180,7 @@ class Resumption:
         if found is None:
             raise ConfigError(f"{self._root / latest.path}: no checkpoint of this run can be used; {_FRESH}")
         folder, note, progress = found
-        changed = "".join(f" {change}" for change in _changes(note.config, self._config))
+        changed = "".join(f" {change}" for change in _changes(note.config, self.config))
         self._log(logging.INFO, "resuming: step=%d path=%s%s (%s)", note.step, folder,
                   changed and f" changed:{changed}", _FRESH)  # fmt: skip
         # The buffer started at the latest checkpoint's position; a rollback sends it the position of an earlier one.
@@ -203,10 +199,10 @@ class Resumption:
 
     def _newest_usable(self, latest: Latest | None, *, above: int = -1) -> tuple[Path, CheckpointNote, Progress] | None:
         """Restore the newest checkpoint that can be used, of a version above `above`; return None if there is none."""
-        folders = [] if latest is None else self._of_first(lambda: list(earlier_of_run(self._root, latest)))
+        folders = [] if latest is None else self.of_first(lambda: list(earlier_of_run(self._root, latest)))
         for folder in folders:
             # Agreed before the load: what one rank has found damaged, no rank reads.
-            note = self._on_all_ranks(lambda folder: self._of_first(lambda: self._verified(folder)), folder)
+            note = self._on_all_ranks(lambda folder: self.of_first(lambda: self._verified(folder)), folder)
             if note is not None and note.version <= above:
                 return None
             progress = None if note is None else self._on_all_ranks(self._load, folder)
@@ -221,22 +217,22 @@ class Resumption:
             result = call(folder)
         except CheckpointError as error:
             self._log(logging.ERROR, "a checkpoint cannot be used, trying the one before it: %s", str(error))
-        return result if self._agree(result is not None) else None
+        return result if self.agree(result is not None) else None
 
     def _verified(self, folder: Path) -> CheckpointNote:
         note = read_note(folder)
-        if self._connection.rank == 0:
+        if self.connection.rank == 0:
             # Once: all ranks read the same files.
             verify(folder, note)
         return note
 
     def _load(self, folder: Path) -> Progress:
-        state = tensors_of(self._learner, Progress())
-        self._models.load(folder, state)
+        state = tensors_of(self.learner, Progress())
+        self.models.load(folder, state)
         return progress_of(state)
 
     def _log(self, level: int, message: str, *values: object) -> None:
-        if self._connection.rank == 0:
+        if self.connection.rank == 0:
             log.log(level, message, *values)
 
 

@@ -217,7 +217,7 @@ def test_ranks_verify_a_checkpoint_once_and_find_the_same_start(site, monkeypatc
         broken.write_bytes(broken.read_bytes()[:-1] + b"x")
     met, loading, said, verified = threading.Barrier(2, timeout=60), threading.Lock(), {}, []
     first, second = site.trainer(), site.trainer(seed=1)
-    second.resumption._connection = SimpleNamespace(rank=1, newest=first.connection.newest)
+    second.resumption.connection = SimpleNamespace(rank=1, newest=first.connection.newest)
 
     def agree(rank):
         def agreed(ready):
@@ -243,7 +243,7 @@ def test_ranks_verify_a_checkpoint_once_and_find_the_same_start(site, monkeypatc
     trainers = [first, second]
     monkeypatch.setattr(resume, "verify", verify_and_count)
     for rank, trainer in enumerate(trainers):
-        trainer.resumption._agree = agree(rank)
+        trainer.resumption.agree = agree(rank)
         trainer.resumption._load = functools.partial(load, rank)
 
     with ThreadPoolExecutor(2) as threads:

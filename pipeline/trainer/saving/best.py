@@ -8,7 +8,9 @@ is not removed with the old ones.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False)
 class EvaluationFollower(TrainerHook):
     """Finds the evaluation of the newest version, and decides whether it is the best one.
 
-    Args:
+    Attributes:
         path: The run's ``evaluations.jsonl``.
         checkpoints: Folder of the run's checkpoints.
         every: Versions per evaluation.
@@ -40,36 +43,25 @@ class EvaluationFollower(TrainerHook):
         reads: Whether this rank's machine has the files; one that has none waits for the others in `take`.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        checkpoints: Path,
-        *,
-        every: int,
-        keep_best: bool = True,
-        agree: Callable[[bool], bool] = bool,
-        of_first: Callable[[Callable[[], Any]], Any] = lambda call: call(),
-        leads: bool = True,
-        reads: bool = True,
-    ) -> None:
-        self._path = path
-        self._checkpoints = checkpoints
-        self._every = every
-        self._keep_best = keep_best
-        self._agree = agree
-        self._of_first = of_first
-        self._leads = leads
-        self._reads = reads
-        self._best_step = -1
-        self._taken: int | None = None
+    path: Path
+    checkpoints: Path
+    _: dataclasses.KW_ONLY
+    every: int
+    keep_best: bool = True
+    agree: Callable[[bool], bool] = bool
+    of_first: Callable[[Callable[[], Any]], Any] = operator.call
+    leads: bool = True
+    reads: bool = True
+    _best_step: int = dataclasses.field(default=-1, init=False)
+    _taken: int | None = dataclasses.field(default=None, init=False)
 
     def began(self, trainer: Trainer) -> TrainerHook:
         """Make the latest checkpoint the best one if it is: a predecessor may have been killed before it marked it."""
-        latest = read_latest(self._checkpoints) if self._leads and self._keep_best and trainer.saved_step else None
+        latest = read_latest(self.checkpoints) if self.leads and self.keep_best and trainer.saved_step else None
         if latest is not None and latest.step == trainer.saved_step:
-            known = find(read_evaluations(self._path), latest.version, latest.fingerprint)
+            known = find(read_evaluations(self.path), latest.version, latest.fingerprint)
             if known is not None and self._is_better(known):
-                self.keep(self._checkpoints / latest.path)
+                self.keep(self.checkpoints / latest.path)
         return self
 
     def stepping(self, trainer: Trainer) -> None:
@@ -95,16 +87,16 @@ class EvaluationFollower(TrainerHook):
 
     def saved(self, step: int) -> None:
         """Make the checkpoint of the best step the best one."""
-        if step == self._best_step and self._leads:
+        if step == self._best_step and self.leads:
             self.keep(Path(folder_name(step)))
 
     def is_due(self, version: int) -> bool:
         """Return whether the version of a number is evaluated."""
-        return version % self._every == 0
+        return version % self.every == 0
 
     def awaits(self, version: WeightsVersion) -> bool:
         """Return whether a version is due and its evaluation is not complete."""
-        return self._reads and self.is_due(version.version) and self._find(version) is None
+        return self.reads and self.is_due(version.version) and self._find(version) is None
 
     def take(self, version: WeightsVersion) -> Evaluation | None:
         """Return the evaluation of a version, once; None if it is not due, or has none.
@@ -113,34 +105,34 @@ class EvaluationFollower(TrainerHook):
         """
         if not self.is_due(version.version) or version.version == self._taken:
             return None
-        found: Evaluation | None = self._of_first(lambda: self._find(version))
-        if not self._agree(found is not None) or found is None:
+        found: Evaluation | None = self.of_first(lambda: self._find(version))
+        if not self.agree(found is not None) or found is None:
             return None
         self._taken = version.version
         return found
 
     def is_best(self, evaluation: Evaluation) -> bool:
         """Return whether an evaluation is better than that of the best checkpoint; a collective of sharded ranks."""
-        return self._agree(self._keep_best and self._of_first(lambda: self._is_better(evaluation)))
+        return self.agree(self.keep_best and self.of_first(lambda: self._is_better(evaluation)))
 
     def keep(self, checkpoint: Path) -> None:
         """Make a checkpoint the best one."""
         try:
-            mark_best(self._checkpoints, checkpoint)
+            mark_best(self.checkpoints, checkpoint)
         except OSError as error:
             log.error("the best checkpoint is not marked: path=%s error=%s", checkpoint, error.strerror)
             return
         log.info("best checkpoint so far: path=%s", checkpoint)
 
     def _find(self, version: WeightsVersion) -> Evaluation | None:
-        return find(read_evaluations(self._path), version.version, f"{version.fingerprint:016x}")
+        return find(read_evaluations(self.path), version.version, f"{version.fingerprint:016x}")
 
     def _is_better(self, evaluation: Evaluation) -> bool:
         score = _score(evaluation)
         if score is None:
             return False
         try:
-            best = best_checkpoint(self._checkpoints)
+            best = best_checkpoint(self.checkpoints)
             if best is None:
                 return True
             note = read_note(best)
@@ -152,8 +144,8 @@ class EvaluationFollower(TrainerHook):
             log.warning("the best checkpoint cannot be read, the next best one takes its place: %s", error)
             return True
         # It has the line of this evaluation.
-        if not (read := read_evaluations(self._path)):
-            log.warning("the best checkpoint cannot be looked up, and stays the best: no evaluation in %s", self._path)
+        if not (read := read_evaluations(self.path)):
+            log.warning("the best checkpoint cannot be looked up, and stays the best: no evaluation in %s", self.path)
             return False
         known = find(read, note.version, note.fingerprint, evaluation.plan)
         # Under another plan the scores cannot be compared.
