@@ -432,6 +432,9 @@ def _parse_file(path: Path, errors: list[str]) -> tuple[str, dict[str, Any], Pos
             f"{path}:{line}:{column}: {without_password(message)}"
             for line, column, message in syntax_errors(text, str(error))
         ]
+    except ValueError as error:
+        # A number of more digits than Python reads.
+        errors.append(f"{path}: {error}")
     except RecursionError:
         errors.append(f"{path}: nested too deeply")
     return "", {}, Positions({}, [])
@@ -523,7 +526,8 @@ def _parsed(text: str) -> Any:
     """Return the value of a text in TOML, or else the text."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
+        # A bare string, or a number of more digits than Python reads.
         return text
     # More than one key: the text holds line breaks and is no single value.
     return parsed["value"] if list(parsed) == ["value"] else text

@@ -727,6 +727,18 @@ class TestFiles:
             "data.max_prompt_length": 9
         }
 
+    def test_a_table_that_is_not_known_stays_beside_its_own_options(self, tmp_path: Path) -> None:
+        table = "data.apply_chat_template_kwargs"
+        text = f"python3 -m verl.trainer.main_ppo {table}=$KWARGS {table}.enable_thinking=False\n"
+
+        found = self.read(tmp_path, "run.sh", text, "verl")
+
+        assert found == {table: "$KWARGS", f"{table}.enable_thinking": False}
+        assert lost("verl", found) == [
+            f'{table} = "$KWARGS": the value needs the shell, or another option: write it into the file',
+            f"{table}.enable_thinking: no option that {PAGE} has",
+        ]
+
     def test_a_script_is_read_with_its_variables_from_its_program_on(self, tmp_path: Path) -> None:
         text = (
             "#!/bin/bash\nset -x\nexport WANDB_KEY=a=b\nEMPTY=\nHOME_DIR=${1:-$HOME/x}   # a comment\n"

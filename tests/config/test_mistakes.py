@@ -968,6 +968,14 @@ def test_nesting_without_end_is_an_error(depth: int) -> None:
     }
 
 
+def test_a_number_of_more_digits_than_python_reads_is_an_error() -> None:
+    digits = "1" * 5000
+
+    (error,) = errors_of(f"[daemon]\nseed = {digits}\n")
+    assert error.startswith("config.toml: Exceeds the limit (4300 digits) for integer string conversion")
+    assert errors_of("", f"daemon.seed={digits}") == [f'--set daemon.seed: must be an integer, got "{digits[:59]}...']
+
+
 def test_file_that_cannot_be_read_is_named_and_the_rest_checked_all_the_same() -> None:
     with pytest.raises(ConfigErrors) as raised:
         config_load.load(Path("none.toml"), ["a.b=1"], {})

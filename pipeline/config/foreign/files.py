@@ -71,8 +71,9 @@ def _with_tables(found: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
     for name, value in found.items():
         table, _, inner = name.rpartition(".")
         option = trainer.find(table) if trainer.find(name) is None else None
-        if option is not None and option.key == ("prompts.template_arguments",):
-            options[table] = {**(options.get(table) or {}), inner: value}
+        before = options.get(table) or {}
+        if option is not None and option.key == ("prompts.template_arguments",) and isinstance(before, dict):
+            options[table] = {**before, inner: value}
         else:
             options[name] = value
     return options
