@@ -30,6 +30,7 @@ from pipeline.config.foreign.option import (
 )
 
 _A, _R, _C, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic.", "actor_rollout_ref.model."
+_OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg."
 _WARMUP = (f"{_A}optim.lr_warmup_steps", f"{_A}optim.lr_warmup_steps_ratio")
 _ESTIMATORS = {"grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo",
                "reinforce_plus_plus_baseline": "reinforce_baseline"}  # fmt: skip
@@ -151,28 +152,18 @@ def _sampled(name: str) -> Any:
     return convert
 
 
-def _reward(path: str, name: str) -> Any:
-    def convert(value: Any, given: Given) -> dict[str, Any]:
-        module = PurePosixPath(str(given[path])).stem
-        return {"rewards": [{"name": f"{module}:{given[name] or 'compute_score'}"}]} if path in given else {}
-
-    return convert
+def _reward(value: Any, given: Given) -> dict[str, Any]:
+    name = given["reward.custom_reward_function.name"] or "compute_score"
+    return {"rewards": [{"name": f"{PurePosixPath(str(value)).stem}:{name}"}]}
 
 
-def _overlong(names: str) -> Any:
-    def convert(value: Any, given: Given) -> dict[str, Any]:
-        if not given[f"{names}.enable"]:
-            return {}
-        found = {"rollout.overlong_buffer_tokens": given[f"{names}.len"]}
-        if f"{names}.penalty_factor" in given:
-            found["rollout.overlong_penalty"] = given[f"{names}.penalty_factor"]
-        return found
-
-    return convert
-
-
-def _reward_model(enable: str, path: str) -> Any:
-    return lambda value, given: {"model.reward": given[path]} if given[enable] and path in given else {}
+def _overlong(value: Any, given: Given) -> dict[str, Any]:
+    if not value:
+        return {}
+    found = {"rollout.overlong_buffer_tokens": given[f"{_OVERLONG}len"]}
+    if f"{_OVERLONG}penalty_factor" in given:
+        found["rollout.overlong_penalty"] = given[f"{_OVERLONG}penalty_factor"]
+    return found
 
 
 def _refill(value: Any, given: Given) -> dict[str, Any]:
@@ -244,10 +235,6 @@ def _no_tools(value: Any) -> dict[str, Any]:
 
 _FSDP = ("param_offload", "optimizer_offload", "grad_offload", "offload_policy", "reshard_after_forward", "fsdp_size",
          "forward_prefetch", "wrap_policy", "wrap_policy.min_num_params", "model_dtype", "use_orig_params")  # fmt: skip
-_OVERLONG = (
-    "reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg",
-    "reward_model.reward_kwargs.overlong_buffer_cfg",
-)  # fmt: skip
 _OF_CRITIC = {
     f"{_C}{name}": value
     for name, value in {
@@ -394,22 +381,18 @@ _OPTIONS: Final[tuple[Option, ...]] = (
     missing(f"{_C}model.mtp.*", "no further head is trained, or drafts tokens", unless=lambda value, given: not given[f"{_C}model.mtp.enable"]),
     missing(f"{_C}optim.* {_C}grad_clip {_C}loss_agg_mode {_C}loss_scale_factor {_C}model.*", "the critic has the actor's optimizer, with a learning rate of its own; its loss is the mean over actions", key="trainer.critic_learning_rate", unless=lambda value, given: not is_ppo(given), off_by_name=_OF_CRITIC),
     # The rewards.
-    carried("reward.custom_reward_function.path", "rewards", "`module:function`, the file beside the configuration; verl's signature is called as it is", to=_reward("reward.custom_reward_function.path", "reward.custom_reward_function.name")),
-    carried("reward.custom_reward_function.name", "rewards", default="compute_score", to=lambda value, given: {}),
-    carried("custom_reward_function.path", "rewards", "as reward.custom_reward_function.path", to=_reward("custom_reward_function.path", "custom_reward_function.name")),
-    carried("custom_reward_function.name", "rewards", to=lambda value, given: {}),
+    carried("reward.custom_reward_function.path", "rewards", "`module:function`, the file beside the configuration; verl's signature is called as it is", to=_reward, aliases="custom_reward_function.path"),
+    carried("reward.custom_reward_function.name", "rewards", default="compute_score", to=lambda value, given: {}, aliases="custom_reward_function.name"),
     missing("reward.custom_reward_function.reward_kwargs.* custom_reward_function.reward_kwargs.*", "a function has its own defaults", key="rewards"),
-    carried("reward_model.model.path", "model.reward", "with reward_model.enable; its score is added to those of the functions", to=_reward_model("reward_model.enable", "reward_model.model.path")),
-    carried("reward.reward_model.model_path", "model.reward", "with reward.reward_model.enable", to=_reward_model("reward.reward_model.enable", "reward.reward_model.model_path")),
-    carried("reward_model.enable", "model.reward", to=lambda value, given: {}),
-    carried("reward.reward_model.enable", "model.reward", to=lambda value, given: {}),
-    *(carried(f"{names}.enable", "rollout.overlong_buffer_tokens", "DAPO's penalty of length", to=_overlong(names)) for names in _OVERLONG),
-    *(carried(f"{names}.len", "rollout.overlong_buffer_tokens", to=lambda value, given: {}) for names in _OVERLONG),
-    *(carried(f"{names}.penalty_factor", "rollout.overlong_penalty", to=lambda value, given: {}) for names in _OVERLONG),
+    carried("reward.reward_model.model_path", "model.reward", "with reward.reward_model.enable; its score is added to those of the functions", to=only_if(lambda given: bool(given["reward.reward_model.enable"]), "model.reward"), aliases="reward_model.model.path"),
+    carried("reward.reward_model.enable", "model.reward", to=lambda value, given: {}, aliases="reward_model.enable"),
+    carried(f"{_OVERLONG}enable", "rollout.overlong_buffer_tokens", "DAPO's penalty of length", to=_overlong, aliases="reward_model.overlong_buffer.enable reward_model.reward_kwargs.overlong_buffer_cfg.enable"),
+    carried(f"{_OVERLONG}len", "rollout.overlong_buffer_tokens", to=lambda value, given: {}, aliases="reward_model.overlong_buffer.len reward_model.reward_kwargs.overlong_buffer_cfg.len"),
+    carried(f"{_OVERLONG}penalty_factor", "rollout.overlong_penalty", to=lambda value, given: {}, aliases="reward_model.overlong_buffer.penalty_factor reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor"),
     needless("reward_model.overlong_buffer.log reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log reward.reward_kwargs.max_resp_len reward_model.reward_kwargs.max_resp_len reward.reward_manager.* reward_manager.* reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async",
              "rollout.reward_processes rows are scored at a time; every function is known by its parameters"),
     missing("reward_model.reward_manager reward.reward_manager reward.reward_manager.name reward_manager.name", "batch calls the function with lists, data_sources, solution_strs, ground_truths and extra_infos: write it for one row, with data_source, solution_str, ground_truth and extra_info, or as one of rlhfd with @pipeline.batched (docs/rewards.md); the others call it once a row, as here", key="rewards", unless=lambda value, given: value != "batch"),
-    missing("reward_model.* reward.reward_model.*", "the reward model runs in each worker, with the actor's token ids or its own tokenizer (model.reward_tokenizer)", key="model.reward_tokenizer", unless=lambda value, given: not (given["reward_model.enable"] or given["reward.reward_model.enable"])),
+    missing("reward_model.* reward.reward_model.*", "the reward model runs in each worker, with the actor's token ids or its own tokenizer (model.reward_tokenizer)", key="model.reward_tokenizer", unless=lambda value, given: not given["reward.reward_model.enable"]),
     missing("sandbox_fusion.* reward.sandbox_fusion.*", "the reward `code` runs tests in a process of its own", key="rewards", unless=lambda value, given: not (given["sandbox_fusion.url"] or given["reward.sandbox_fusion.url"])),
     missing("reward.*", "a reward is a table of rewards (docs/rewards.md)", key="rewards"),
     # The trainer.
