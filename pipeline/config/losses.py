@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from pipeline.config.model_files import has_images
 from pipeline.config.presets import PRESETS
 from pipeline.config.sections import Section
-from pipeline.config.types import FUNCTION
+from pipeline.config.types import FUNCTION, matches
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -23,26 +23,21 @@ ZERO_WITHOUT_SIGNAL: Final = ("grpo", "dr_grpo", "rloo")
 ADVANTAGES: Final = (*GROUP_ADVANTAGES, "gae")
 PROBE_EVERY: Final = 16
 """Versions between the trainer's answers to the probe, which workers compare with theirs."""
-_FUNCTION: Final = FUNCTION.pattern
+
+
+def _pattern_of(names: tuple[str, ...]) -> str:
+    return f"({'|'.join(names)}|{FUNCTION.pattern})"
 
 
 def _named(names: tuple[str, ...]) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in names and FUNCTION.fullmatch(value) is None:
-            message = f'must be {", ".join(names)}, or of the form "module:function"'
-            raise PydanticCustomError("named", "{message}", {"message": message})
-        return value
-
-    return AfterValidator(check)
+    return matches(_pattern_of(names), f'must be {", ".join(names)}, or of the form "module:function"')
 
 
 PolicyLossName = Annotated[
-    str, _named(POLICY_LOSSES), Field(json_schema_extra={"pattern": f"^({'|'.join(POLICY_LOSSES)}|{_FUNCTION})$"})
+    str, _named(POLICY_LOSSES), Field(json_schema_extra={"pattern": f"^{_pattern_of(POLICY_LOSSES)}$"})
 ]
 
-AdvantageName = Annotated[
-    str, _named(ADVANTAGES), Field(json_schema_extra={"pattern": f"^({'|'.join(ADVANTAGES)}|{_FUNCTION})$"})
-]
+AdvantageName = Annotated[str, _named(ADVANTAGES), Field(json_schema_extra={"pattern": f"^{_pattern_of(ADVANTAGES)}$"})]
 
 _ALGORITHMS: Final = ("grpo", "ppo", *PRESETS)
 

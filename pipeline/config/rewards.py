@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from pipeline.config import user_modules
 from pipeline.config.sections import RewardTokenizer, Section
-from pipeline.config.types import FUNCTION, AnyPath, Conflicts, Url
+from pipeline.config.types import FUNCTION, AnyPath, Conflicts, Url, matches
 from pipeline.config.user_modules import RewardStyle
 
 if TYPE_CHECKING:
@@ -29,14 +29,10 @@ MOST_REWARDS: Final = 16
 """Tables ``[[rewards]]``, each with a metric of its own."""
 
 
-def _check_environment(value: str) -> str:
-    if FUNCTION.fullmatch(value) is None:
-        raise PydanticCustomError("function", 'must be of the form "module:Factory"')
-    return value
-
-
 EnvironmentName = Annotated[
-    str, AfterValidator(_check_environment), Field(json_schema_extra={"pattern": f"^{FUNCTION.pattern}$"})
+    str,
+    matches(FUNCTION.pattern, 'must be of the form "module:Factory"'),
+    Field(json_schema_extra={"pattern": f"^{FUNCTION.pattern}$"}),
 ]
 
 

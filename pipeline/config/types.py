@@ -19,8 +19,19 @@ BUILTINS = ("builtin:sort-digits",)
 _BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BYTES_TEXT = re.compile(r"([0-9]+)\s*([KMGT]iB|B)")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_ADDRESS = re.compile("(auto|[^/]+:[0-9]+)")
-_ENGINE = re.compile(rf"(transformers|vllm|{FUNCTION.pattern})")
+_ADDRESS = "(auto|[^/]+:[0-9]+)"
+_ENGINE = f"(transformers|vllm|{FUNCTION.pattern})"
+
+
+def matches(pattern: str, message: str) -> AfterValidator:
+    """Return the validator of texts of a pattern; any other one has the message as its error."""
+
+    def check(value: str) -> str:
+        if re.fullmatch(pattern, value) is None:
+            raise PydanticCustomError("pattern", "{message}", {"message": message})
+        return value
+
+    return AfterValidator(check)
 
 
 def _parse_bytes(value: object) -> object:
@@ -105,18 +116,6 @@ def _check_path(value: object) -> object:
     return value
 
 
-def _check_engine(value: str) -> str:
-    if _ENGINE.fullmatch(value) is None:
-        raise PydanticCustomError("engine", 'must be auto, transformers, vllm, or of the form "module:function"')
-    return value
-
-
-def _check_address(value: str) -> str:
-    if _ADDRESS.fullmatch(value) is None:
-        raise PydanticCustomError("address", 'must be host:port of the head of a Ray cluster, or "auto"')
-    return value
-
-
 def _check_url(value: str) -> str:
     try:
         parts = urlsplit(value)
@@ -165,11 +164,15 @@ Source = Annotated[str, AfterValidator(_check_source)]
 Url = Annotated[str, AfterValidator(_check_url), Field(json_schema_extra={"pattern": "^https?://[^/@]+([/?].*)?$"})]
 
 ClusterAddress = Annotated[
-    str, AfterValidator(_check_address), Field(json_schema_extra={"pattern": f"^{_ADDRESS.pattern}$"})
+    str,
+    matches(_ADDRESS, 'must be host:port of the head of a Ray cluster, or "auto"'),
+    Field(json_schema_extra={"pattern": f"^{_ADDRESS}$"}),
 ]
 
 EngineName = Annotated[
-    str, AfterValidator(_check_engine), Field(json_schema_extra={"pattern": f"^(auto|{_ENGINE.pattern})$"})
+    str,
+    matches(_ENGINE, 'must be auto, transformers, vllm, or of the form "module:function"'),
+    Field(json_schema_extra={"pattern": f"^(auto|{_ENGINE})$"}),
 ]
 
 StopTokenIds = Annotated[
