@@ -22,21 +22,14 @@ from pipeline.storage.files import UNREADABLE
 from pipeline.supervisor.page import SampleFeed
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
 from pipeline.telemetry.evaluations import GAUGES, Evaluation, Summary, read_evaluations
+from pipeline.telemetry.history import EVALUATION, LEARNING, History, Point, points_after
 from pipeline.telemetry.history import FILE_NAME as HISTORY
-from pipeline.telemetry.history import History, Point, points_after
 
 _METRICS: Final = "metrics.jsonl"
 _REWARD: Final = "reward/"
 LEARNING_FIELDS: Final = {
-    "loss": "loss",
-    "kl": "kl_nats",
-    "entropy": "entropy_nats",
-    "response_length": "response_length_mean_tokens",
-    "clipped": "clipped_ratio",
-    "cut": "cut_ratio",
-    "without_signal": "groups_without_signal_ratio",
-    "gradient_norm": "gradient_norm",
-}
+    name: gauge.removeprefix("rlhfd_") for name, (gauge, _) in LEARNING.items() if name != EVALUATION
+} | {"kl": "kl_nats"}
 """The fields of a line of ``metrics.jsonl`` by the names in `pipeline.telemetry.history.LEARNING`."""
 
 Fields = dict[str, Any]
