@@ -61,7 +61,7 @@ _REWARDS = "rewards"
 FOLDER_KEYS = ("daemon.runtime_dir", "daemon.state_dir")
 SECRET_KEYS = ("metrics.tls_cert", "metrics.tls_key", "metrics.token_file")
 MODEL_KEYS = ("model.actor", "model.reference", "model.critic", "model.reward")
-FUNCTION_KEYS = ("trainer.policy_loss", "rollout.advantages", "rollout.environment")
+FUNCTION_KEYS = ("rollout.environment", "rollout.engine", "rollout.advantages", "trainer.policy_loss")
 _PATH_KEYS = {
     *FOLDER_KEYS, *MODEL_KEYS, *SECRET_KEYS, "model.lora_adapter", "prompts.path", "prompts.sources.path",
     "prompts.tools_file", "evaluation.files", "rewards.path", "rewards.schema_file", "rewards.template_file",

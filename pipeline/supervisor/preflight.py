@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import operator
 import os
 import re
 import stat
@@ -132,14 +134,9 @@ def _problems_of_prompts(loaded: LoadedConfig) -> list[str]:
 def _problems_of_packages(loaded: LoadedConfig) -> Problems:
     """Yield the functions, and the packages that rewards, optimizer and trackers need, that are not there."""
     config, searched = loaded.config, _module_folders(loaded)
-    yield from (("rewards", user_modules.missing(reward.name, searched)) for reward in _own_rewards(config))
-    is_local = config.cluster.engine == "local"
-    for key in FUNCTION_KEYS:
-        name = get(config, key)
-        # In a cluster the actors' machines import it.
-        if name and ":" in name and (is_local or not key.startswith("rollout.")):
-            yield key, user_modules.missing(name, searched)
-    yield from (("rewards", missing_package(reward.name)) for reward in config.rewards if is_local)
+    yield from ((key, user_modules.missing(name, searched)) for key, name, _ in _own_functions(config))
+    if config.cluster.engine == "local":
+        yield from (("rewards", missing_package(reward.name)) for reward in config.rewards)
     yield "trainer.optimizer", missing_optimizer(config.trainer.optimizer)
     yield from (("metrics.tracker", missing_tracker(name)) for name in config.metrics.tracker)
 
@@ -267,32 +264,28 @@ def _problem_of_images(config: Config) -> str:
     return ""
 
 
-def _own_rewards(config: Config) -> list[OwnReward]:
-    """Return the reward functions of the user that this machine imports; in a cluster the actors' machines do."""
-    own = [reward for reward in config.rewards if isinstance(reward, OwnReward)]
-    return [reward for reward in own if config.cluster.engine == "local" and not reward.name.startswith("pipeline.")]
+def _own_functions(config: Config) -> list[tuple[str, str, str]]:
+    """Return key, name and style of each function of the user's that this machine imports.
+
+    In a cluster the actors' machines import those of workers.
+    """
+    own = (reward for reward in config.rewards if isinstance(reward, OwnReward))
+    found = [("rewards", reward.name, str(reward.style)) for reward in own if not reward.name.startswith("pipeline.")]
+    for key in FUNCTION_KEYS:
+        style = user_modules.FACTORY if key == "rollout.environment" else user_modules.ANY
+        found.append((key, get(config, key) or "", style))
+    is_local = config.cluster.engine == "local"
+    return [one for one in found if ":" in one[1] and (is_local or one[0].startswith("trainer."))]
 
 
 def problems_of_imports(loaded: LoadedConfig) -> list[str]:
     """Import the modules of the user's functions in processes of their own; return the problems."""
     config, problems = loaded.config, []
-    # In a cluster the actors' machines import those of workers.
-    is_local = config.cluster.engine == "local"
-    environment = config.rollout.environment if is_local else None
-    others = {
-        "rollout.engine": config.rollout.engine if is_local else "",
-        "rollout.advantages": (config.rollout.advantages or "") if is_local else "",
-        "trainer.policy_loss": config.trainer.policy_loss if config.trainer.kind == "builtin" else "",
-    }
-    for key, functions in (
-        ("rewards", [(reward.name, str(reward.style)) for reward in _own_rewards(config)]),
-        ("rollout.environment", [(environment, user_modules.FACTORY)] if environment else []),
-        *((key, [(name, user_modules.ANY)] if ":" in name else []) for key, name in others.items()),
-    ):
-        if functions:
-            columns = _first_columns(config) if key == "rewards" else None
-            found = user_modules.problems_of_import(functions, _module_folders(loaded), columns)
-            problems += [f"{loaded.where(key)}: {problem}" for problem in found]
+    for key, functions in itertools.groupby(_own_functions(config), key=operator.itemgetter(0)):
+        columns = _first_columns(config) if key == "rewards" else None
+        named = [(name, style) for _, name, style in functions]
+        found = user_modules.problems_of_import(named, _module_folders(loaded), columns)
+        problems += [f"{loaded.where(key)}: {problem}" for problem in found]
     return problems
 
 

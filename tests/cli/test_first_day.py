@@ -203,13 +203,15 @@ def test_losses_and_advantages_of_ones_own_are_found_by_the_check(folder: Path) 
     (folder / "my_losses.py").write_text("def mine(inputs): return -inputs.log_probs\n")
 
     good = check('[trainer]\npolicy_loss = "my_losses:mine"\n[rollout]\nadvantages = "my_losses:mine"\n')
-    bad = check('[trainer]\npolicy_loss = "my_loss:mine"\n[rollout]\nadvantages = "my_advantages:mine"\n')
+    keys = 'advantages = "my_advantages:mine"\nengine = "my_engine:new"\n'
+    bad = check(f'[trainer]\npolicy_loss = "my_loss:mine"\n[rollout]\n{keys}')
 
     assert good.exit_code == 0, good.stderr
     assert bad.exit_code == ExitCode.BAD_CONFIG
-    loss, advantages = bad.stderr.splitlines()
+    loss, advantages, engine = bad.stderr.splitlines()
     assert loss.startswith("c.toml:2:15: trainer.policy_loss: cannot import my_loss: there is no module my_loss")
     assert advantages.startswith("c.toml:4:14: rollout.advantages: cannot import my_advantages")
+    assert engine.startswith("c.toml:5:10: rollout.engine: cannot import my_engine: there is no module my_engine")
 
 
 @pytest.mark.parametrize("key", ["trainer.policy_loss", "rollout.advantages", "rollout.engine"])
