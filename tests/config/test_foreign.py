@@ -676,6 +676,20 @@ class TestConversions:
                 done = conversion.convert(trainer, options, {})
                 tomllib.loads(conversion.render(done, "f", tmp_path))
 
+    @pytest.mark.parametrize(
+        ("word", "options", "key"),
+        [
+            ("trl", {"loss_type": "dr_grpo", "max_completion_length": None}, "dr_grpo_tokens"),
+            ("verl", {f"{A}.use_kl_loss": True, f"{A}.kl_loss_coef": None}, "kl_coef"),
+        ],
+    )
+    def test_a_key_of_an_option_that_is_null_is_left_out(
+        self, tmp_path: Path, word: str, options: dict[str, Any], key: str
+    ) -> None:
+        written = tomllib.loads(conversion.render(converted(word, options), "f", tmp_path))
+
+        assert key not in written["trainer"]
+
     def test_a_default_that_would_change_the_run_is_written_and_named_as_one(self, tmp_path: Path) -> None:
         lines = conversion.render(converted("verl", {}), "f", tmp_path).splitlines()
 

@@ -144,7 +144,9 @@ def _carry(done: Conversion, option: Option, name: str, given: Given) -> None:
     try:
         if reason := _not_known(value):
             raise NotCarriedError(reason)
-        found = {key: _checked(key, each) for key, each in option.converted(value, given).items()}
+        # None is another option's null, which TOML lacks.
+        known = {key: each for key, each in option.converted(value, given).items() if each is not None}
+        found = {key: _checked(key, each) for key, each in known.items()}
     except NotCarriedError as error:
         done.lost.append(f"{shown}: {error}")
         found = dict(error.rest)
