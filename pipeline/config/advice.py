@@ -189,7 +189,7 @@ def toml(value: object) -> str:
             return str(value).lower()
         case str() | Path():
             # Of JSON's own escapes TOML lacks the pairs of surrogates alone.
-            return "".join(map(_shown, json.dumps(str(value), ensure_ascii=False)))
+            return printable(json.dumps(str(value), ensure_ascii=False))
         case list() | tuple():
             return f"[{', '.join(map(toml, value))}]"
         case BaseModel():
@@ -200,6 +200,11 @@ def toml(value: object) -> str:
             ]
             return f"{{{', '.join(pairs)}}}"
     return str(value)
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, which are escaped as in TOML."""
+    return "".join(map(_shown, text))
 
 
 def _shown(character: str) -> str:

@@ -753,6 +753,14 @@ class TestFiles:
             f"{table}.enable_thinking: no option that {PAGE} has",
         ]
 
+    def test_what_is_not_carried_is_a_line_each_also_of_words_with_several(self, tmp_path: Path) -> None:
+        text = "trl grpo --beta=0.1 $(jq -r \\\n  .options\n  run.json)\n"
+
+        done = converted("trl", self.read(tmp_path, "run.sh", text, "trl"))
+
+        assert any(line.startswith(r"$(jq -r \\u000a") for line in done.lost), done.lost
+        assert tomllib.loads(conversion.render(done, "run.sh", tmp_path))
+
     def test_a_script_is_read_with_its_variables_from_its_program_on(self, tmp_path: Path) -> None:
         text = (
             "#!/bin/bash\nset -x\nexport WANDB_KEY=a=b\nEMPTY=\nHOME_DIR=${1:-$HOME/x}   # a comment\n"

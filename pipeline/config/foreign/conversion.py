@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from pydantic import ValidationError
 
 from pipeline.config import own_model
-from pipeline.config.advice import SECTIONS, describe, toml
+from pipeline.config.advice import SECTIONS, describe, printable, toml
 from pipeline.config.foreign.lookup import PAGE
 from pipeline.config.foreign.option import Given, NotCarriedError, Option, Trainer
 from pipeline.config.foreign.program import Computed
@@ -100,6 +100,8 @@ def convert(trainer: Trainer, options: Mapping[str, Any], own: Mapping[str, Any]
         if others.isdisjoint(done.settings):
             done.settings[key] = Setting(place, reason)
             done.lost.append(f"{key}: {reason}; {toml(place)} is in its place")
+    # Words of a script may have several lines.
+    done.lost = [printable(line) for line in done.lost]
     return done
 
 
