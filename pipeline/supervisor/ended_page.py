@@ -3,12 +3,13 @@
 run.json, checkpoints/latest.json     the run, its step, version and checkpoint
 history.msgpack                       the charts; the steps behind its end, all if it is missing or damaged, are
 metrics.jsonl                         those of this file, whose last line has the values beside the charts
-evaluations.jsonl, samples/           the last evaluation, the rollouts
+evaluations.jsonl, samples/           the last evaluation that a line of metrics.jsonl has, the rollouts
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,7 @@ from pipeline.runtime.run_folder import RunNote
 from pipeline.storage.files import UNREADABLE
 from pipeline.supervisor.page import SampleFeed
 from pipeline.telemetry.evaluations import FILE_NAME as EVALUATIONS
-from pipeline.telemetry.evaluations import GAUGES, Evaluation, Summary, read_evaluations
+from pipeline.telemetry.evaluations import GAUGES, Evaluation, Summary, newest, read_evaluations
 from pipeline.telemetry.history import EVALUATION, LEARNING, History, Point, points_after
 from pipeline.telemetry.history import FILE_NAME as HISTORY
 
@@ -46,13 +47,17 @@ class EndedPage:
     def __init__(self, folder: Path, note: RunNote) -> None:
         self._feed = SampleFeed(folder)
         history = History(folder / HISTORY, note.identity)
-        last = Fields()
+        last, version = Fields(), math.inf
         for fields, point in _points(folder / _METRICS, next(reversed(history.points()), Point(0.0, 0.0))):
-            last = last if "evaluation" in fields else fields
+            if (evaluation := fields.get("evaluation")) is None:
+                last = fields
+            else:
+                version = evaluation.get("version", version)
             if point is not None:
                 history.add(point)
         self._points = history.points()
-        self._state = _state(folder, note, last, self._points)
+        evaluated = newest(read_evaluations(folder / EVALUATIONS), version)
+        self._state = _state(folder, note, last, evaluated, self._points)
 
     def live(self, after_s: float) -> bytes:
         """Return the last state of the run, and the points of its history behind that of a Unix time, as JSON."""
@@ -64,7 +69,7 @@ class EndedPage:
         return self._feed.since(cursor)
 
 
-def _state(folder: Path, note: RunNote, last: Fields, points: list[Point]) -> Fields:
+def _state(folder: Path, note: RunNote, last: Fields, evaluated: Evaluation | None, points: list[Point]) -> Fields:
     latest = readable_latest(folder / "checkpoints")
     checkpoint = "" if latest is None else str(folder / "checkpoints" / latest.path)
     is_complete = latest is not None and latest.complete
@@ -82,7 +87,6 @@ def _state(folder: Path, note: RunNote, last: Fields, points: list[Point]) -> Fi
     else:
         why.append(f"Its checkpoint of step {latest.step:,}, a folder for from_pretrained: {checkpoint}")
     rows = sum(point.staleness_rows for point in points)
-    evaluations = read_evaluations(folder / EVALUATIONS)
     status: Fields = {
         "state": "ended",
         "run": note.name,
@@ -98,7 +102,7 @@ def _state(folder: Path, note: RunNote, last: Fields, points: list[Point]) -> Fi
         "reward_trend": None,
         "learning": {name: last[field] for name, field in LEARNING_FIELDS.items() if last.get(field) is not None},
         "reward_functions": _reward_functions(last),
-        "evaluation": _shown(evaluations[-1], folder) if evaluations else None,
+        "evaluation": None if evaluated is None else _shown(evaluated, folder),
         "tokens_per_s": last.get("tokens_per_s"),
         "staleness_mean_versions": sum(point.staleness_sum for point in points) / rows if rows else None,
         "buffer": {"ready_items": None, "capacity_items": 0, "leased_items": 0, "unaccounted": 0},

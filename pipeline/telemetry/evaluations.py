@@ -164,6 +164,11 @@ def find(
     return None
 
 
+def newest(evaluations: Sequence[Evaluation], version: float) -> Evaluation | None:
+    """Return the newest evaluation up to a version, None without one; those of later versions have been undone."""
+    return next((found for found in reversed(evaluations) if found.version <= version), None)
+
+
 class EvaluationFile:
     """The writer of ``evaluations.jsonl``; a line is on disk, whole, before a reader can see it complete.
 
@@ -181,10 +186,9 @@ class EvaluationFile:
         self._waiting: list[Evaluation] = []
         self._is_failing = False
 
-    @property
-    def last(self) -> Evaluation | None:
-        """The newest evaluation; None without one."""
-        return self._found[-1] if self._found else None
+    def newest(self, version: int) -> Evaluation | None:
+        """Return the newest evaluation up to a version; None without one."""
+        return newest(self._found, version)
 
     def find(self, version: int, fingerprint: int, plan: str) -> Evaluation | None:
         """Return the evaluation of these weights under this plan; None if there is none."""

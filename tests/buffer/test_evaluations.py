@@ -239,6 +239,20 @@ def test_an_evaluation_of_superseded_or_rolled_back_weights_is_given_up():
     assert bench.book.found[0].total.prompts == 7
 
 
+def test_after_a_rollback_the_last_evaluation_is_that_of_a_version_that_is_left():
+    bench = Evaluating()
+    bench.say(Published(0, 9, 0), *worker())
+    bench.evaluate()
+    bench.say(Published(2, 10, 0))
+    bench.evaluate(version=2, fingerprint=10)
+    assert bench.buffer.evaluations.last.version == 2
+
+    bench.say(Published(1, 11, 0, rollback=True))
+
+    assert [found.version for found in bench.book.found] == [0, 2]
+    assert bench.buffer.evaluations.last.version == 0
+
+
 def test_no_tickets_while_paused_or_draining():
     bench = Evaluating()
     bench.buffer.paused = True
@@ -291,10 +305,10 @@ def test_the_metrics_have_the_last_evaluation_by_file_and_the_progress_of_the_ne
     assert [read("_under_way_prompts", state=state) for state in ("done", "all")] == [0, 0]
     assert [read("_prompts_total", result=result) for result in ("evaluated", "failed")] == [5, 2]
     assert (read("s_total", result="complete"), read("_version")) == (1, 0)
-    total, files = bench.book.last.total, bench.book.last.files
+    total, files = bench.book.found[-1].total, bench.book.found[-1].files
     assert read("_pass_at_1_ratio", file="all") == total.pass_at_1
     assert [read("_reward_mean", file=name) for name in ("math", "aime")] == [one.reward_mean for one in files]
-    bench.book.found.append(msgspec.structs.replace(bench.book.last, plan="of other files", version=9))
+    bench.book.found.append(msgspec.structs.replace(bench.book.found[0], plan="of other files"))
     assert read("_version") == 0, "of this plan"
     slab.close()
 

@@ -64,9 +64,10 @@ def test_each_value_of_the_charts_has_its_field() -> None:
 def test_without_a_history_the_charts_are_those_of_the_steps(folder: Path) -> None:
     file = EvaluationFile(folder / "evaluations.jsonl", clock_s=lambda: AT_S + 3605.0)
     file.add(evaluation(3, 4))
-    assert file.last is not None
+    evaluated = file.newest(3)
+    assert evaluated is not None
     log = StepLog(folder / "metrics.jsonl", after_step=3)
-    log.evaluated(3, file.last)
+    log.evaluated(3, evaluated)
     log.close()
 
     points = live(folder)["history"]
@@ -153,6 +154,19 @@ def test_the_state_is_that_of_the_end(folder: Path, tmp_path: Path) -> None:
     assert answer["why"] == [
         "The run has stopped at step 3.", f"Its checkpoint of step 2, a folder for from_pretrained: {checkpoint}"
     ]  # fmt: skip
+
+
+def test_the_evaluation_of_an_undone_version_is_not_shown(folder: Path) -> None:
+    """The run went back behind version 4: its steps of then have no line, their evaluation still has its own."""
+    file = EvaluationFile(folder / "evaluations.jsonl")
+    file.add(evaluation(2, 4))
+    file.add(evaluation(4, 5))
+    with (folder / "metrics.jsonl").open("ab") as lines:
+        lines.write(b'{"step": 3, "time_unix_s": 1e9, "evaluation": {"version": 2, "total": {"pass_at_1": 0.4}}}\n')
+
+    shown = live(folder)["status"]["evaluation"]
+
+    assert (shown["version"], shown["pass_at_1"]) == (2, 0.4)
 
 
 def test_a_run_that_is_complete_has_taken_all_of_its_steps(folder: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from pipeline.runtime.messages import (
 )
 from pipeline.storage.card_turns import EngineTurn, RankTurn
 from pipeline.storage.records import ExtentState
-from pipeline.telemetry.evaluations import PromptResult, find
+from pipeline.telemetry.evaluations import PromptResult, find, newest
 from tests.support.protocol import Bench
 
 WORKERS = 2
@@ -66,9 +66,8 @@ class Book:
     def __init__(self):
         self.found = []
 
-    @property
-    def last(self):
-        return self.found[-1] if self.found else None
+    def newest(self, version):
+        return newest(self.found, version)
 
     def find(self, version, fingerprint, plan):
         return find(self.found, version, f"{fingerprint:016x}", plan)

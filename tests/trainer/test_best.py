@@ -58,14 +58,14 @@ def test_an_evaluation_is_taken_once_and_only_that_of_exactly_these_weights(tmp_
     bench.file.add(evaluation(10, 3))
 
     assert bench.follower.take(other) is None and bench.follower.awaits(other)
-    assert bench.follower.take(due) == bench.file.last and not bench.follower.awaits(due)
+    assert bench.follower.take(due) == bench.file.newest(99) and not bench.follower.awaits(due)
     assert bench.follower.take(due) is None
 
 
 def test_a_rank_whose_machine_has_no_files_takes_what_the_first_one_reads(tmp_path: Path) -> None:
     bench, due = Follower(tmp_path), WeightsVersion(10, 11)
     bench.file.add(evaluation(10, 3))
-    read = [bench.file.last, True]
+    read = [bench.file.newest(99), True]
     far = EvaluationFollower(
         tmp_path / "nowhere" / "evaluations.jsonl", tmp_path / "nowhere", every=10, reads=False,
         of_first=lambda call: read.pop(0),
@@ -74,7 +74,7 @@ def test_a_rank_whose_machine_has_no_files_takes_what_the_first_one_reads(tmp_pa
     assert not far.awaits(due), "it waits in `take` for the others"
     found = far.take(due)
 
-    assert found == bench.file.last
+    assert found == bench.file.newest(99)
     assert found is not None and far.is_best(found) and not read
 
 
@@ -140,7 +140,7 @@ def test_ranks_take_an_evaluation_together_or_not_at_all(tmp_path: Path) -> None
     assert bench.follower.take(due) is None, "this rank has not found it, another one has"
     bench.file.add(evaluation(10, 3))
     assert bench.follower.take(due) is None, "another rank has not found it"
-    assert bench.follower.take(due) == bench.file.last
+    assert bench.follower.take(due) == bench.file.newest(99)
     assert bench.follower.take(due) is None
     assert passed == [False, True, True]
 
