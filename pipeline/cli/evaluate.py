@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     "--model",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The model: a checkpoint such as step-000070, or any folder for from_pretrained; else model.actor.",
+    help="The model: the folder of a checkpoint, or any other for from_pretrained; else model.actor.",
 )
 @click.option(
     "--pass-rates",
@@ -54,8 +54,8 @@ def evaluate(
     \b
     Examples:
       rlhfd eval --config grpo.toml --model state/runs/NAME/checkpoints/best
-      rlhfd eval held-out.jsonl --model step-000070 --set evaluation.num_generations=8
-      rlhfd eval --config grpo.toml --model step-000070 --json | jq .total.pass_at_1
+      rlhfd eval held-out.jsonl --model state/runs/NAME/checkpoints/step-000070 --set evaluation.num_generations=8
+      rlhfd eval --config grpo.toml --model state/runs/NAME/checkpoints/best --json | jq .total.pass_at_1
       rlhfd eval train.jsonl --config grpo.toml --pass-rates rated.jsonl     (prompts.pass_rate_column)
     """
     from pipeline import sort_digits
