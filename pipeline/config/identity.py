@@ -77,7 +77,10 @@ def differing_settings(mine: Mapping[str, Any], its: Mapping[str, Any]) -> dict[
     """Return the values of two runs by the keys of `identifying_settings` in which they differ.
 
     A key of ``[model]`` or ``[prompts]`` that one of them lacks has its default there; another one is not compared.
+    Where one of them has several reward models, these are one setting.
     """
+    if "rewards" in {*mine, *its}:
+        mine, its = _with_reward_models(mine), _with_reward_models(its)
     defaults = {
         f"{section}.{key}": field.get_default(call_default_factory=True)
         for section, kind in (("model", ModelConfig), ("prompts", PromptsConfig))
@@ -89,6 +92,16 @@ def differing_settings(mine: Mapping[str, Any], its: Mapping[str, Any]) -> dict[
         if key in defaults or (key in mine and key in its)
     }
     return {key: (here, there) for key, (here, there) in pairs.items() if here != there}
+
+
+def _with_reward_models(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the reward models under one key, a single one as several."""
+    keys = ("model.reward", "model.reward_tokenizer", "rewards")
+    one, tokenizer, models = (settings.get(key) for key in keys)
+    if models is None:
+        models = [] if one is None else [(one, tokenizer)]
+    shown = [f"{path} (its own tokenizer)" if tokenizer == "own" else path for path, tokenizer in models]
+    return {key: value for key, value in settings.items() if key not in keys} | {"the reward models": shown}
 
 
 def _of_model(config: Config) -> ModelConfig:

@@ -239,6 +239,22 @@ def test_a_new_run_names_the_one_that_is_nearest_to_it_by_the_keys_that_go_on_wi
     ]
 
 
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_run_with_other_reward_models_is_named_by_all_of_them(tmp_path, caplog, is_added):
+    """The table of a single model is `model.reward` in the identity, which no file with tables can set."""
+    one, two = {"name": "model", "path": "/m/r"}, {"name": "model", "path": "/m/s", "tokenizer": "own"}
+    before, now = ([one], [one, two]) if is_added else ([one, two], [one])
+    first = config(tmp_path, rewards=before)
+    open_run(first, tmp_path / "shm")
+    save(first, 6, "a")
+
+    open_run(config(tmp_path, rewards=now), tmp_path / "shm")
+
+    its, not_these = (str([f"/m/{name}" for name in names]).replace("'", '"')
+                      for names in ((["r"], ["r", "s (its own tokenizer)"])[:: 1 if is_added else -1]))  # fmt: skip
+    assert caplog.records[-1].getMessage().endswith(f"is gone on with by the reward models = {its}, not {not_these}")
+
+
 @pytest.mark.parametrize(
     ("sets", "follows"),
     [(["model.actor=m"], True), (["model.actor=m", "model.dtype=float32"], False), ([], False)],
