@@ -23,13 +23,16 @@ import torch
 import pipeline
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, GaveUpError
+from pipeline.models.weights.held import HeldVersion
 from pipeline.models.weights.store import WeightsPublisher
+from pipeline.progress import Telemetry
 from pipeline.runtime.child_process import allow_descriptors
 from pipeline.storage.arena import Arena
 from pipeline.supervisor.fleet import Fleet
 from pipeline.supervisor.placement import Devices
 from pipeline.telemetry.metrics import SlotName
 from pipeline.telemetry.slab import MetricsSlab
+from pipeline.trainer.saving.background import Point
 from tests.buffer.test_quarantine import place
 from tests.trainer.test_checkpoints import files_of_at_most
 from tests.trainer.test_trainer import Bench
@@ -114,6 +117,7 @@ def limits_after(soft: int, hard: int, children: int, scorers: int, clients: int
     code = f"""
 import resource
 from pipeline.errors import ConfigError
+from pipeline.progress import Telemetry
 from pipeline.runtime.child_process import allow_descriptors
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 try:
@@ -203,8 +207,8 @@ def test_a_full_disk_costs_the_copy_in_quarantine_and_leaves_no_half_of_it(
 def test_a_checkpoint_that_failed_is_tried_again_when_the_next_is_due_and_at_the_end(bench: Bench) -> None:
     tried: list[int] = []
 
-    def save(progress, version, **more):  # type: ignore[no-untyped-def]
-        tried.append(progress.step)
+    def save(point: Point, held: HeldVersion | None, telemetry: Telemetry) -> Path:
+        tried.append(point.progress.step)
         raise CheckpointError("the disk is full")
 
     bench.save = save  # type: ignore[method-assign]
