@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -26,14 +24,13 @@ from pipeline.rollout.sleep import EngineSleep
 from pipeline.rollout.ticket_stream import EngineStream, TicketStream, new_stream
 from pipeline.rollout.worker import RolloutWorker, WorkerHook
 from pipeline.runtime.lifeline import end_group_with_this
-from pipeline.runtime.role import Report, RoleContext, reward_source
+from pipeline.runtime.role import Report, RoleContext, await_turn, reward_source
 from pipeline.runtime.transport import BUFFER, Mailbox, Outbox, Sender, Traffic, worker_name
 from pipeline.storage.arena import Arena
-from pipeline.storage.card_turns import TURN_S, EngineTurn
+from pipeline.storage.card_turns import EngineTurn
 from pipeline.telemetry.number_names import NumberNames
 
 _IDLE_S = 0.5
-_WAITS_S = 1.0
 
 Loader = Callable[[Config, RoleContext, RolloutMetrics], TicketStream]
 
@@ -145,7 +142,7 @@ def load_local(config: Config, context: RoleContext, tokenizer: Any, metrics: Ro
 
 
 def take_turn(config: Config, context: RoleContext, metrics: RolloutMetrics) -> None:
-    """Take the turn on a card that a trainer shares: an engine is loaded awake. The wait is no part of the start.
+    """Take the turn on a card that a trainer shares: an engine is loaded awake.
 
     Raises:
         SystemExit: At a shutdown.
@@ -154,17 +151,7 @@ def take_turn(config: Config, context: RoleContext, metrics: RolloutMetrics) -> 
         return
     # Not before: the processes of the reward functions, forks of this one, would hold it as well.
     turn = context.turn = EngineTurn(context.folder)
-    said_s = -math.inf
-    while not turn.take():
-        if context.stopping:
-            sys.exit(ExitCode.OK)
-        context.metrics.beat()
-        if time.monotonic() - said_s > _WAITS_S:
-            # The time limit of the start begins anew, and is that of a wait in which this process is stopped.
-            said_s = time.monotonic()
-            context.report(Report(state="placed"))
-        with metrics.waiting_to_load():
-            time.sleep(TURN_S)
+    await_turn(context, turn, metrics.waiting_to_load)
 
 
 def may_quote_texts(config: Config, context: RoleContext) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import math
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -14,11 +18,13 @@ import msgspec
 
 from pipeline.config.rewards import reward_models
 from pipeline.config.schema import Config
-from pipeline.storage.card_turns import EngineTurn
+from pipeline.errors import ExitCode
+from pipeline.storage.card_turns import TURN_S, EngineTurn, RankTurn
 from pipeline.telemetry import log as logs
 from pipeline.telemetry.slab import SlotWriter
 
 _MOST_ERROR: Final = 4000
+_WAITS_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +151,34 @@ class RoleContext:
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def await_turn(
+    context: RoleContext,
+    turn: RankTurn | EngineTurn,
+    waiting: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Take the turn of a start on a card that trainer and engine share. The wait is no part of the start.
+
+    Args:
+        context: The role that starts.
+        turn: Its turn.
+        waiting: Encloses each part of the wait.
+
+    Raises:
+        SystemExit: At a shutdown.
+    """
+    said_s = -math.inf
+    while not turn.take():
+        if context.stopping:
+            sys.exit(ExitCode.OK)
+        context.metrics.beat()
+        if time.monotonic() - said_s > _WAITS_S:
+            # The time limit of the start begins anew, and is that of a wait in which this process is stopped.
+            said_s = time.monotonic()
+            context.report(Report(state="placed"))
+        with waiting():
+            time.sleep(TURN_S)
 
 
 def reporter(descriptor: int) -> Callable[[Report], None]:

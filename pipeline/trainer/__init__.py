@@ -26,7 +26,6 @@ saving            checkpoints written beside training
 session           a rank's leases and messages with the buffer
 setup             makes the embedded model: `prepare` and its process
 sharding          models sharded over the ranks
-sleep             the turn of a rank's start on a card that it shares with engines
 spreading         the first rank's start, sent to ranks on other machines
 state             the training state beside the weights; the learner's interface
 step_log          a line of `metrics.jsonl` for each step

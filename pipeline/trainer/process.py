@@ -7,7 +7,7 @@ import functools
 import logging
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from pipeline.prompts.passes import last_step
 from pipeline.prompts.rendering import first_tokens
 from pipeline.runtime.checkpoint_note import CheckpointNote
 from pipeline.runtime.latest_checkpoint import checkpoints_dir
-from pipeline.runtime.role import Report, RoleContext, reward_source
+from pipeline.runtime.role import Report, RoleContext, await_turn, reward_source
 from pipeline.runtime.transport import Traffic
 from pipeline.storage.card_turns import RankTurn
 from pipeline.storage.recording import FOLDER as RECORDING
@@ -58,7 +58,6 @@ from pipeline.trainer.saving.rank_models import RankModels
 from pipeline.trainer.sharding.models import load_actor_shards, replica_of, sharded_models, whole_answer
 from pipeline.trainer.sharding.ranks import RankGroup
 from pipeline.trainer.sharding.replicas import TIMEOUT
-from pipeline.trainer.sleep import turn_of_start
 from pipeline.trainer.spreading import of_first, spread
 from pipeline.trainer.state import RankProgress, tensors_of
 from pipeline.trainer.step_log import FILE_NAME, StepLog
@@ -260,6 +259,24 @@ def new_trainer(config: Config, context: RoleContext, connection: Connection) ->
         if context.index and published is not None:
             connection.start_over(published)
     return trainer
+
+
+@contextlib.contextmanager
+def turn_of_start(context: RoleContext, metrics: TrainerMetrics) -> Iterator[None]:
+    """Hold the rank's turn during passes of its start that are as large as a step's: the plan counts no engine beside.
+
+    Once it waits, engines finish their tickets and sleep.
+
+    Raises:
+        SystemExit: At a shutdown.
+    """
+    turn = RankTurn(context.folder, context.index, free_cached)
+    try:
+        await_turn(context, turn, metrics.waiting_for_card)
+        yield
+        turn.give_back()
+    finally:
+        turn.close()
 
 
 class _Recording(TrainerHook):

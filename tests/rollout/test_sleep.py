@@ -6,9 +6,9 @@ import pytest
 
 from pipeline.config.schema import Config
 from pipeline.errors import ExitCode
-from pipeline.rollout import process
 from pipeline.rollout.process import take_turn
 from pipeline.rollout.sleep import EngineSleep
+from pipeline.runtime import role
 from pipeline.runtime.messages import Sealed
 from pipeline.storage.card_turns import TURN_S, EngineTurn, RankTurn
 from pipeline.telemetry.reader import MetricsReader
@@ -194,7 +194,7 @@ SLEEPS = Config.model_validate(
 def test_a_worker_that_starts_during_a_step_waits_for_its_end_which_is_no_part_of_its_start(
     bench, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(process, "_WAITS_S", 0.01)
+    monkeypatch.setattr(role, "_WAITS_S", 0.01)
     context, seen = Context(tmp_path), []
     bench.engine_turn.give_back()
     bench.rank.take()
@@ -205,7 +205,7 @@ def test_a_worker_that_starts_during_a_step_waits_for_its_end_which_is_no_part_o
             bench.rank.give_back()
 
     context.on_beat = on_beat
-    monkeypatch.setattr(process.time, "sleep", lambda seconds: seen.append(bench.metrics.clock.activity))
+    monkeypatch.setattr(role.time, "sleep", lambda seconds: seen.append(bench.metrics.clock.activity))
     before = bench.metrics.clock.activity
     take_turn(SLEEPS, context, bench.metrics)
 

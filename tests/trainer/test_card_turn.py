@@ -9,7 +9,7 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.storage.card_turns import EngineTurn, RankTurn
 from pipeline.trainer import process
-from pipeline.trainer.sleep import turn_of_start
+from pipeline.trainer.process import turn_of_start
 from tests.support import tiny
 from tests.trainer.test_trainer import Bench as TrainerBench
 from tests.trainer.test_trainer import CountingLearner
