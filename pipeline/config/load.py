@@ -172,71 +172,46 @@ def load(
         ConfigErrors: If there are errors; contains all of them.
     """
     path = path or path_in(environ)
-    errors: list[str] = []
-    values = _from_file(path, errors) if path else {}
-    values |= _from_environment(environ, errors)
-    values |= _from_sets(sets, errors)
+    of_sources: list[str] = []
+    given = _from_file(path, of_sources) if path else {}
+    given |= _from_environment(environ, of_sources)
+    given |= _from_sets(sets, of_sources)
+    plain = {key: value.value for key, value in given.items()}
     ours = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
-    read = _Read(values, tuple(errors), path, tuple(sets), ours, check_files, on_cards)
-    plain = {key: value.value for key, value in values.items()}
-    if (auto := _engine(plain, on_cards=on_cards)) is None:
-        return read.checked()
-    if auto.value != "vllm":
-        return read.checked(auto)
-    try:
-        return read.checked(auto)
-    except ConfigErrors as refused:
-        # Errors that are not of the engine come again.
-        return read.checked(own_model.Default("transformers", f"auto: vllm is installed, but {refused.errors[0]}"))
 
-
-class _Read(NamedTuple):
-    """The values of all sources, not yet checked; fields are those of `LoadedConfig` and the arguments of `load`."""
-
-    values: dict[str, _Value]
-    errors: tuple[str, ...]
-    path: Path | None
-    sets: tuple[str, ...]
-    environ: dict[str, str]
-    check_files: FileChecks | None
-    on_cards: bool
-
-    def checked(self, engine: own_model.Default | None = None) -> LoadedConfig:
-        """Return the configuration.
-
-        Args:
-            engine: `rollout.engine` with its reason, in place of "auto"; None: another one is set.
-
-        Raises:
-            ConfigErrors: As `load`.
-        """
-        errors, values = list(self.errors), dict(self.values)
-        base = self.path.parent if self.path else Path()
-        plain = {key: value.value for key, value in values.items()}
-        by_preset: dict[str, own_model.Default] = {}
+    def checked(engine: own_model.Default | None) -> LoadedConfig:
+        """Return the configuration with an engine in place of "auto"; None: another one is set."""
+        errors, values, by_preset = [*of_sources], dict(given), dict[str, own_model.Default]()
         if (preset := presets.preset_of(plain)) is not None:
             by_preset = presets.defaults(preset, plain)
             values[presets.ALGORITHM] = replace(values[presets.ALGORITHM], value=presets.BASE, text=None)
-        given = own_model.defaults(plain, on_cards=self.on_cards) | by_preset
-        reasons = {key: default.reason for key, default in given.items()}
-        values |= {key: _Value(default.value, Origin("default")) for key, default in given.items()}
+        defaults = own_model.defaults(plain, on_cards=on_cards) | by_preset
+        reasons = {key: default.reason for key, default in defaults.items()}
+        values |= {key: _Value(default.value, Origin("default")) for key, default in defaults.items()}
         if engine is not None:
             auto = values.get(_ENGINE, _Value(engine.value, Origin("default")))
             values[_ENGINE] = replace(auto, value=engine.value, text=None)
             reasons[_ENGINE] = engine.reason
         if preset is not None:
             reasons[presets.ALGORITHM] = f"preset {preset}"
-        config = _validate(values, base, errors)
+        config = _validate(values, path.parent if path else Path(), errors)
         errors += _not_utf8(values, config)
         origins = {key: value.origin for key, value in values.items() if value.origin.layer != "default"}
-        loaded = LoadedConfig(
-            config, origins, self.path, self.sets, self.environ, reasons, frozenset(by_preset), self.on_cards
-        )
-        if self.check_files is not None:
-            errors += self.check_files(loaded)
+        loaded = LoadedConfig(config, origins, path, tuple(sets), ours, reasons, frozenset(by_preset), on_cards)
+        if check_files is not None:
+            errors += check_files(loaded)
         if errors:
-            raise ConfigErrors(sorted(errors, key=_by_location(self.path)))
+            raise ConfigErrors(sorted(errors, key=_by_location(path)))
         return loaded
+
+    auto = _engine(plain, on_cards=on_cards)
+    if auto is None or auto.value != "vllm":
+        return checked(auto)
+    try:
+        return checked(auto)
+    except ConfigErrors as refused:
+        # Errors that are not of the engine come again.
+        return checked(own_model.Default("transformers", f"auto: vllm is installed, but {refused.errors[0]}"))
 
 
 def _engine(values: Mapping[str, Any], *, on_cards: bool) -> own_model.Default | None:
