@@ -21,13 +21,13 @@ from pipeline.experience.ragged import RaggedRows, ragged_rows
 from pipeline.experience.types import Experience
 from pipeline.runtime.messages import ExtentRows, Lease
 from pipeline.storage.arena import Arena
-from pipeline.telemetry.number_names import COLUMN
 
 _REFERENCE = "base_action_log_probs"
 _LOG_PROBS = "action_log_probs"
 _BEHAVIOUR = "behaviour_log_probs"
 _CUT = "info.cut"
-_NUMBERS = f"info.{COLUMN}"
+_NOT_TRAINED = ("kl", "action_entropy")
+"""Fields with a value an action that statistics alone use."""
 
 
 class Fetched(NamedTuple):
@@ -152,8 +152,6 @@ class ArenaRows:
                 gathering.needs_cut,
                 "its rows do not say whether responses were cut: trainer.mask_cut_responses was false",
             ),
-            # Rows of a time before a change of the reward functions have no such column.
-            (_NUMBERS, False, ""),
         ):
             has_field = [name in reader.rows.named for reader in readers]
             if not all(has_field) and (any(has_field) if is_needed is None else is_needed):
@@ -162,7 +160,33 @@ class ArenaRows:
             if not all(has_field):
                 for reader in readers:
                     reader.leave_out(name)
+        return _without_unlike_fields(parts, readers)
+
+
+def _without_unlike_fields(parts: Sequence[ExtentRows], readers: list[codec.ExtentReader]) -> dict[int, str]:
+    """Return the extents that have another form of a trained field than the newest one, the reason by ticket.
+
+    Other fields that not all extents have alike, as the columns of reward functions that were changed, are left out.
+    """
+    of_first = readers[0].rows.fields
+    if all(reader.rows.fields == of_first for reader in readers):
         return {}
+    newest = max(range(len(parts)), key=lambda number: (parts[number].policy_version, parts[number].ticket))
+    for name in sorted({name for reader in readers for name in reader.rows.named}):
+        forms = [reader.rows.named.get(name) for reader in readers]
+        if forms.count(forms[0]) == len(forms):
+            continue
+        if name.startswith("info.") or name in _NOT_TRAINED:
+            for reader in readers:
+                reader.leave_out(name)
+            continue
+        pairs = zip(parts, forms, strict=True)
+        return {
+            part.ticket: f"its rows have {name} in another form than the newest rows of the batch, or lack it"
+            for part, form in pairs
+            if form != forms[newest]
+        }
+    return {}
 
 
 class Prefetcher:

@@ -228,6 +228,43 @@ def test_rows_without_log_probs_of_the_engine_are_refused_beside_rows_with_them(
     prefetcher.close()
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["reward.short", "reward_numbers", "turns"])
+def test_rows_of_before_a_change_of_the_rewards_are_trained_beside_later_ones(shelf, name, padded):
+    lease, rows = lease_of_two_times(shelf, "info.", [True, True])
+    later = made_up(rows=4, seed=2)
+    later.info[name] = torch.ones(4, 3) if name == "reward_numbers" else torch.ones(4)
+    encoded = codec.encode(later, shelf.arena.extent(2 << 14, 1 << 14))
+    lease.parts.append(ExtentRows(2 << 14, encoded.nbytes, encoded.checksum, 3, 2, [0, 1, 2, 3]))
+    prefetcher = Prefetcher(shelf.arena)
+
+    fetched = prefetcher.take(lease, CPU, padded=padded)
+
+    assert not fetched.damaged
+    batch = fetched.content if padded else fetched.content.padded()
+    assert torch.equal(batch.reward, torch.cat([made.reward for made in [*rows, later]]))
+    assert "score" in batch.info and name not in batch.info
+    prefetcher.close()
+
+
+def test_rows_whose_advantages_have_another_form_than_those_of_the_newest_rows_are_set_aside(shelf):
+    """As after `rollout.advantages` was changed: one a row before, one an action now."""
+    parts = []
+    for number, columns in enumerate((False, True, False)):
+        made = made_up(rows=4, seed=number)
+        made.advantages = made.action_log_probs.clone() if columns else made.reward.clone()
+        encoded = codec.encode(made, shelf.arena.extent(number << 14, 1 << 14))
+        version = 4 if columns else 3
+        parts.append(ExtentRows(number << 14, encoded.nbytes, encoded.checksum, version, number, [0, 1, 2, 3]))
+    prefetcher = Prefetcher(shelf.arena)
+
+    fetched = prefetcher.take(Lease(1, 0, 4, parts), CPU)
+
+    assert fetched.damaged.keys() == {0, 2}
+    assert all("advantages in another form" in reason for reason in fetched.damaged.values())
+    prefetcher.close()
+
+
 @pytest.mark.parametrize(
     ("sections", "needed"),
     [
