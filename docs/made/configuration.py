@@ -29,7 +29,8 @@ to the file's folder, all others to the current folder.
 
 - `rlhfd config check` prints all mistakes at once, with line, column and the probable correction
 - `rlhfd config show --effective --origin` shows the values in force and the origin of each
-- `rlhfd reload` applies new values of keys marked *live* to a running instance, and names the other changed keys
+- `rlhfd reload` applies new values of keys marked *live* to a running instance, and names the other changed keys, and
+  those with which the next start is another run
 - `rlhfd config schema` is for editors: with `#:schema FILE` in the first line of a configuration, editors that support
   it, such as taplo or Even Better TOML, complete keys and mark mistakes
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from pipeline.config import load as config_load
 from pipeline.config.changes import Change, compare, with_live
+from pipeline.config.identity import differing_settings, identifying_settings
 from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
@@ -95,7 +96,7 @@ class Reload:
                 log.warning("configuration reloaded, these need a restart: %s", ", ".join(self.pending))
             elif not changes.live:
                 log.info("configuration reloaded: nothing has changed")
-            if note := self._note():
+            if note := "; ".join(filter(None, (self._note_of_code(), self._note_of_run(reloaded.config)))):
                 log.warning("configuration reloaded: %s", note)
             overridden = config_load.overridden(reloaded)
             for key, location in overridden.items():
@@ -110,7 +111,12 @@ class Reload:
                 "note": note,
             }
 
-    def _note(self) -> str:
+    def _note_of_run(self, wanted: Config) -> str:
+        """Return what is to be said of values with which a start would not go on with this run; "" of none."""
+        odd = differing_settings(identifying_settings(wanted), identifying_settings(self._running))
+        return f"a start with these values is another run, from step 0: {', '.join(odd)}" if odd else ""
+
+    def _note_of_code(self) -> str:
         """Return what is to be said of code that has changed since the start; "" if none has."""
         now = _code_of(self.config)
         changed = [name for name, before in self._code.items() if now.get(name) != before]

@@ -101,6 +101,18 @@ def test_live_keys_hold_at_once_and_the_others_are_named(daemon: Daemon) -> None
     assert daemon.status()["needs_restart"] == []
 
 
+def test_a_reload_says_which_values_are_those_of_another_run(daemon: Daemon) -> None:
+    """A restart, which the answer asks for, would leave the run behind."""
+    write(daemon.folder, FILE.replace("num_generations = 4", "num_generations = 8"))
+
+    answer = daemon.ask("reload")
+
+    note = "a start with these values is another run, from step 0: rollout.num_generations"
+    assert answer.stdout == "needs a restart: rollout.num_generations = 8, was 4\n"
+    assert (answer.returncode, answer.stderr.startswith(f"note: {note}")) == (0, True)
+    daemon.wait_logged(note)
+
+
 def test_a_reload_names_the_code_that_has_changed_and_is_not_loaded_again(daemon: Daemon) -> None:
     code = daemon.folder / "telling.py"
     before = code.read_text()
