@@ -1,8 +1,9 @@
 """The tokenizer of a model's folder as its files are: the tokens of tokenizer.json, and byte for byte in checkpoints.
 
-transformers builds the pipeline of many classes anew, from the vocabulary of tokenizer.json alone. Where the class that
-tokenizer_config.json names and the file disagree, its tokens are others than those the model was trained with, or texts
-lose their spaces, silently. So both are compared on some texts, and the file's pipeline is taken where they differ.
+transformers builds the pipeline of many classes anew, from the vocabulary of tokenizer.json alone. The class is that of
+tokenizer_config.json, or that of the model's type. Where it and the file disagree, its tokens are others than those the
+model was trained with, or texts lose their spaces, silently. So both are compared on some texts, and the file's
+pipeline is taken where they differ.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def as_in_file(tokenizer: PreTrainedTokenizerBase | None, path: Path, field: str
         )
     _take_names(built, tokenizer)
     name = described.get("tokenizer_class") if tokenizer is None else type(tokenizer).__name__
-    log.warning("the tokenizer is that of tokenizer.json, the class named in tokenizer_config.json reads it otherwise: "
+    log.warning("the tokenizer is that of tokenizer.json, the class that transformers takes reads it otherwise: "
                 "class=%s differs_in=%s path=%s", name, different, path)  # fmt: skip
     result: PreTrainedTokenizerBase = built
     return result
