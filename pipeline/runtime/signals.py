@@ -1,4 +1,4 @@
-"""Signals that end a process: blocked, turned into an orderly exit, ignored; processes that a signal has stopped.
+"""Signals that end a process: blocked, turned into an orderly exit, ignored; processes that have ended or are stopped.
 
 SIGCHLD has its default, by which the kernel keeps exit codes. SIGUSR1 and SIGUSR2 end no process of rlhfd's own.
 """
@@ -76,6 +76,14 @@ def stat_of(pid: int) -> list[bytes]:
         OSError: If there is no such process.
     """
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended: also one whose end its parent, or the first process, has not yet taken."""
+    try:
+        return stat_of(pid)[0] in (b"Z", b"X")
+    except OSError:
+        return True
 
 
 def stop_signal(pid: int) -> str | None:

@@ -39,6 +39,7 @@ from pipeline.runtime.latest_checkpoint import (
     read_latest,
     write_latest,
 )
+from pipeline.runtime.signals import has_ended
 from pipeline.storage import sealed_json
 from pipeline.storage.files import flush_folder
 from pipeline.trainer.state import OPTIONAL
@@ -290,7 +291,7 @@ def _remove_unfinished(root: Path) -> None:
     put_back_replaced(root)
     for folder in root.glob(".step-*"):
         pid = folder.name.rpartition(".")[2]
-        if pid.isdecimal() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
+        if pid.isdecimal() and (int(pid) == os.getpid() or has_ended(int(pid))):
             shutil.rmtree(folder, ignore_errors=True)
 
 

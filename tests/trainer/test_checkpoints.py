@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 import threading
 
 import pytest
@@ -231,11 +232,20 @@ def test_one_whose_record_is_in_place_stays_though_the_record_is_not_flushed(tmp
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
-    (tmp_path / ".step-000001.99999999").mkdir(parents=True)
+    """Also where nobody has taken its end: the first process of a container may do so late or never."""
+    with subprocess.Popen(["sleep", "60"]) as killed, subprocess.Popen(["sleep", "60"]) as running:
+        try:
+            killed.kill()
+            os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+            for pid in (99999999, killed.pid, running.pid):
+                (tmp_path / f".step-000001.{pid}").mkdir()
 
-    save(tmp_path, 2)
+            save(tmp_path, 2)
+        finally:
+            running.kill()
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-000002"]
+    left = [f".step-000001.{running.pid}", "latest.json", "step-000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.safetensors", "tokenizer.json"])
