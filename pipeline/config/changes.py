@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipeline.config.conflicts import conflicts
@@ -46,6 +47,25 @@ def compare(running: Config, wanted: Config) -> Changes:
     ]
     changes += _of_rewards(before["rewards"], after["rewards"])
     return Changes([each for each in changes if is_live(each.key)], [each for each in changes if not is_live(each.key)])
+
+
+def told(before: Mapping[str, Any], config: Config) -> str:
+    """Return the keys whose values differ from those on disk, as `` trainer.learning_rate=0.0004->0.0001``.
+
+    Args:
+        before: The configuration as JSON, perhaps of another release, whose further keys are left out.
+        config: The configuration now.
+    """
+    after = config.model_dump(mode="json")
+    found = [
+        f" {section}.{key}={was[key]}->{value}"
+        for section, now in after.items()
+        if isinstance(was := before.get(section), dict)
+        for key, value in now.items()
+        if key in was and was[key] != value
+    ]
+    was = before.get("rewards", after["rewards"])
+    return "".join(found if was == after["rewards"] else [*found, f" rewards={was}->{after['rewards']}"])
 
 
 def _of_rewards(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Change]:

@@ -9,6 +9,7 @@ run.json      the id of the run               card            locks: turns on a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.config.changes import told
 from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, LedgerError
@@ -115,6 +117,8 @@ class Workspace:
         try:
             if workspace is None:
                 workspace = cls._fresh(folder, config, layout)
+            else:
+                workspace._tell_changes(config)
             workspace._write_config(config)
         except BaseException as error:
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC
@@ -152,6 +156,12 @@ class Workspace:
             "the state of a killed supervisor stays for the next start, "
             "`rlhfd start --fresh` removes it: run=%s folder=%s", self.run.run_id, self.folder,
         )  # fmt: skip
+
+    def _tell_changes(self, config: Config) -> None:
+        """Log the keys that differ from those of the killed start; none where its configuration cannot be read."""
+        with contextlib.suppress(OSError, *UNREADABLE):
+            if changed := told(msgspec.json.decode(self.config_path.read_bytes(), type=dict), config):
+                log.info("the configuration is another one than that of the killed start: changed:%s", changed)
 
     def _write_config(self, config: Config) -> None:
         # In place, into the file's own pages: other programs may have filled shared memory. No process reads it yet.

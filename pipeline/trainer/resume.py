@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from pipeline.config.changes import told
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
 from pipeline.runtime.checkpoint_note import CheckpointNote, earlier_of_run, read_note, verify
@@ -180,7 +181,7 @@ class Resumption:
         if found is None:
             raise ConfigError(f"{self._root / latest.path}: no checkpoint of this run can be used; {_FRESH}")
         folder, note, progress = found
-        changed = "".join(f" {change}" for change in _changes(note.config, self.config))
+        changed = told(note.config, self.config)
         self._log(logging.INFO, "resuming: step=%d path=%s%s (%s)", note.step, folder,
                   changed and f" changed:{changed}", _FRESH)  # fmt: skip
         # The buffer started at the latest checkpoint's position; a rollback sends it the position of an earlier one.
@@ -234,17 +235,3 @@ class Resumption:
     def _log(self, level: int, message: str, *values: object) -> None:
         if self.connection.rank == 0:
             log.log(level, message, *values)
-
-
-def _changes(before: Mapping[str, Any], config: Config) -> list[str]:
-    """Return the keys whose values differ from the checkpoint's, as ``trainer.learning_rate=0.0004->0.0001``."""
-    after = config.model_dump(mode="json")
-    found = [
-        f"{section}.{key}={was[key]}->{value}"
-        for section, now in after.items()
-        if isinstance(was := before.get(section), dict)
-        for key, value in now.items()
-        if key in was and was[key] != value
-    ]
-    was = before.get("rewards", after["rewards"])
-    return found if was == after["rewards"] else [*found, f"rewards={was}->{after['rewards']}"]

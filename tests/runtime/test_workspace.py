@@ -1,6 +1,7 @@
 """The folder in shared memory: made, taken over from a dead supervisor of its run, cleared of another run's files."""
 
 import contextlib
+import logging
 import os
 import stat
 
@@ -61,6 +62,21 @@ def test_what_a_killed_supervisor_left_is_taken_over(folder):
     assert second.arena_path.stat().st_ino == inode
     assert not (folder / "buffer.sock").exists()
     assert not (folder / "ranks-2").exists(), "the second generation of ranks would wait for dead ones there"
+
+
+@pytest.mark.parametrize("left", [None, "", "[]", "{"])
+def test_a_takeover_tells_of_the_keys_that_have_changed(folder, caplog, left):
+    workspace = Workspace.prepare(folder, config(), checked_layout(config()))
+    caplog.set_level(logging.INFO)
+    if left is not None:
+        workspace.config_path.write_text(left)
+    for now in (config(), config(max_staleness=5)):
+        assert Workspace.prepare(folder, now, checked_layout(now)).taken_over
+
+    told = [record.message for record in caplog.records]
+    assert told == [
+        "the configuration is another one than that of the killed start: changed: buffer.max_staleness=1->5"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["builtin", "external"])
