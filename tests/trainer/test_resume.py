@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pipeline.config.changes import told
 from pipeline.config.identity import identity_of
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError, WeightsError
@@ -155,13 +156,10 @@ def test_every_key_that_differs_from_the_checkpoints_is_named():
     before["rewards"] = [{"name": "length", "weight": 2.0}]
     before["trainer"].pop("max_steps")
 
-    named = resume._changes(before, config)
+    named = told(before, config)
 
-    assert [change.partition("=")[0] for change in named] == [
-        "rollout.temperature",
-        "rewards",
-    ]
-    assert f"rollout.temperature=0.5->{config.rollout.temperature}" in named
+    rewards = config.model_dump(mode="json")["rewards"]
+    assert named == (f" rollout.temperature=0.5->{config.rollout.temperature} rewards={before['rewards']}->{rewards}")
 
 
 @pytest.mark.parametrize(
