@@ -20,7 +20,7 @@ from pipeline.config.rewards import reward_functions, reward_models
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, PromptError
 from pipeline.models.loading import load_tokenizer, refuse_large_tokenizer, sees_images, shell
-from pipeline.models.lora import target_layers
+from pipeline.models.lora import adapt, target_layers
 from pipeline.prompts.rendering import Rendering, rendering_of
 from pipeline.prompts.source import PromptSource
 from pipeline.rollout.first_rollouts import TRIED_PROMPTS, note_first_prompts
@@ -85,7 +85,9 @@ class _Check:
             return
         vocabulary = outline.config.get_text_config().vocab_size
         self.tried(refuse_large_tokenizer, tokenizer, vocabulary, actor)
-        if config.model.lora_rank:
+        if config.model.lora_adapter is not None:
+            self.tried(adapt, outline, config.model, seed=config.daemon.seed)
+        elif config.model.lora_rank:
             self.tried(target_layers, outline, config.model.lora_targets)
         for model in reward_models(config):
             if model.tokenizer == "own":

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
 
 from pipeline.cli.main import main
 from pipeline.config import vllm_release
 from pipeline.config.schema import Config
+from pipeline.config.sections import ModelConfig
+from pipeline.models.lora import ADAPTER_FILE, Saved, adapt
 from pipeline.rollout.start_check import findings
 
 
@@ -60,6 +63,21 @@ def test_each_problem_is_found_at_once_and_begins_with_its_key(folder: Path, mon
     assert keys == ["rollout.engine", "rewards", "model.lora_targets", "evaluation.files"]
     assert "vllm is not installed here" in problems[0] and "no function nope" in problems[1]
     assert "no linear layer is called 'nope'" in problems[2] and "needs a chat template" in problems[3]
+
+
+def test_an_adapter_to_begin_with_is_compared_with_the_settings(folder: Path, tmp_path: Path) -> None:
+    made = ModelConfig(lora_rank=4, lora_alpha=8, lora_targets=["q_proj"])
+    model = adapt(AutoModelForCausalLM.from_pretrained(folder), made, seed=1)
+    Saved(model, made).save_pretrained(tmp_path / "saved")
+    adapter = tmp_path / "saved" / ADAPTER_FILE.parent
+    begins = {"lora_adapter": str(adapter), "lora_rank": 4, "lora_alpha": 8, "lora_targets": ["q_proj"]}
+
+    assert found(folder, model=begins) == []
+    (rank,) = found(folder, model={**begins, "lora_rank": 2})
+    (layers,) = found(folder, model={**begins, "lora_targets": ["k_proj"]})
+
+    assert rank == f"model.lora_adapter: {adapter} has lora_rank = 4, model.lora_rank is 2"
+    assert f"model.lora_adapter: {adapter} is of other layers: " in layers
 
 
 def test_a_config_json_without_a_kind_of_model_is_one_problem(folder: Path) -> None:
