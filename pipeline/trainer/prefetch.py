@@ -144,7 +144,8 @@ class ArenaRows:
             (
                 _LOG_PROBS,
                 gathering.needs_log_probs,
-                'its rows have no log-probs of the policy: rollout.log_probs was "trainer"',
+                'its rows have no log-probs of the policy: rollout.log_probs was "trainer", '
+                'as it is by default with trainer.policy_loss = "reinforce"',
             ),
             (_BEHAVIOUR, None, "its rows have no log-probs of the engine, other rows of the batch have them"),
             (
