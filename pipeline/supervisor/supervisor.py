@@ -9,6 +9,7 @@ import faulthandler
 import importlib.util
 import logging
 import os
+import platform
 import signal
 import sys
 import time
@@ -79,6 +80,11 @@ def run(loaded: LoadedConfig, *, back_to: str = "") -> ExitCode:
     Raises:
         ConfigError: If the configuration cannot be run on this machine; nothing is left behind then.
     """
+    if (machine := platform.machine()) != "x86_64":
+        raise ConfigError(
+            f"rlhfd runs on x86-64 alone, this machine is {machine}: its processes rely on seeing each other's stores "
+            "to shared memory in the order of their making"
+        )
     # A process that systemd's watchdog kills writes its stacks to the journal.
     faulthandler.enable()
     notifier = Notifier.from_environ(os.environ)

@@ -66,10 +66,12 @@ class RunLog(logging.Handler):
     def __exit__(self, *_: object) -> None:
         """Stop keeping records and close the log."""
         logging.getLogger().removeHandler(self)
-        for end in (self._file, self._journal):
-            if end is not None:
-                end.close()
-        self._file = self._journal = None
+        # A thread may be writing a line: into a descriptor that is another file's by then.
+        with self._writing:
+            for end in (self._file, self._journal):
+                if end is not None:
+                    end.close()
+            self._file = self._journal = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record of this process; if the journal does not accept it, write it to standard error."""

@@ -1,4 +1,4 @@
-"""The supervisor's ticks: rare while the run is paused, and at once when something changes."""
+"""The supervisor's ticks: rare while the run is paused, at once when something changes; machines that it refuses."""
 
 import asyncio
 import signal
@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.errors import ExitCode, GaveUpError
+from pipeline.errors import ConfigError, ExitCode, GaveUpError
 from pipeline.supervisor import supervisor as module
 from pipeline.supervisor.shutdown import Shutdown
 from pipeline.supervisor.supervisor import Supervisor
@@ -141,3 +142,12 @@ def test_a_command_to_pause_or_resume_is_news(made, word):
 
     assert answer == {"in_force": word == "pause"}
     assert supervisor._news.is_set()
+
+
+def test_a_machine_without_the_store_order_of_x86_64_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(module.platform, "machine", lambda: "aarch64")
+
+    with pytest.raises(ConfigError, match="rlhfd runs on x86-64 alone, this machine is aarch64: "):
+        module.run(load(None, (f"daemon.state_dir={tmp_path}/state",), {}))
+
+    assert not any(tmp_path.iterdir())

@@ -9,13 +9,14 @@ import resource
 import shutil
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.schema import Config
-from pipeline.telemetry import journald, log_lines
+from pipeline.telemetry import journald, log_file, log_lines
 from pipeline.telemetry.journald import Journal
 from pipeline.telemetry.log import JsonFormatter, TextFormatter
 from pipeline.telemetry.log_file import LogFile, predecessor, read
@@ -333,6 +334,31 @@ def test_without_a_journal_records_and_childrens_lines_are_kept_in_the_file(tmp_
     assert "asked" in lines[0] and "a print" in lines[1]
     if log_format == "json":
         assert json.loads(lines[0])["reason"] == "asked" and json.loads(lines[1])["line"] == "a print"
+
+
+def test_the_log_is_closed_between_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_writing, may_write = threading.Event(), threading.Event()
+    write = log_file.write_at_end
+
+    def slowly(descriptor: int, data: bytes, end: int) -> None:
+        is_writing.set()
+        assert may_write.wait(10.0)
+        write(descriptor, data, end)
+
+    monkeypatch.setattr(log_file, "write_at_end", slowly)
+    run_log = RunLog(Config.model_validate({"daemon": {"state_dir": str(tmp_path)}}), "supervisor")
+    writer = threading.Thread(target=run_log.keep, args=("rollout-0", "a print", 1))
+    closer = threading.Thread(target=run_log.__exit__)
+    writer.start()
+    assert is_writing.wait(10.0)
+    closer.start()
+    closer.join(0.2)
+    is_open = closer.is_alive()
+    may_write.set()
+    writer.join()
+    closer.join()
+
+    assert is_open and "a print" in Path(run_log.destination).read_text()
 
 
 def test_a_record_whose_arguments_do_not_fit_costs_its_caller_nothing(
