@@ -72,6 +72,8 @@ def strike(daemon: Daemon, name: str, activity: str, number: signal.Signals = si
         daemon.wait_until(
             lambda: slab.pid(role, int(index)) == pid and slab.progress(role, int(index)).activity == activity,
             f"{name} is in {activity}",
+            # The passes of a step may take less than the usual pause, and no further step may come.
+            poll_s=0.001,
         )
         os.kill(pid, number)
     return pid

@@ -41,7 +41,7 @@ def undisturbed(whole: tuple[dict[str, Ending], Path]) -> dict[str, Ending]:
 def killed(folder: Path, task: Path, *settings: str, after: int = 0) -> tuple[dict[str, Ending], str]:
     """Kill each rank once while it trains and both publish; return each rank's last line, and the log."""
     with Daemon(folder, *SHARDED, *slow_reward(folder), *settings, task=task) as daemon:
-        for step, name in ((1, "trainer-1"), (3, "trainer-0")):
+        for step, name in ((1, "trainer-1"), (2, "trainer-0")):
             daemon.wait_step(after + step)
             daemon.wait_replaced(name, strike(daemon, name, "train"))
         return finished(daemon), daemon.errors

@@ -357,7 +357,9 @@ class Daemon:
         assert found, self.errors
         return found[-1]
 
-    def wait_until(self, condition: Callable[[], _T], what: str, timeout_s: float = START_TIMEOUT_S) -> _T:
+    def wait_until(
+        self, condition: Callable[[], _T], what: str, timeout_s: float = START_TIMEOUT_S, *, poll_s: float | None = None
+    ) -> _T:
         """Wait until the condition returns a true value, and return it; fail if the daemon ends before."""
 
         def met() -> _T:
@@ -367,7 +369,7 @@ class Daemon:
             return value
 
         try:
-            return wait_until(met, timeout_s, what)
+            return wait_until(met, timeout_s, what, poll_s=poll_s)
         except TimeoutError as error:
             self._ask_for_stacks()
             raise AssertionError(f"{error}\n{self._tail()}") from None
