@@ -19,6 +19,7 @@ def change_pipeline_serial(serial):
     def ending(self, step):
         shown(self, step)
         if step == 5:
+            self._trainer.wait_for_checkpoint()
             os.kill(os.getpid(), signal.{signal})
     serial._Serial._print_step = ending
 """
