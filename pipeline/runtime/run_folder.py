@@ -56,7 +56,7 @@ _OF_A_START = ("run.json", "inputs.json", "history.msgpack")
 _REMOVED = ".removed-"
 _ASIDE = "aside"
 _DTYPE = "model.dtype"
-_DIFFERENCES = 3
+DIFFERENCES = 3
 
 log = logging.getLogger(__name__)
 
@@ -357,10 +357,9 @@ class RunFolder:
 
         A change of a size or a number, meant for a run that was to go on, would begin anew without a word.
         """
-        mine = identifying_settings(self.config)
         near: list[tuple[int, Listed, list[str]]] = []
         for run in reversed(runs_of(Path(self.config.daemon.state_dir))):
-            odd = differing_settings(mine, run.note.settings)
+            odd = differing_settings(identifying_settings(self.config), run.note.settings)
             if [*odd] == [_DTYPE] and dtype_follows_gpus:
                 here, there = odd[_DTYPE]
                 raise ConfigError(
@@ -368,11 +367,8 @@ class RunFolder:
                     f"would begin a new run beside that in {there}, {run.folder}; set {_DTYPE} = "
                     f'"{there}" to go on with it, or "{here}" for a new run'
                 )
-            if run.latest is not None and 0 < len(odd) <= _DIFFERENCES:
-                pairs = odd.items()
-                near.append(
-                    (len(odd), run, [f"{key} = {_shown(there)}, not {_shown(here)}" for key, (here, there) in pairs])
-                )
+            if run.latest is not None and 0 < len(odd) <= DIFFERENCES:
+                near.append((len(odd), run, differences_to(run.note, self.config)))
         if near:
             _, run, differences = min(near, key=lambda found: found[0])
             assert run.latest is not None
@@ -387,7 +383,7 @@ class RunFolder:
     def _taken(self, found: RunNote) -> str:
         pairs = differing_settings(identifying_settings(self.config), found.settings).items()
         odd = [f"{key} is {there!r} there, {here!r} here" for key, (here, there) in pairs]
-        differences = "; ".join(odd[:_DIFFERENCES]) or "another identity"
+        differences = "; ".join(odd[:DIFFERENCES]) or "another identity"
         return (
             f"daemon.run_name: the name {self.path.name} belongs to another run ({differences}): choose another name, "
             f"or remove {self.path}"
@@ -402,6 +398,12 @@ def _discard(removed: Path) -> None:
         aside.rename(run / _ASIDE)
         flush_folder(run)
     shutil.rmtree(removed, ignore_errors=True)
+
+
+def differences_to(run: RunNote, config: Config) -> list[str]:
+    """Return the settings with which a start would go on with a run, and those of a configuration: "KEY = 4, not 8"."""
+    odd = differing_settings(identifying_settings(config), run.settings)
+    return [f"{key} = {_shown(there)}, not {_shown(here)}" for key, (here, there) in odd.items()]
 
 
 def _shown(value: object) -> str:

@@ -26,6 +26,7 @@ from pipeline.config.identity import identity_of, run_dir
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, LedgerError
 from pipeline.runtime.latest_checkpoint import saved_version
+from pipeline.runtime.run_folder import DIFFERENCES, differences_to, read_note
 from pipeline.runtime.transport import trainer_name
 from pipeline.storage.arena import PAGE_BYTES, Arena
 from pipeline.storage.files import UNREADABLE, no_room
@@ -238,11 +239,22 @@ def _refuse_unsaved(folder: Path, config: Config) -> None:
     saved = saved_version(run / "checkpoints")
     if newest.version > saved:
         other_release = "with the release of rlhfd that ran it, since this one cannot read its arena"
-        how = other_release if is_same else "as it was configured"
+        how = other_release if is_same else f"as it was configured{_odd_settings(found.run, config)}"
         raise ConfigError(
             f"{folder} holds the run {run.name}, killed at policy version {newest.version}; its last checkpoint "
             f"is of version {saved}: start it once more {how}, to save it, or give these versions up: rm -r {folder}"
         )
+
+
+def _odd_settings(run: RunId, config: Config) -> str:
+    """Return the first settings of a run that a configuration has not, in brackets; "" if they are not known."""
+    odd = []
+    if run.ranks != config.trainer.world_size:
+        odd.append(f"trainer.world_size = {run.ranks}, not {config.trainer.world_size}")
+    with contextlib.suppress(ConfigError):
+        if (note := read_note(Path(run.folder))) is not None:
+            odd += differences_to(note, config)
+    return f" ({'; '.join(odd[:DIFFERENCES])})" if odd else ""
 
 
 def _make_own(folder: Path) -> None:

@@ -449,11 +449,14 @@ def test_steps_of_another_killed_run_in_shared_memory_are_not_removed(tmp_path):
     open_run(mine, shm)
 
     with pytest.raises(
-        ConfigError, match=rf"holds the run {run_name(other)}, killed at policy version 3; .* version 2"
+        ConfigError,
+        match=rf"holds the run {run_name(other)}, killed at policy version 3; .* version 2: "
+        r"start it once more as it was configured \(daemon\.seed = 1, not 0\), to save it",
     ):
         begin_run(mine, shm, checked_layout(mine))
-    with pytest.raises(ConfigError, match="killed at policy version 3"):
-        begin_run(config(tmp_path, trainer={"resume": "never"}), shm, checked_layout(mine))
+    of_two_ranks = config(tmp_path, daemon={"seed": 1}, trainer={"world_size": 2, "resume": "never"})
+    with pytest.raises(ConfigError, match=r"as it was configured \(trainer\.world_size = 1, not 2\), to save it"):
+        begin_run(of_two_ranks, shm, checked_layout(of_two_ranks))
 
     assert weights_header.newest_version(shm / "weights").version == 3
     save(other, 3, "b")
