@@ -24,7 +24,6 @@ from pipeline.storage.arena import Arena
 
 _REFERENCE = "base_action_log_probs"
 _LOG_PROBS = "action_log_probs"
-_BEHAVIOUR = "behaviour_log_probs"
 _CUT = "info.cut"
 _NOT_TRAINED = ("kl", "action_entropy")
 """Fields with a value an action that statistics alone use."""
@@ -129,10 +128,7 @@ class ArenaRows:
         return FoundRows([(reader, part.rows) for reader, part in zip(readers, parts, strict=False)], damaged)
 
     def _without_needed_field(self, parts: Sequence[ExtentRows], readers: list[codec.ExtentReader]) -> dict[int, str]:
-        """Return the extents that lack a needed field, the reason by ticket; leave other fields out if one lacks them.
-
-        Without the log-probs of the engine a row would be trained without its correction: they are never left out.
-        """
+        """Return the extents that lack a needed field, the reason by ticket; leave others out if one lacks them."""
         gathering = self._gathering
         for name, is_needed, problem in (
             (
@@ -147,7 +143,6 @@ class ArenaRows:
                 'its rows have no log-probs of the policy: rollout.log_probs was "trainer", '
                 'as it is by default with trainer.policy_loss = "reinforce"',
             ),
-            (_BEHAVIOUR, None, "its rows have no log-probs of the engine, other rows of the batch have them"),
             (
                 _CUT,
                 gathering.needs_cut,
@@ -155,19 +150,22 @@ class ArenaRows:
             ),
         ):
             has_field = [name in reader.rows.named for reader in readers]
-            if not all(has_field) and (any(has_field) if is_needed is None else is_needed):
+            if all(has_field):
+                continue
+            if is_needed:
                 parts_found = zip(parts, has_field, strict=True)
                 return {part.ticket: problem for part, found in parts_found if not found}
-            if not all(has_field):
-                for reader in readers:
-                    reader.leave_out(name)
+            for reader in readers:
+                reader.leave_out(name)
         return _without_unlike_fields(parts, readers)
 
 
 def _without_unlike_fields(parts: Sequence[ExtentRows], readers: list[codec.ExtentReader]) -> dict[int, str]:
     """Return the extents that have another form of a trained field than the newest one, the reason by ticket.
 
-    Other fields that not all extents have alike, as the columns of reward functions that were changed, are left out.
+    The newest one is of the present configuration: were it refused, the next batches would have the older rows again.
+    The log-probs of the engine are such a field: without them a row would be trained without its correction. Other
+    fields that not all extents have alike, as the columns of reward functions that were changed, are left out.
     """
     of_first = readers[0].rows.fields
     if all(reader.rows.fields == of_first for reader in readers):
@@ -183,7 +181,7 @@ def _without_unlike_fields(parts: Sequence[ExtentRows], readers: list[codec.Exte
             continue
         pairs = zip(parts, forms, strict=True)
         return {
-            part.ticket: f"its rows have {name} in another form than the newest rows of the batch, or lack it"
+            part.ticket: f"its rows have {name} in another form than the newest rows of the batch, or only one has it"
             for part, form in pairs
             if form != forms[newest]
         }

@@ -167,7 +167,6 @@ FIELDS = {
     ),
     "log-probs": ("needs_log_probs", "action_log_probs", 'no log-probs of the policy: rollout.log_probs was "trainer"'),
     "cut": ("needs_cut", "info.cut", "do not say whether responses were cut"),
-    "behaviour": (None, "behaviour_log_probs", "its rows have no log-probs of the engine"),
 }  # fmt: skip
 
 
@@ -214,16 +213,21 @@ def test_rows_without_a_field_are_refused_if_the_trainer_needs_it_and_used_if_no
     prefetcher.close()
 
 
-@pytest.mark.parametrize(("rows_have_it", "refused"), [([True, False], {1}), ([True, True], set()), ([False], set())])
-def test_rows_without_log_probs_of_the_engine_are_refused_beside_rows_with_them(shelf, rows_have_it, refused):
-    _, field, told = FIELDS["behaviour"]
-    lease, _ = lease_of_two_times(shelf, field, rows_have_it)
+@pytest.mark.parametrize(
+    ("rows_have_it", "refused"),
+    # As after a change from vLLM to the default engine, and back.
+    [([True, False], {0}), ([False, True], {0}), ([True, False, False], {0}), ([True, True], set()), ([False], set())],
+)
+def test_rows_with_and_without_log_probs_of_the_engine_are_not_mixed_and_the_newest_are_kept(
+    shelf, rows_have_it, refused
+):
+    lease, _ = lease_of_two_times(shelf, "behaviour_log_probs", rows_have_it)
     prefetcher = Prefetcher(shelf.arena)
 
     fetched = prefetcher.take(lease, CPU)
 
     assert fetched.damaged.keys() == refused
-    assert all(told in reason for reason in fetched.damaged.values())
+    assert all("behaviour_log_probs in another form" in reason for reason in fetched.damaged.values())
     assert (fetched.content is None) == bool(refused)
     prefetcher.close()
 
