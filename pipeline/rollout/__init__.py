@@ -19,7 +19,6 @@ reward           reward functions, in processes that can be killed
 roller           prompts rendered, passed to the maker
 rows             prompts and responses end to end, as the maker computes with them
 sample_recorder  sampled rollouts, recorded for people to read
-sampled_tokens   response tokens counted as they are sampled
 sampling         sampling parameters of rollouts and held-out prompts, with the tokens that end a response
 shaping          rewards, advantages and further fields by configuration
 sleep            the engine's turns on a card that a trainer shares
@@ -27,4 +26,5 @@ start_check      the findings of a start without weights, for `rlhfd config chec
 ticket_stream    streams of tickets: several rollouts in hand
 vision_prompts   prompts with images
 worker           the worker's decisions: ticket, weights, message
+worker_progress  the part that a worker's metrics and an actor's telemetry share
 """

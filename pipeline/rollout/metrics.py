@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from pipeline.models.device import allocator_bytes
-from pipeline.progress import Event, Telemetry
+from pipeline.progress import Event
 from pipeline.rollout.generation.interface import EngineCounts, EngineLoad
 from pipeline.rollout.reward.row_rewards import PREFIX
 from pipeline.rollout.roller import Rolled
-from pipeline.rollout.sampled_tokens import SampledTokens
+from pipeline.rollout.worker_progress import WorkerTelemetry
 from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.metrics import NUMBER_LABELS, REWARD_LABELS
 from pipeline.telemetry.number_names import COLUMN, sums_of
@@ -37,7 +37,7 @@ _STAGES = {"seal": "serialize"} | {
 _WAITS = {"full": "wait_ticket_full", "staleness": "wait_ticket_staleness", "paused": "wait_ticket_paused"}
 
 
-class RolloutMetrics(Telemetry):
+class RolloutMetrics(WorkerTelemetry):
     """Writes a worker's slot."""
 
     def __init__(
@@ -87,7 +87,6 @@ class RolloutMetrics(Telemetry):
         self._groups = _each(writer.counter, "rlhfd_groups_total", signal=("mixed", "all_equal"))
         self._ticket_tokens = writer.gauge("rlhfd_ticket_tokens")
         self._ticket = -1
-        self._sampled = SampledTokens(self._count_sampled)
         self._sampled_remotely = 0
         self._ticket_rows = _each(writer.gauge, "rlhfd_ticket_rows", state=("done", "all"))
         self._probes = _each(writer.counter, "rlhfd_engine_probes_total", verdict=("ok", "gap", "stale"))
@@ -102,15 +101,6 @@ class RolloutMetrics(Telemetry):
         self._sent_bytes = _each(writer.counter, "rlhfd_weight_sent_bytes_total", kind=sent_kinds)
         self._sync_time = writer.gauge("rlhfd_weight_sync_last_success_timestamp_seconds")
         self._push_wait = writer.histogram("rlhfd_buffer_push_wait_seconds")
-
-    @contextlib.contextmanager
-    def activity(self, name: str) -> Iterator[None]:
-        """Count the time of the block for an activity, and its duration for the stage of that name."""
-        started_s = time.monotonic()
-        self.show_rows(0, 0)
-        with self.clock.during(name):
-            yield
-        self.staged(name, time.monotonic() - started_s)
 
     def staged(self, name: str, seconds: float) -> None:
         """Count the duration of an ended activity for the stage of its name."""
@@ -194,20 +184,6 @@ class RolloutMetrics(Telemetry):
             self._groups["mixed"].inc(mixed)
             self._groups["all_equal"].inc(len(responses) // group_size - mixed)
 
-    def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
-        """Write a heartbeat; show the progress of the stage if `rows` is above 0, and count tokens."""
-        if rows:
-            self.show_rows(rows_done, rows)
-        if tokens is not None:
-            self._sampled.reported(tokens)
-            self._ticket_tokens.set(self._sampled.in_hand)
-        self._writer.beat()
-
-    def sampled(self, tokens: int) -> None:
-        """Count the response tokens of ended requests, except for those that a heartbeat has counted."""
-        self._sampled.ended(tokens)
-        self._ticket_tokens.set(self._sampled.in_hand)
-
     def sampled_remotely(self, tokens: int, in_hand: int) -> None:
         """Count the response tokens of an engine in another process.
 
@@ -215,9 +191,8 @@ class RolloutMetrics(Telemetry):
             tokens: Sampled by it since its start.
             in_hand: Response tokens of requests that have not ended.
         """
-        self._count_sampled(max(0, tokens - self._sampled_remotely))
+        self._count_sampled(max(0, tokens - self._sampled_remotely), in_hand)
         self._sampled_remotely = max(tokens, self._sampled_remotely)
-        self._ticket_tokens.set(in_hand)
 
     def count(self, event: Event, kind: str) -> None:
         """Count an event; see `Telemetry.count`."""
@@ -305,10 +280,14 @@ class RolloutMetrics(Telemetry):
             self._next_clipped = 10 ** len(str(self._rows_clipped + rows))
         self._rows_clipped += rows
 
-    def _count_sampled(self, tokens: int) -> None:
+    def _beat(self) -> None:
+        self._writer.beat()
+
+    def _count_sampled(self, tokens: int, in_hand: int) -> None:
         # Without a ticket they are those of the trial before the first one.
         if self._ticket >= 0:
             self._tokens["response"].inc(tokens)
+        self._ticket_tokens.set(in_hand)
 
 
 def _each(metric: Callable[..., _M], name: str, **labels: Sequence[str]) -> dict[str, _M]:

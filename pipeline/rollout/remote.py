@@ -9,7 +9,6 @@ calls.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -18,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,13 +27,14 @@ from pipeline.config.vllm_release import installed_version
 from pipeline.errors import ConfigError, RlhfdError
 from pipeline.models.loading import load_tokenizer
 from pipeline.models.weights.copies import WeightsCopy
-from pipeline.progress import Event, Telemetry
+from pipeline.progress import Event
 from pipeline.rollout.generation.interface import EngineLoad
 from pipeline.rollout.loader import load_roller
-from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.rollout.ticket_stream import EngineStream, new_stream
+from pipeline.rollout.worker_progress import WorkerTelemetry
 from pipeline.runtime.actor_start import ActorSpec, enter
 from pipeline.runtime.run_inputs import inputs_to_compare
+from pipeline.telemetry.activity import ActivityClock
 from pipeline.telemetry.carried_records import CarriedRecords
 from pipeline.telemetry.metrics import OTHER
 
@@ -115,21 +115,21 @@ class Loaded:
     inputs: dict[str, str]
 
 
-class NodeClock:
-    """The activity of a node; each change of it is a heartbeat, as in `pipeline.telemetry.activity`."""
+class NodeClock(ActivityClock):
+    """The activity of a node, whose time the gateway counts; each change of it is a heartbeat."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
-        self.activity = OTHER
+        self._activity = OTHER
         self._beat = beat
 
     def enter(self, activity: str) -> str:
         """Begin an activity; return the one that ended."""
-        ended, self.activity = self.activity, activity
+        ended, self._activity = self._activity, activity
         self._beat()
         return ended
 
 
-class NodeTelemetry(Telemetry):
+class NodeTelemetry(WorkerTelemetry):
     """Collects the progress of a call until the gateway fetches it; the metrics of the node's `EngineStream`."""
 
     def __init__(self, *, log_texts: bool = False) -> None:
@@ -137,20 +137,7 @@ class NodeTelemetry(Telemetry):
         self.clock = NodeClock(self.progress)
         self.beat_s = time.monotonic()
         self._status = NodeStatus()
-        self._sampled = SampledTokens(self._count_sampled)
         self._events: list[tuple[str, tuple[Any, ...]]] = []
-
-    @contextlib.contextmanager
-    def activity(self, name: str) -> Iterator[None]:
-        """Count the time of the block for an activity."""
-        started_s = time.monotonic()
-        self.show_rows(0, 0)
-        before = self.clock.enter(name)
-        try:
-            yield
-        finally:
-            self.clock.enter(before)
-        self.staged(name, time.monotonic() - started_s)
 
     def staged(self, name: str, seconds: float) -> None:
         """Record the duration of a stage."""
@@ -164,19 +151,6 @@ class NodeTelemetry(Telemetry):
         """Keep the engine's work in hand."""
         self._status.load = load
 
-    def progress(self, *, rows_done: int = 0, rows: int = 0, tokens: int | None = None) -> None:
-        """Count a heartbeat; keep the progress of the stage if `rows` is above 0, and count tokens."""
-        if rows:
-            self.show_rows(rows_done, rows)
-        if tokens is not None:
-            self._sampled.reported(tokens)
-        self._status.beats += 1
-        self.beat_s = time.monotonic()
-
-    def sampled(self, tokens: int) -> None:
-        """Count the response tokens of ended requests, except for those that a heartbeat has counted."""
-        self._sampled.ended(tokens)
-
     def count(self, event: Event, kind: str) -> None:
         """Record an event."""
         self._record("count", event, kind)
@@ -187,9 +161,7 @@ class NodeTelemetry(Telemetry):
 
     def status(self, records: Sequence[logging.LogRecord]) -> NodeStatus:
         """Return the progress so far, with these log records; also to be called from another thread."""
-        return dataclasses.replace(
-            self._status, activity=self.clock.activity, in_hand=self._sampled.in_hand, records=records
-        )
+        return dataclasses.replace(self._status, activity=self.clock.activity, records=records)
 
     def take(self) -> list[tuple[str, tuple[Any, ...]]]:
         """Return all events since the last call, and start anew."""
@@ -199,8 +171,13 @@ class NodeTelemetry(Telemetry):
     def _record(self, method: str, *arguments: Any) -> None:
         self._events.append((method, arguments))
 
-    def _count_sampled(self, tokens: int) -> None:
+    def _beat(self) -> None:
+        self._status.beats += 1
+        self.beat_s = time.monotonic()
+
+    def _count_sampled(self, tokens: int, in_hand: int) -> None:
         self._status.sampled += tokens
+        self._status.in_hand = in_hand
 
 
 class RolloutNode:

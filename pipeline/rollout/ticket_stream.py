@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from pipeline.config.schema import Config
 from pipeline.errors import FieldError, ShapeError, WeightsMismatchError
@@ -29,12 +29,9 @@ from pipeline.rollout.generation.interface import (
 from pipeline.rollout.generation.weights import WeightsSource
 from pipeline.rollout.prompt_batch import PromptBatch, tokens_of
 from pipeline.rollout.roller import Begun, LocalRoller, Rolled
+from pipeline.rollout.worker_progress import WorkerTelemetry
 from pipeline.storage.weights_header import WeightsVersion
 from pipeline.telemetry.metrics import OTHER
-
-if TYPE_CHECKING:
-    from pipeline.rollout.metrics import RolloutMetrics
-    from pipeline.rollout.remote import NodeTelemetry
 
 _UNBOUNDED_TICKETS_AHEAD = 8
 _MOST_TICKETS_AHEAD = 1024
@@ -86,7 +83,7 @@ class TicketStream(Protocol):
         ...
 
 
-def new_stream(roller: LocalRoller, config: Config, metrics: RolloutMetrics | NodeTelemetry) -> EngineStream:
+def new_stream(roller: LocalRoller, config: Config, metrics: WorkerTelemetry) -> EngineStream:
     """Return the stream of a roller's engine, with the tickets in hand that the configuration wants."""
     rows = config.prompts_per_ticket * config.group_size
     return EngineStream(
@@ -166,7 +163,7 @@ class EngineStream:
     def __init__(
         self,
         roller: LocalRoller,
-        metrics: RolloutMetrics | NodeTelemetry,
+        metrics: WorkerTelemetry,
         tickets_ahead: int,
         *,
         updates_in_flight: bool = False,

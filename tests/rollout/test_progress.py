@@ -12,8 +12,8 @@ from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.transformers import TransformersGenerator
 from pipeline.rollout.maker import NaiveExperienceMaker
 from pipeline.rollout.metrics import RolloutMetrics
+from pipeline.rollout.remote import NodeTelemetry
 from pipeline.rollout.reward.functions import FunctionReward
-from pipeline.rollout.sampled_tokens import SampledTokens
 from pipeline.telemetry.reader import MetricsReader
 from tests.rollout.test_worker import Bench
 from tests.rollout.test_worker import bench as bench
@@ -71,13 +71,13 @@ def test_a_worker_shows_rows_and_tokens_of_its_ticket_until_it_is_done(bench: Be
 
 def counted(*reports: int | tuple[int]) -> list[int]:
     """Return the tokens counted after each report of an engine, and after each end, which is a tuple."""
-    counts: list[int] = []
-    sampled, totals = SampledTokens(counts.append), []
+    heard, totals = NodeTelemetry(), [0]
     for report in reports:
-        sampled.ended(*report) if isinstance(report, tuple) else sampled.reported(report)
-        assert sampled.in_hand >= 0 and all(count > 0 for count in counts)
-        totals.append(sum(counts))
-    return totals
+        heard.sampled(*report) if isinstance(report, tuple) else heard.progress(tokens=report)
+        status = heard.status([])
+        assert status.in_hand >= 0 and status.sampled >= totals[-1]
+        totals.append(status.sampled)
+    return totals[1:]
 
 
 def test_tokens_count_as_they_are_reported_and_the_rest_at_the_end_of_their_request() -> None:
