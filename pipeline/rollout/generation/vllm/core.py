@@ -203,21 +203,23 @@ class Core:
         self._requests[submit.key] = _Request(submit, [None] * len(submit.seeds))
         self.taken += 1
         self._tokens_in += len(submit.prompt) * len(submit.seeds)
-        single = [sequence[0] for sequence in submit.stop_sequences if len(sequence) == 1]
-        watched = any(len(sequence) > 1 for sequence in submit.stop_sequences) or bool(submit.stop_strings)
+        sampling = submit.sampling
+        single = [sequence[0] for sequence in sampling.stop_sequences if len(sequence) == 1]
+        watched = any(len(sequence) > 1 for sequence in sampling.stop_sequences) or bool(submit.stop_strings)
         prompt: Any = TokensPrompt(prompt_token_ids=submit.prompt)
         if submit.images is not None:
             prompt = prompt_of(submit.prompt, submit.images)
         for row, seed in enumerate(submit.seeds):
             parameters = SamplingParams(
                 n=1,
-                seed=None if submit.greedy else seed,
+                seed=seed if sampling.do_sample else None,
                 max_tokens=submit.max_new_tokens,
-                temperature=0.0 if submit.greedy else submit.temperature,
-                top_p=1.0 if submit.greedy else submit.top_p,
-                top_k=0 if submit.greedy else submit.top_k,
-                min_p=0.0 if submit.greedy else submit.min_p,
-                stop_token_ids=sorted({*submit.stop_tokens, *single}),
+                # At 0 it is greedy, and reads no filter.
+                temperature=sampling.temperature if sampling.do_sample else 0.0,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                stop_token_ids=sorted({*sampling.eos_token_ids, *single}),
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0 if submit.log_probs else None,
@@ -381,11 +383,10 @@ class Core:
         return False
 
     def _stops(self, submit: Submit, token_ids: list[int]) -> bool:
-        if any(token_ids[-len(stop) :] == stop for stop in submit.stop_sequences):
+        if any(tuple(token_ids[-len(stop) :]) == stop for stop in submit.sampling.stop_sequences):
             return True
-        if not submit.stop_strings:
+        if not (strings := submit.stop_strings):
             return False
-        strings = tuple(submit.stop_strings)
         if strings not in self._stop_strings:
             self._tokenizer = self._tokenizer or load_tokenizer(self._directory)
             self._stop_strings[strings] = StopStrings(strings, self._tokenizer)

@@ -349,17 +349,11 @@ class VllmEngine:
                 prompt,
                 [row_seed(sampling.seed, row) for row in rows],
                 request.max_new_tokens,
-                list(sampling.eos_token_ids),
-                [list(sequence) for sequence in sampling.stop_sequences],
-                sampling.temperature,
-                sampling.top_p,
-                sampling.top_k,
-                not sampling.do_sample,
+                dataclasses.replace(sampling, stop_strings=None),
                 not filtered and (sampling.do_sample or sampling.temperature == 1),
                 images,
                 request.prompt_log_probs,
-                [] if sampling.stop_strings is None else list(sampling.stop_strings.strings),
-                sampling.min_p,
+                () if sampling.stop_strings is None else sampling.stop_strings.strings,
             )
         )
 

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from pipeline.models.weights.tensor_specs import TensorSpec
-from pipeline.rollout.generation.interface import EngineLoad
+from pipeline.rollout.generation.interface import EngineLoad, Sampling
 
 
 class Lora(msgspec.Struct, frozen=True):
@@ -73,23 +73,20 @@ class Images(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request; each seed is that of one response. Stop strings are found by the tokenizer of the model's folder."""
+    """A request; each seed is that of one response.
+
+    Stop strings stand beside the sampling parameters: they are found by the tokenizer of the model's folder.
+    """
 
     key: int
     prompt: list[int]
     seeds: list[int]
     max_new_tokens: int
-    stop_tokens: list[int]
-    stop_sequences: list[list[int]]
-    temperature: float
-    top_p: float
-    top_k: int
-    greedy: bool
+    sampling: Sampling
     log_probs: bool
     images: Images | None = None
     prompt_log_probs: bool = False
-    stop_strings: list[str] = []
-    min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):

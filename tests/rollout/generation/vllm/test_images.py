@@ -284,6 +284,7 @@ def test_an_update_in_flight_looks_at_the_images_again(seeing):
 
 KEPT = """
 import msgspec
+from pipeline.rollout.generation.interface import Sampling
 from pipeline.rollout.generation.vllm import images, memory, wire
 from pipeline.rollout.generation.vllm.core import Core
 from tests.rollout.generation.vllm import test_images
@@ -298,7 +299,8 @@ for version, row in enumerate(([20, (1, 4, 6), 21], [20, (1, 6, 4), 21], [20, (1
     (request,) = test_images.requests(row)
     prompt = request.prompt_ids.tolist()
     descriptor, message = images.put(prompt, request.vision, test_images.SIGHT)
-    core.submit(wire.Submit(version, prompt, [5], 2, [], [], 1.0, 1.0, 0, True, True, message))
+    greedy = Sampling(max_length=0, pad_token_id=0, do_sample=False)
+    core.submit(wire.Submit(version, prompt, [5], 2, greedy, True, message))
     while core.busy:
         core.step()
     found.append(kept(core))
