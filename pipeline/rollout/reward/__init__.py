@@ -4,6 +4,7 @@ answers       the answer of a response, and the fenced blocks of its Markdown
 code          the reward `code`: tests of a row in a limited process
 foreign       reward functions of TRL and verl, called as their trainers call them
 functions     reward functions as a reward model
+given_rows    the rows of a call, also for another process
 math_process  the process of `math`: math-verify with limits
 math_text     quantities as math-verify reads them
 mathematics   the reward `math`: results compared with answers

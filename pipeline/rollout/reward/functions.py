@@ -23,8 +23,9 @@ from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.response_text import ResponseText
 from pipeline.rollout.reward.foreign import adapted
+from pipeline.rollout.reward.given_rows import GivenRows
 from pipeline.rollout.reward.numbers import Scored, of_rows, scored, split
-from pipeline.rollout.reward.row_rewards import LARGEST, GivenRows, RewardProblems, RowRewards, is_reward
+from pipeline.rollout.reward.row_rewards import LARGEST, RewardProblems, RowRewards, is_reward
 from pipeline.rollout.reward.signatures import Signature, awaited, parameters_of
 from pipeline.rollout.reward.wire import RowScore, row_score
 

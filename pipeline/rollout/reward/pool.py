@@ -13,25 +13,16 @@ it logs the stack of the hang and exits. The worker waits a little longer, then 
 from __future__ import annotations
 
 import collections
-import json
 import math
 from collections.abc import Sequence
-
-import msgspec
 
 from pipeline.config.rewards import RewardConfig, reward_of, to_json
 from pipeline.config.user_modules import PROMPT
 from pipeline.progress import Telemetry
+from pipeline.rollout.reward.given_rows import GivenRows, packed
 from pipeline.rollout.reward.process import prepare
-from pipeline.rollout.reward.row_rewards import GivenRows, RewardProblems, RowRewards
-from pipeline.rollout.reward.wire import (
-    RowScore,
-    RowsScored,
-    RowsToScore,
-    RowToScore,
-    messages,
-    with_images,
-)
+from pipeline.rollout.reward.row_rewards import RewardProblems, RowRewards
+from pipeline.rollout.reward.wire import RowScore, RowsScored, RowsToScore, messages
 from pipeline.runtime.pool import STARTUP_TIMEOUT_S, Ended, PoolProcess, ProcessPool, how_ended
 from pipeline.runtime.pool_process import Ready
 
@@ -106,29 +97,11 @@ class RewardPool(RowRewards):
         if (facts := self._pool.processes[0].facts) is None:
             self.wait_ready()
             facts = self._pool.processes[0].facts or {}
-        fields = zip(
-            rows.input_ids.cpu().numpy(),
-            (rows.attention_mask != 0).cpu().numpy(),
-            rows.response_start.tolist(),
-            rows.response_end.tolist(),
-            rows.gt_answer,
-            strict=True,
-        )
-        sent = [
-            RowToScore(ids.tobytes(), mask.tobytes(), start, end, json.dumps(answer))
-            for ids, mask, start, end, answer in fields
-        ]
-        if rows.vision is not None and facts["sees_images"]:
-            sent = [with_images(row, rows.vision.rows([place])) for place, row in enumerate(sent)]
+        columns, left_out = None, () if facts["wants_prompt"] else (PROMPT,)
         if rows.columns is not None and (facts["wants_columns"] or facts["wants_prompt"]):
-            left_out = () if facts["wants_prompt"] else (PROMPT,)
-            sent = [
-                msgspec.structs.replace(
-                    row, columns=json.dumps({name: value for name, value in named.items() if name not in left_out})
-                )
-                for row, named in zip(sent, rows.columns, strict=True)
-            ]
-        return self._score(sent, facts["together"])
+            columns = [{name: value for name, value in row.items() if name not in left_out} for row in rows.columns]
+        vision = rows.vision if facts["sees_images"] else None
+        return self._score(rows._replace(vision=vision, columns=columns), facts["together"])
 
     def close(self) -> None:
         """End the processes, and all that the functions have started."""
@@ -140,16 +113,16 @@ class RewardPool(RowRewards):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _score(self, rows: list[RowToScore], together: list[int]) -> list[RowScore]:
+    def _score(self, rows: GivenRows, together: list[int]) -> list[RowScore]:
         """Return the scores of rows; `together` are the numbers of the functions that score all rows in one call."""
-        alone = [at for at in range(len(self._names)) if at not in together]
+        alone, count = [at for at in range(len(self._names)) if at not in together], len(rows.input_ids)
         # All rows of a function that needs them first: it takes longest, beside the other rows in other processes.
-        work = [RowsToScore([at], rows) for at in together if rows]
-        work += [RowsToScore(alone, [row]) for row in rows if alone]
+        work = [RowsToScore([at], count, packed(rows)) for at in together if count]
+        work += [RowsToScore(alone, 1, packed(rows.part(slice(row, row + 1)))) for row in range(count) if alone]
         done = self._work(work)
         joint, own = done[: len(together)], done[len(together) :]
         scores = []
-        for row in range(len(rows)):
+        for row in range(count):
             found = [([at], of_rows[row]) for at, of_rows in zip(together, joint, strict=True)]
             found += [(alone, own[row][0])] if alone else []
             if problem := next((score for _, score in found if score.problem), None):
@@ -190,14 +163,14 @@ class RewardPool(RowRewards):
                         tried_again.add(at)
                         waiting.appendleft(at)
                         continue
-                    scores[at] = [verdict] * len(work[at].rows)
-                if len(work[at].rows) == 1 or isinstance(event, Ended):
+                    scores[at] = [verdict] * work[at].count
+                if work[at].count == 1 or isinstance(event, Ended):
                     timeouts = timeouts + 1 if scores[at][0].problem == "timeout" else 0
             # Rows in hand at the same time count once: each process takes one of them.
             if timeouts >= _TIMEOUTS_IN_A_ROW * len(self._pool.processes):
                 text = f"not tried: {timeouts} rows in a row took longer than {self._timeout_s:g} s"
                 late = RowScore(problem="timeout", text=text)
-                scores |= {at: [late] * len(work[at].rows) for at in waiting}
+                scores |= {at: [late] * work[at].count for at in waiting}
                 waiting.clear()
         return [scores[at] for at in range(len(work))]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import json
 import random
 import socket
 from typing import Any
@@ -17,9 +16,9 @@ from pipeline.config.rewards import of_json
 from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.response_text import ResponseText
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
-from pipeline.rollout.reward.row_rewards import GivenRows
+from pipeline.rollout.reward.given_rows import unpacked
 from pipeline.rollout.reward.signatures import event_loop
-from pipeline.rollout.reward.wire import RowScore, RowsScored, RowsToScore, row_score, vision_of
+from pipeline.rollout.reward.wire import RowsScored, RowsToScore, row_score
 from pipeline.runtime.link import Link
 from pipeline.runtime.pool_process import Load, Serve
 
@@ -56,20 +55,7 @@ def _serve(reward: FunctionReward, timeout_s: float, end: socket.socket) -> None
             # A function may hang with the GIL held: only a C timer runs then. Calls that are awaited end by themselves
             # at the same time, and the rest of their rows has rewards.
             faulthandler.dump_traceback_later(timeout_s + (AWAITED_GRACE_S if is_joint else 0.0), exit=True)
-            scored = RowsScored(_score(reward, work, is_joint=is_joint))
+            results = reward.results(work.functions, unpacked(work.rows))
+            scored = RowsScored([row_score(found, is_joint=is_joint) for found in results])
             faulthandler.cancel_dump_traceback_later()
             link.send(scored)
-
-
-def _score(reward: FunctionReward, work: RowsToScore, *, is_joint: bool) -> list[RowScore]:
-    rows = work.rows
-    given = GivenRows(
-        torch.stack([torch.frombuffer(bytearray(row.ids), dtype=torch.int64) for row in rows]),
-        torch.stack([torch.frombuffer(bytearray(row.mask), dtype=torch.bool) for row in rows]).long(),
-        torch.tensor([row.start for row in rows]),
-        torch.tensor([row.end for row in rows]),
-        [json.loads(row.answer) for row in rows],
-        vision_of(rows),
-        [json.loads(row.columns) for row in rows],
-    )
-    return [row_score(found, is_joint=is_joint) for found in reward.results(work.functions, given)]

@@ -10,7 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.flat_rows import Index
 from pipeline.progress import Telemetry
 from pipeline.prompts.types import Prompt
+from pipeline.rollout.reward.given_rows import GivenRows
 from pipeline.rollout.reward.numbers import FurtherNumbers, columns_of
 from pipeline.rollout.reward.wire import RowScore, row_score
 
@@ -32,30 +33,6 @@ _FURTHER: Final = f"a cause beyond the first {_MOST_CAUSES:,}"
 """A function may give each row a cause of its own, such as the keys of its result: these are counted as one."""
 
 log = logging.getLogger(__name__)
-
-
-class GivenRows(NamedTuple):
-    """The rows of a call; see `RowRewards.__call__`."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    response_start: Tensor
-    response_end: Tensor
-    gt_answer: Sequence[Any]
-    vision: VisionRows | None = None
-    columns: Sequence[Mapping[str, Any]] | None = None
-
-    def part(self, rows: slice) -> GivenRows:
-        """Return some of the rows, sharing their memory."""
-        return GivenRows(
-            self.input_ids[rows],
-            self.attention_mask[rows],
-            self.response_start[rows],
-            self.response_end[rows],
-            self.gt_answer[rows],
-            None if self.vision is None else self.vision.rows(rows),
-            None if self.columns is None else self.columns[rows],
-        )
 
 
 class RewardProblems:

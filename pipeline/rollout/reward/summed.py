@@ -14,8 +14,9 @@ from pipeline.models.packing import pack_scored_rows
 from pipeline.models.reward_model import SequenceReward
 from pipeline.progress import Telemetry
 from pipeline.prompts.types import Prompt
+from pipeline.rollout.reward.given_rows import GivenRows
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
-from pipeline.rollout.reward.row_rewards import GivenRows, RewardProblems, RowRewards
+from pipeline.rollout.reward.row_rewards import RewardProblems, RowRewards
 from pipeline.rollout.reward.wire import RowScore
 
 

@@ -24,9 +24,10 @@ from pipeline.prompts.types import Prompt
 from pipeline.rollout.generation.stop_strings import StopStrings
 from pipeline.rollout.response_text import ResponseText, hidden_ids
 from pipeline.rollout.reward.functions import FunctionReward, checked_scores, load_reward_function
+from pipeline.rollout.reward.given_rows import GivenRows
 from pipeline.rollout.reward.numbers import FurtherNumbers
 from pipeline.rollout.reward.own_tokenizer import OwnTokenizerReward, reward_model_of
-from pipeline.rollout.reward.row_rewards import GivenRows, is_reward, none_applies, too_large
+from pipeline.rollout.reward.row_rewards import is_reward, none_applies, too_large
 
 
 class Trial(NamedTuple):

@@ -19,8 +19,8 @@ import torch
 from pipeline.config.rewards import JudgeReward, RemoteReward
 from pipeline.errors import ConfigError, RewardError
 from pipeline.rollout.reward.functions import FunctionReward, load_reward_function
+from pipeline.rollout.reward.given_rows import GivenRows
 from pipeline.rollout.reward.remote import remote_reward
-from pipeline.rollout.reward.row_rewards import GivenRows
 from pipeline.rollout.reward.service import Breaker
 from tests.support.daemon import wait_until
 
