@@ -82,15 +82,11 @@ MISTAKES = [
     ),
     ("[prompts]\nprompt_key = 'q'", "2:1: unknown key prompts.prompt_key, did you mean prompt_column?"),
     # Dynamic sampling.
-    *(
-        (
-            f"[rollout]\nmax_refill = 2\n{other}",
-            "2:14: rollout.max_refill: must be 0 unless rollout.advantages is one of grpo, dr_grpo, rloo: with others "
-            "equal rewards carry a signal, got 2",
-        )
-        for other in ('algorithm = "ppo"', 'advantages = "reinforce_baseline"', 'advantages = "mine:estimate"')
+    (
+        '[rollout]\nmax_refill = 2\nadvantages = "mine:estimate"',
+        "2:14: rollout.max_refill: must be 0 unless rollout.advantages is one of grpo, dr_grpo, rloo: with others "
+        "equal rewards carry a signal, got 2",
     ),
-    ("[rollout]\nmax_refill = -1", "2:14: rollout.max_refill: must be at least 0, got -1"),
     (
         "[trainer]\nmini_batches = 3",
         "2:16: trainer.mini_batches: must divide the 256 rows of a step, got 3: updates would be of unequal size",
@@ -106,7 +102,6 @@ MISTAKES = [
         "2:1: unknown key trainer.kl_target, OpenRLHF's kl_target is missing here: the weight in the reward is "
         "constant; trainer.kl_coef_target adapts the one in the loss, over 10,000 rows (docs/coming-from.md)",
     ),
-    ("[rollout]\ntemprature = 0.7", "2:1: unknown key rollout.temprature, did you mean temperature?"),
     ("[rollout]\n  'temprature'=0.7", "2:3: unknown key rollout.temprature, did you mean temperature?"),
     ("rollout.temprature = 0.7", "1:9: unknown key rollout.temprature, did you mean temperature?"),
     ("rollout = { top_p = 1.0, temprature = 0.7 }", "1:26: unknown key rollout.temprature, did you mean temperature?"),
@@ -143,40 +138,23 @@ MISTAKES = [
     ),
     ('[rollout]\nworkers = "8"', '2:11: rollout.workers: must be an integer, got "8"'),
     ("[rollout]\nworkers = true", "2:11: rollout.workers: must be an integer, got true"),
-    ("[rollout]\nworkers = 1.5", "2:11: rollout.workers: must be an integer, got 1.5"),
     ("[rollout]\nworkers = 0", "2:11: rollout.workers: must be at least 1, got 0"),
     ("[rollout]\nworkers = 1979-05-27", "2:11: rollout.workers: must be an integer, got 1979-05-27"),
     ("[rollout.workers]\nmany = 1", "1:10: rollout.workers: must be an integer, got {many = 1}"),
     ("[rollout]\nworkers.many = 1", "2:1: rollout.workers: must be an integer, got {many = 1}"),
-    ("[rollout]\ntop_p = 1.1", "2:9: rollout.top_p: must be at most 1, got 1.1"),
-    ("[rollout]\ntop_p = 0.0", "2:9: rollout.top_p: must be greater than 0, got 0.0"),
-    ("[rollout]\nmin_p = 1.0", "2:9: rollout.min_p: must be less than 1, got 1.0"),
-    ("[evaluation]\nmin_p = -0.1", "2:9: evaluation.min_p: must be at least 0, got -0.1"),
     (
         '[rollout]\nlong_prompts = "cut_left"',
         "2:16: rollout.long_prompts: needs rollout.max_prompt_length: a cut prompt would leave one token to respond",
-    ),
-    (
-        '[rollout]\nlong_prompts = "left"',
-        '2:16: rollout.long_prompts: must be "set_aside" or "cut_left", got "left"',
     ),
     (
         '[trainer]\nadvantage_scale = "batch"',
         '2:19: trainer.advantage_scale: must be "none" unless rollout.advantages is dr_grpo, rloo or your own: those '
         'of "grpo" are scaled already',
     ),
-    *(
-        (
-            f'[trainer]\nadvantage_scale = "batch"\n{others}\n[rollout]\nalgorithm = "ppo"\n{advantages}',
-            '2:19: trainer.advantage_scale: must be "none" with rollout.algorithm = "ppo", whose advantages '
-            "trainer.whiten_advantages scales",
-        )
-        for others in ("", "whiten_advantages = false")
-        for advantages in ("", 'advantages = "mine:own"')
-    ),
     (
-        '[trainer]\nadvantage_scale = "group"',
-        '2:19: trainer.advantage_scale: must be "none" or "batch", got "group"',
+        '[trainer]\nadvantage_scale = "batch"\nwhiten_advantages = false\n[rollout]\nalgorithm = "ppo"',
+        '2:19: trainer.advantage_scale: must be "none" with rollout.algorithm = "ppo", whose advantages '
+        "trainer.whiten_advantages scales",
     ),
     (
         "[trainer]\nnormalize_values = true",
@@ -186,7 +164,6 @@ MISTAKES = [
         '[rollout]\nalgorithm = "ppo"\n[trainer]\nkind = "external"\nnormalize_values = true',
         '5:20: trainer.normalize_values: must be false with trainer.kind = "external", whose loss is its own',
     ),
-    ("[trainer]\nnormalize_values = 1", "2:20: trainer.normalize_values: must be true or false, got 1"),
     (
         '[rollout]\nreward_scale = "running"',
         '2:16: rollout.reward_scale: must be "none" unless rollout.advantages is gae, dr_grpo, rloo or your own: those '
@@ -201,31 +178,20 @@ MISTAKES = [
         '[rollout]\nadvantages = "rloo"\nreward_scale = "running"\n[trainer]\nkind = "external"',
         '3:16: rollout.reward_scale: must be "none" with trainer.kind = "external", which publishes no moments',
     ),
-    (
-        '[rollout]\nreward_scale = "batch"',
-        '2:16: rollout.reward_scale: must be "none" or "running", got "batch"',
-    ),
     ("[prompts]\nshuffle = 2", "2:11: prompts.shuffle: must be true or false, got 2"),
     (
         '[prompts]\nshuffle = 0\npass_rate_column = "rate"\ncurriculum = "easy_first"',
         '2:11: prompts.shuffle: must be true with prompts.curriculum = "easy_first"',
     ),
-    ("[trainer]\nmax_epochs = -1", "2:14: trainer.max_epochs: must be at least 0, got -1"),
     ("[rollout]\ntemperature = inf", "2:15: rollout.temperature: must be finite, got inf"),
-    ("[rollout]\ntemperature = 0", "2:15: rollout.temperature: must be greater than 0, got 0"),
     (
         '[rollout]\nalgorithm = "dpo"',
         '2:13: rollout.algorithm: must be grpo, ppo, dapo, dr_grpo, rloo, gspo, cispo or reinforce++, got "dpo"',
     ),
-    ("[rollout]\nmax_length = 1", "2:14: rollout.max_length: must be at least 2, got 1"),
     ("[rollout]\ndevices = []", '2:11: rollout.devices: must be "auto" or name at least one device, got []'),
     (
         "[rollout]\ndevices = [0, 1, 0]",
         "2:11: rollout.devices: must name each device once, got [0, 1, 0]",
-    ),
-    (
-        "[rollout]\ndevices = 0",
-        '2:11: rollout.devices: must be "auto" or a list of device numbers, got 0',
     ),
     (
         '[rollout]\ndevices = ["0"]',
@@ -235,10 +201,6 @@ MISTAKES = [
     (
         'rewards = [\n  "a.b:c",  # [\n  "nonsense",\n]',
         f'3:3: rewards: must be one of {", ".join(REWARD_NAMES)}, or of the form "module:function", got "nonsense"',
-    ),
-    (
-        "rewards = ['mth']",
-        f'1:12: rewards: must be one of {", ".join(REWARD_NAMES)}, or of the form "module:function", got "mth"',
     ),
     ("rewards = ['a:b', 3]", "1:19: rewards: must be a name or a table, got 3"),
     ("rewards = 'a:b'", '1:11: rewards: must be tables [[rewards]], or a list of names, got "a:b"'),
@@ -274,17 +236,12 @@ MISTAKES = [
         "[trainer]\nbetas = [0.9]",
         "2:9: trainer.betas: must be a list of two numbers, each at least 0 and less than 1, got [0.9]",
     ),
-    (
-        "[trainer]\nwhiten_advantages = 1",
-        "2:21: trainer.whiten_advantages: must be true or false, got 1",
-    ),
     ("[metrics]\nport = 70_000", "2:8: metrics.port: must be at most 65535, got 70000"),
     ('[metrics]\nhost = ""', '2:8: metrics.host: must have at least 1 character, got ""'),
     (
         '[daemon]\nname = "Bad Name"',
         '2:8: daemon.name: must be made of a-z, 0-9 and -, got "Bad Name"',
     ),
-    ("[daemon]\nseed = -1", "2:8: daemon.seed: must be at least 0, got -1"),
     (
         "[daemon]\nseed = 9223372036854775808",
         "2:8: daemon.seed: must be less than 9223372036854775808, got 9223372036854775808",
@@ -318,12 +275,6 @@ MISTAKES = [
         '"module:function", got "rlo"',
     ),
     (
-        '[trainer]\nloss_aggregation = "tokens_mean"',
-        '2:20: trainer.loss_aggregation: must be "token_mean", "sequence_mean" or "dr_grpo", got "tokens_mean"',
-    ),
-    ("[trainer]\nimportance_cap = 0.5", "2:18: trainer.importance_cap: must be at least 1, got 0.5"),
-    ("[trainer]\ndual_clip = 1.0", "2:13: trainer.dual_clip: must be greater than 1, got 1.0"),
-    (
         '[rollout]\nadvantages = "gae"',
         "2:14: rollout.advantages: must be grpo, dr_grpo, rloo, reinforce_baseline, or of the form "
         '"module:function", with rollout.algorithm = "grpo", got "gae"',
@@ -343,19 +294,7 @@ MISTAKES = [
     ),
     # Values that are right each by itself, at the one to change that was set.
     ("[rollout]\nnum_generations = 1", "2:19: rollout.num_generations: must be at least 2 with GRPO, got 1"),
-    ("[trainer]\npacking = 1", "2:11: trainer.packing: must be true or false, got 1"),
-    ('[model]\ncompile = "yes"', '2:11: model.compile: must be true, false or "auto", got "yes"'),
     ("[model]\ncompile = 1", '2:11: model.compile: must be true, false or "auto", got 1'),
-    (
-        '[trainer]\nactivation_checkpointing = "auto"',
-        '2:28: trainer.activation_checkpointing: must be true or false, got "auto"',
-    ),
-    (
-        '[trainer]\nshared_prefix = "auto"',
-        '2:17: trainer.shared_prefix: must be true or false, got "auto"',
-    ),
-    ("[trainer]\nmicro_batch_tokens = 0", "2:22: trainer.micro_batch_tokens: must be at least 1, got 0"),
-    ("[trainer]\nkeep_state_every = 0", "2:20: trainer.keep_state_every: must be at least 1, got 0"),
     (
         '[model]\ndtype = "float16"',
         '2:9: model.dtype: must be "bfloat16" or "float32" with trainer.kind = "builtin": gradients underflow in '
@@ -374,10 +313,6 @@ MISTAKES = [
         '2:13: trainer.optimizer: must be "adamw" with trainer.sharding = "hybrid": muon needs whole matrices',
     ),
     (
-        '[trainer]\noptimizer = "adafactor"',
-        '2:13: trainer.optimizer: must be "adamw", "adamw_8bit" or "muon", got "adafactor"',
-    ),
-    (
         '[trainer]\noptimizer = "muon"\nsharding = "full"\nworld_size = 2',
         '2:13: trainer.optimizer: must be "adamw" with trainer.sharding = "full": muon needs whole matrices',
     ),
@@ -390,7 +325,6 @@ MISTAKES = [
         '[trainer]\noptimizer = "muon"\nkind = "external"',
         '2:13: trainer.optimizer: must be left out with trainer.kind = "external", which has its own optimizer',
     ),
-    ('[trainer]\nsharding = "fsdp"', '2:12: trainer.sharding: must be "auto", "none", "full" or "hybrid", got "fsdp"'),
     ("[trainer]\nworld_size = 2\ndevices = [0]", "3:11: trainer.devices: names 1 for 2 ranks, each needs its own"),
     (
         "[buffer]\nmax_staleness = 0\n[rollout]\nnum_generations = 7",
@@ -430,16 +364,11 @@ MISTAKES = [
     ("[rollout\nworkers = 1", "1:9: expected ']' at the end of a table declaration"),
     ("[rollout]\nworkers = 1\nworkers = 2", "3:1: rollout.workers is set twice, first in line 2"),
     ("rollout.workers = 1\n[rollout]\nworkers = 2", "3:1: rollout.workers is set twice, first in line 1"),
-    ("[rollout]\nx = [1\n", "2:5: list is not closed, a ] is missing"),
     (b"[rollout]\nx = '\xff'", "2:6: not UTF-8 but byte 0xff, save the file as UTF-8"),
     # As other trainers call it, or in another section.
     ("[rollout]\nlr = 1e-6", "2:1: unknown key rollout.lr, did you mean trainer.learning_rate?"),
     ("[trainer]\nlr = 1e-6", "2:1: unknown key trainer.lr, did you mean learning_rate?"),
     ("[rollout]\nmax_tokens = 64", "2:1: unknown key rollout.max_tokens, did you mean max_new_tokens?"),
-    (
-        "[trainer]\ntimeout_s = 3",
-        f"2:1: unknown key trainer.timeout_s, {ALL_KEYS}",
-    ),
     ("[daemon]\nhang_timeout = 3", "2:1: unknown key daemon.hang_timeout, did you mean hang_timeout_s?"),
     ("[rollout]\nlearning_rat = 1", "2:1: unknown key rollout.learning_rat, did you mean trainer.learning_rate?"),
     (
@@ -448,26 +377,10 @@ MISTAKES = [
         "policies (use_bias_correction_kl), rlhfd does not (docs/coming-from.md)",
     ),
     (
-        "[trainer]\nppo_mini_batch_size = 8",
-        "2:1: unknown key trainer.ppo_mini_batch_size, verl's actor_rollout_ref.actor.ppo_mini_batch_size is "
-        "trainer.mini_batches here: verl counts the prompts of an update, rlhfd the updates: data.train_batch_size / "
-        "ppo_mini_batch_size (docs/coming-from.md)",
-    ),
-    (
         "[trainer]\nlogging_steps = 1",
         "2:1: unknown key trainer.logging_steps, TRL's logging_steps is needless here: each step is logged, as a line "
         "of metrics.jsonl; daemon.log_level is the level of the log; OpenRLHF's logger.logging_steps is needless here: "
         "each step is logged (docs/coming-from.md)",
-    ),
-    (
-        "[rollout]\nmax_model_len = 1",
-        "2:1: unknown key rollout.max_model_len, verl's actor_rollout_ref.rollout."
-        "max_model_len is rollout.max_length here: the sum of prompt and response here (docs/coming-from.md)",
-    ),
-    (
-        "[actor_rollout_ref.actor]\nuse_kl_loss = true",
-        "1:2: unknown section actor_rollout_ref, a section of verl: `rlhfd init --from verl FILE` converts a file, "
-        "docs/coming-from.md has their options",
     ),
     (
         "[critic]\nx = 1",
@@ -482,29 +395,8 @@ MISTAKES = [
     # Values are quoted as they were given, and no other one is suggested: "5m" may be minutes or a slip.
     ('[daemon]\nhang_timeout_s = "5m"', '2:18: daemon.hang_timeout_s: must be a number, got "5m"'),
     (
-        '[daemon]\ndrain_timeout_s = "500ms"',
-        '2:19: daemon.drain_timeout_s: must be a number, got "500ms"',
-    ),
-    (
-        '[buffer]\narena_bytes = "1.5G"',
-        ('2:15: buffer.arena_bytes: must be a number of bytes or a text such as "64MiB" or "2GiB", got "1.5G"'),
-    ),
-    (
-        "[buffer]\narena_bytes = 1.5e9",
-        "2:15: buffer.arena_bytes: must be an integer, got 1500000000.0",
-    ),
-    ("[rollout]\ntop_p = 95", "2:9: rollout.top_p: must be at most 1, got 95"),
-    (
-        '[model]\ndtype = "bf16"',
-        ('2:9: model.dtype: must be "float32", "bfloat16" or "float16", got "bf16"'),
-    ),
-    (
         '[daemon]\nlog_level = "WARN"',
         ('2:13: daemon.log_level: must be "debug", "info", "warning" or "error", got "WARN"'),
-    ),
-    (
-        '[rollout]\nalgorithm = "GRPO"',
-        '2:13: rollout.algorithm: must be grpo, ppo, dapo, dr_grpo, rloo, gspo, cispo or reinforce++, got "GRPO"',
     ),
     (
         'rewards = ["my.rewards.exact"]',
@@ -513,10 +405,6 @@ MISTAKES = [
     (
         '[rollout]\ndevices = "0,1"',
         ('2:11: rollout.devices: must be "auto" or a list of device numbers, got "0,1"'),
-    ),
-    (
-        '[rollout]\ndevices = "cuda:1"',
-        ('2:11: rollout.devices: must be "auto" or a list of device numbers, got "cuda:1"'),
     ),
     (
         '[rollout]\nstop_token_ids = ["</s>"]',
@@ -531,13 +419,6 @@ MISTAKES = [
     ),
     ("[trainer]\nmax_steps = 1e3", "2:13: trainer.max_steps: must be an integer, got 1000.0"),
     ('[metrics]\nenabled = "yes"', '2:11: metrics.enabled: must be true or false, got "yes"'),
-    ("[metrics]\nenabled = 0", "2:11: metrics.enabled: must be true or false, got 0"),
-    ('[daemon]\nlog_texts = "off"', '2:13: daemon.log_texts: must be true or false, got "off"'),
-    ('[metrics]\nport = "9477"', '2:8: metrics.port: must be an integer, got "9477"'),
-    ('[metrics]\nport = ":9477"', '2:8: metrics.port: must be an integer, got ":9477"'),
-    ("[trainer]\nworld_size = -1", "2:14: trainer.world_size: must be at least 1, got -1"),
-    ("[prompts]\npath = 3", "2:8: prompts.path: must be a string, got 3"),
-    ("[daemon]\nseed = 1.0", "2:8: daemon.seed: must be an integer, got 1.0"),
     ('[metrics]\ntls_cert = "c.pem"', "2:12: metrics.tls_cert: must be set together with metrics.tls_key"),
     (
         '[buffer]\njournal_interval_s = 5\n[trainer]\nkind = "external"',
@@ -562,20 +443,7 @@ MISTAKES = [
         "rewards = []\n[rollout]\nenvironment = 'calculator.Calculator'",
         '3:15: rollout.environment: must be of the form "module:Factory", got "calculator.Calculator"',
     ),
-    ("[rollout]\nmax_turns = 0", "2:13: rollout.max_turns: must be at least 1, got 0"),
     ("[rollout]\nmax_turn_tokens = 4", "2:19: rollout.max_turn_tokens: needs rollout.environment"),
-    (
-        "[rollout]\nenvironment_timeout_s = 0",
-        "2:25: rollout.environment_timeout_s: must be greater than 0, got 0",
-    ),
-    (
-        "[rollout]\nenvironment_processes = 0",
-        "2:25: rollout.environment_processes: must be at least 1, got 0",
-    ),
-    (
-        "[[rewards]]\nname = 'math'\nweight = 1e12",
-        "3:10: rewards.math.weight: must be at most 1000000000, got 1000000000000.0",
-    ),
     ("[[rewards]]\nname = 'a:b'\nweight = nan", "3:10: rewards.b.weight: must be finite, got nan"),
     (
         "[[rewards]]\nname = 'length'\nlimit_tokens = 5\nbuffer_tokens = 6",
@@ -620,15 +488,9 @@ MISTAKES = [
         "gradient_accumulation_steps = 2",
         "4:16: trainer.mini_batches: must be at most the 64 rows of a step, got 65",
     ),
-    ("[trainer]\nepochs = 0", "2:10: trainer.epochs: must be at least 1, got 0"),
-    ("[trainer]\ntarget_kl = 0", "2:13: trainer.target_kl: must be greater than 0, got 0"),
     (
         "[trainer]\nkl_coef = 0\nkl_coef_target = 0.1",
         "3:18: trainer.kl_coef_target: needs trainer.kl_coef above 0, the first value: a weight of 0 stays 0",
-    ),
-    (
-        '[rollout]\nalgorithm = "ppo"\n[trainer]\nkl_coef_target = 0.1',
-        "4:18: trainer.kl_coef_target: needs trainer.kl_coef above 0, the first value: a weight of 0 stays 0",
     ),
     (
         '[model]\nlora_rank = 513\n[rollout]\nengine = "vllm"',
@@ -748,25 +610,12 @@ MISTAKES = [
         "scores it",
     ),
     (
-        '[model]\nreference_device = "trainer"\n[rollout]\nalgorithm = "ppo"',
-        '2:20: model.reference_device: must be "worker" with a KL in the reward (rollout.kl_coef = 0.01): the worker '
-        "scores it",
-    ),
-    (
-        '[model]\nreference_device = "cpu"',
-        '2:20: model.reference_device: must be "worker", "trainer" or "host", got "cpu"',
-    ),
-    (
         '[model]\nlora_targets = "all"',
         '2:16: model.lora_targets: must be "all-linear" or a list of names of layers, got "all"',
     ),
     (
         "[model]\nlora_targets = []",
         '2:16: model.lora_targets: must be "all-linear" or a list of names of layers, got []',
-    ),
-    (
-        '[model]\nlora_kind = "dora"',
-        '2:13: model.lora_kind: must be "lora" or "rslora", got "dora"',
     ),
     (
         '[model]\nlora_adapter = "a"',
@@ -777,23 +626,10 @@ MISTAKES = [
         '2:20: model.reference_device: must be "worker" or "trainer" with model.lora_rank and without model.reference: '
         "the reference is the actor without its adapters, which takes no memory",
     ),
-    (
-        '[rollout]\nlog_probs = "vllm"',
-        '2:13: rollout.log_probs: must be "engine", "worker" or "trainer", got "vllm"',
-    ),
-    ("[rollout]\nengine_gap_nats = 0", "2:19: rollout.engine_gap_nats: must be greater than 0, got 0"),
-    (
-        '[rollout]\nengine_gap_action = "restart"',
-        '2:21: rollout.engine_gap_action: must be "warn", "resync" or "stop", got "restart"',
-    ),
     # No TOML, as people write it.
     (
         "[rollout]\nworkers: 4",
         "2:8: expected '=' after a key in a key/value pair: a line is key = value, [section] or # comment",
-    ),
-    (
-        "[model]\nactor = 'models/a\n[rollout]\nworkers = 1",
-        "2:9: string is not closed, a ' is missing at the end of the line",
     ),
     (
         '[model]\nactor = "models/a\n[rollout]\nworkers = 1',
@@ -802,16 +638,11 @@ MISTAKES = [
     ("[rollout]\nstop_token_ids = [1, 2\n\n[trainer]\nmax_steps = 3", "2:18: list is not closed, a ] is missing"),
     ("rollout = {workers = 1", "1:11: table is not closed, a } is missing"),
     ('{"rollout": {"workers": 4}}', "1:1: invalid statement: this looks like JSON, a configuration is TOML"),
-    (
-        "[rollout]\nworkers",
-        ("2:8: expected '=' after a key in a key/value pair: a line is key = value, [section] or # comment"),
-    ),
     ("[rollout]\n[trainer]\n[rollout]\n", "3:2: rollout is set twice, first in line 1"),
     ("rollout = 1\n[rollout]\nworkers = 1", "2:9: cannot overwrite a value: it was set above"),
     # Bytes.
     (b"\xff\xfe[\x00r\x00", "1:1: not UTF-8 but UTF-16, save the file as UTF-8"),
     (b"\xef\xbb\xbf[rollout]\nworkers = 0", "2:11: rollout.workers: must be at least 1, got 0"),
-    (b"[model]\nactor = 'mod\xe8le'", "2:13: not UTF-8 but byte 0xe8, save the file as UTF-8"),
 ]
 
 
@@ -836,13 +667,6 @@ def test_a_line_that_is_no_toml_is_named_without_its_password() -> None:
 SET_MISTAKES = [
     ("rollout.temprature=1", "--set rollout.temprature: unknown key rollout.temprature, did you mean temperature?"),
     ("rolout.workers=1", "--set rolout.workers: unknown section rolout, did you mean rollout?"),
-    ("rollout.workers=0", "--set rollout.workers: must be at least 1, got 0"),
-    ("rollout.tickets_ahead=-1", "--set rollout.tickets_ahead: must be at least 0, got -1"),
-    ("rollout.tickets_ahead=2000", "--set rollout.tickets_ahead: must be at most 1024, got 2000"),
-    (
-        "rollout.weight_updates=inflight",
-        '--set rollout.weight_updates: must be "between" or "in_flight", got "inflight"',
-    ),
     ("rollout.workers=many", '--set rollout.workers: must be an integer, got "many"'),
     ("rollout.workers=", '--set rollout.workers: must be an integer, got ""'),
     ("rollout.workers", "--set rollout.workers: must be of the form section.key=value"),
@@ -885,7 +709,6 @@ SET_MISTAKES = [
         f"--set rollout.a.b: unknown key rollout.a.b, {ALL_KEYS}",
     ),
     ("rollout.workers=1\nb = 2", '--set rollout.workers: must be an integer, got "1\\nb = 2"'),
-    ("rollout.num_generations=1", "--set rollout.num_generations: must be at least 2 with GRPO, got 1"),
     (
         "rollout.num_generations=300",
         "--set rollout.num_generations: buffer.sample_batch_size: is too small for a group of 300: "
