@@ -10,13 +10,15 @@ change from config.json in the instance's folder, which they check between two u
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pipeline.config import load as config_load
 from pipeline.config.changes import Change, compare, with_live
@@ -29,6 +31,8 @@ from pipeline.runtime.workspace import Workspace
 from pipeline.supervisor.preflight import problems_of_files
 from pipeline.supervisor.web.server import HttpServer
 from pipeline.telemetry.slab import SlotWriter
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +82,7 @@ class Reload:
         """Reload the configuration, or change nothing if it has errors; return the answer of `rlhfd reload`."""
         async with self._lock:
             try:
-                # In a thread: the prompts may be a large file.
-                reloaded = await asyncio.to_thread(config_load.load_again, self.loaded, problems_of_files)
+                reloaded, code = await _in_thread(self._read)
                 changes = compare(self._running, reloaded.config)
                 running = with_live(self._running, reloaded.config)
                 config = with_live(self.config, reloaded.config)
@@ -96,7 +99,7 @@ class Reload:
                 log.warning("configuration reloaded, these need a restart: %s", ", ".join(self.pending))
             elif not changes.live:
                 log.info("configuration reloaded: nothing has changed")
-            if note := "; ".join(filter(None, (self._note_of_code(), self._note_of_run(reloaded.config)))):
+            if note := "; ".join(filter(None, (self._note_of_code(code), self._note_of_run(reloaded.config)))):
                 log.warning("configuration reloaded: %s", note)
             overridden = config_load.overridden(reloaded)
             for key, location in overridden.items():
@@ -116,9 +119,11 @@ class Reload:
         odd = differing_settings(identifying_settings(wanted), identifying_settings(self._running))
         return f"a start with these values is another run, from step 0: {', '.join(odd)}" if odd else ""
 
-    def _note_of_code(self) -> str:
+    def _read(self) -> tuple[LoadedConfig, dict[str, str]]:
+        return config_load.load_again(self.loaded, problems_of_files), _code_of(self.config)
+
+    def _note_of_code(self, now: dict[str, str]) -> str:
         """Return what is to be said of code that has changed since the start; "" if none has."""
-        now = _code_of(self.config)
         changed = [name for name, before in self._code.items() if now.get(name) != before]
         return f"code is not loaded again, it is in force after a restart: {', '.join(changed)}" if changed else ""
 
@@ -136,6 +141,25 @@ class Reload:
         for line in errors:
             log.error("configuration not reloaded, the previous one stays in force: %s", line)
         return {"ok": False, "config": str(self.loaded.path or ""), "errors": errors}
+
+
+def _in_thread(read: Callable[[], _T]) -> asyncio.Future[_T]:
+    """Return what a function returns in a thread of its own.
+
+    Files may be large, and those of a network's disk may never answer: a daemon thread that hangs keeps no process
+    alive, one of `asyncio.to_thread` would hold the end of the instance.
+    """
+    answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
+    answer.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            answer.set_result(read())
+        except Exception as error:  # noqa: BLE001 - it is raised where the answer is awaited
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="reload", daemon=True).start()
+    return asyncio.wrap_future(answer)
 
 
 def _code_of(config: Config) -> dict[str, str]:

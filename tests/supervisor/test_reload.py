@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.advice import SECTIONS
 from pipeline.config.changes import Change, compare, is_live, with_live
+from pipeline.config.load import load
 from pipeline.config.schema import BufferConfig, Config, DaemonConfig, RolloutConfig
 from pipeline.errors import ConfigError
 from pipeline.runtime.role import Report, RoleContext
+from pipeline.supervisor.reload import Reload
+from pipeline.telemetry.slab import MetricsSlab
+from tests.support.slabs import SLOTS, begun
 
 RUNNING = Config()
 
@@ -63,6 +69,29 @@ def test_what_does_not_go_together_with_what_stays_is_refused(monkeypatch: pytes
 
     with pytest.raises(ConfigError, match=r"^buffer\.journal_interval_s: must be 0 .* need a restart unchanged$"):
         with_live(external, wanted)
+
+
+def test_a_file_that_never_answers_holds_no_end(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.touch()
+    loaded = load(file, (), {})
+    writer = begun(MetricsSlab.create(tmp_path / "metrics", SLOTS), "supervisor")
+    # Without a writer it answers no more than a file of a network's disk that is gone.
+    file.unlink()
+    os.mkfifo(file)
+
+    async def reload() -> None:
+        Reload(loaded, loaded.config, None, None, writer, on_reloaded=lambda config: None).schedule()  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+
+    run = threading.Thread(target=asyncio.run, args=[reload()])
+    run.start()
+    run.join(5.0)
+    is_held = run.is_alive()
+    os.close(os.open(file, os.O_WRONLY))
+    run.join()
+
+    assert not is_held
 
 
 class TestInAProcess:
