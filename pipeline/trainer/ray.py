@@ -74,9 +74,10 @@ class _Gateway:
         self._started_s = started_s
         self._ends = threading.Event()
         self._told_to_stop = False
-        # Beside the rows of the next batch: a publish may move gigabytes.
-        self._of_shards = ThreadPoolExecutor(1, thread_name_prefix="shards")
-        self._answers: list[Future[None]] = []
+        # One carries the buffer's messages to the end; the other is for shards, beside the rows of the next batch: a
+        # publish may move gigabytes.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="gateway")
+        self._work: list[Future[None]] = []
 
     def run(self) -> ExitCode:
         """Place the rank and serve it to its end."""
@@ -89,20 +90,17 @@ class _Gateway:
         shard = context.index % self._config.shards
         shards = ShardService(folder / "weights", shard, weight_slots=self._config.trainer.weight_slots)
         self._shards = shards
-        carrier = threading.Thread(target=self._carry, args=(mailbox,), name="rlhfd-carry", daemon=True)
         try:
             offer_address(folder, context.generation, get_node_ip_address())
             context.report(Report(state="pending"))
             self._actor = self._placed(found_meeting(folder, context.generation, self._waits))
-            carrier.start()
+            self._work.append(self._threads.submit(self._carry, mailbox))
             return self._served()
         finally:
             self._ends.set()
-            if carrier.ident is not None:
-                carrier.join()
             with contextlib.suppress(AttributeError):
                 ray.kill(self._actor)
-            self._of_shards.shutdown()
+            self._threads.shutdown()
             shards.close()
             outbox.close(linger_s=1.0)
             mailbox.close()
@@ -158,7 +156,7 @@ class _Gateway:
             while True:
                 ready, _ = ray.wait([collected, done], timeout=_LOOK_S)
                 self._tell_changes()
-                self._look_at_answers()
+                self._look_at_work()
                 if collected in ready:
                     self._take(ray.get(collected))
                     collected = self._actor.collect.remote()
@@ -192,7 +190,7 @@ class _Gateway:
             if question.method == FIND:
                 self._answer(question, in_one_extent(self._rows, *question.arguments))
             else:
-                self._answers.append(self._of_shards.submit(self._answer_of_shards, question))
+                self._work.append(self._threads.submit(self._answer_of_shards, question))
 
     def _answer(self, question: Question, found: Any) -> None:
         self._actor.deliver.remote(Downward(found={question.number: found}))
@@ -200,11 +198,11 @@ class _Gateway:
     def _answer_of_shards(self, question: Question) -> None:
         self._answer(question, self._shards.answer(question.method, question.arguments))
 
-    def _look_at_answers(self) -> None:
-        """Raise the unexpected error of an answer: the rank would wait for it without end."""
-        for answer in [answer for answer in self._answers if answer.done()]:
-            self._answers.remove(answer)
-            answer.result()
+    def _look_at_work(self) -> None:
+        """Raise the unexpected error of an answer or of the carrying: the rank would wait without end."""
+        for work in [work for work in self._work if work.done()]:
+            self._work.remove(work)
+            work.result()
 
     def _carry(self, mailbox: Mailbox) -> None:
         """Pass on the buffer's messages; in a thread of its own."""

@@ -5,6 +5,8 @@ import pickle
 import socket
 import tempfile
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from pipeline.errors import ConfigError, DecodeError, FieldError
 from pipeline.experience import codec
 from pipeline.prompts.rows import row_of
 from pipeline.runtime.messages import Ack, Drain, ExtentRows
+from pipeline.runtime.transport import Outbox, trainer_name
 from pipeline.storage.arena import Arena
 from pipeline.storage.layout import LedgerLayout
 from pipeline.telemetry.carried_records import CarriedRecords
@@ -192,3 +195,34 @@ def test_a_rank_leaves_no_file_whoever_kills_it_and_takes_each_configuration_onc
     rank.deliver(Downward(config=second.model_dump_json()))
     assert context.reloaded() == second and context.reloaded() is None
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.needs("ray")
+def test_an_error_in_carrying_the_buffers_messages_ends_the_gateway(shelf, tmp_path, monkeypatch):
+    """Else the rank would wait for a lease without end."""
+    gateways = pytest.importorskip("pipeline.trainer.ray")
+    waited = iter(range(50))
+
+    def deliver(downward):
+        raise ValueError("not carried")
+
+    actor = SimpleNamespace(
+        **{name: SimpleNamespace(remote=lambda: None) for name in ("run", "collect")},
+        deliver=SimpleNamespace(remote=deliver),
+    )
+    monkeypatch.setattr(gateways, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(gateways, "found_meeting", lambda *_: None)
+    monkeypatch.setattr(gateways._Gateway, "_placed", lambda *_: actor)
+    monkeypatch.setattr(gateways.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(gateways.ray, "wait", lambda references, timeout: ([], time.sleep(0.1 * bool(next(waited)))))
+    context = SimpleNamespace(
+        index=1, folder=tmp_path, generation=1, report=lambda told: None, reloaded=lambda: None, stopping=False
+    )
+    outbox = Outbox(tmp_path, trainer_name(1))
+    outbox.send(Drain())
+
+    try:
+        with pytest.raises(ValueError, match="not carried"):
+            gateways._Gateway(Config(), context, 0.0).run()
+    finally:
+        outbox.close()
