@@ -272,10 +272,9 @@ class WeightsReader:
         return self._mapping.nbytes
 
     def newest(self) -> WeightsVersion | None:
-        """Return the newest version; None before the first publish."""
+        """Return the newest version as `newest_whole`; None before the first publish."""
         self._follow()
-        slot = self._mapping.newest_slot()
-        return None if slot is None else self._mapping.version(slot)
+        return None if self._mapping.newest_slot() is None else self.newest_whole()
 
     def newest_whole(self) -> WeightsVersion:
         """Return the newest version, all of whose header was read before it changed.

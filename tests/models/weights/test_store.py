@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError, WeightsError
+from pipeline.models.weights import store as module
 from pipeline.models.weights.store import WeightsPublisher, WeightsReader, flatten
 
 
@@ -161,6 +162,27 @@ def test_a_reader_that_is_overtaken_copies_again(path):
 
     assert reader.fetch(target).version == 3
     assert all((target[name] == 3).all() for name in target)
+
+
+def test_a_reader_that_is_overtaken_reads_the_header_again(path, monkeypatch):
+    publisher = WeightsPublisher(path, tensors(), slots=2)
+    publisher.publish(1, tensors(1.0), trained_through=10)
+    reader = WeightsReader(path)
+    unpack = module.unpack_version
+
+    def overtaken(marks, slot):
+        """Return a version whose number was read before the publisher overtook the reader by all slots."""
+        monkeypatch.setattr(module, "unpack_version", unpack)
+        before = unpack(marks, slot)
+        for version in (2, 3):
+            published = publisher.publish(version, tensors(float(version)), trained_through=10 * version)
+        return published._replace(version=before.version)
+
+    monkeypatch.setattr(module, "unpack_version", overtaken)
+
+    newest = reader.newest()
+
+    assert (newest.version, newest.trained_through) == (3, 30)
 
 
 def test_damaged_weights_are_never_reported_as_loaded(path):
