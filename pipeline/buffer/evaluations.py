@@ -93,7 +93,9 @@ class Evaluations:
     @property
     def last(self) -> Evaluation | None:
         """The newest complete evaluation of the run's versions; None without one, or if its plan is another one."""
-        last = None if self._book is None else self._book.newest(self._context.ledger.totals.policy_version)
+        ledger = self._context.ledger
+        newest = ledger.totals.policy_version
+        last = None if self._book is None else self._book.newest(newest, ledger.versions.fingerprint_of)
         return last if last is not None and self.plan is not None and last.plan == self.plan.digest else None
 
     @property

@@ -164,9 +164,23 @@ def find(
     return None
 
 
-def newest(evaluations: Sequence[Evaluation], version: float) -> Evaluation | None:
-    """Return the newest evaluation up to a version, None without one; those of later versions have been undone."""
-    return next((found for found in reversed(evaluations) if found.version <= version), None)
+def newest(
+    evaluations: Sequence[Evaluation],
+    version: float,
+    fingerprint_of: Callable[[int], int | None] = lambda version: None,
+) -> Evaluation | None:
+    """Return the newest evaluation up to a version, None without one; those of undone weights count for nothing.
+
+    Args:
+        evaluations: The evaluations, the oldest first.
+        version: The run's present version: later ones have been undone.
+        fingerprint_of: Returns the fingerprint of the weights that have the number of a version now; None if unknown.
+    """
+    for found in reversed(evaluations):
+        known = fingerprint_of(found.version)
+        if found.version <= version and (known is None or found.fingerprint == f"{known:016x}"):
+            return found
+    return None
 
 
 class EvaluationFile:
@@ -186,9 +200,11 @@ class EvaluationFile:
         self._waiting: list[Evaluation] = []
         self._is_failing = False
 
-    def newest(self, version: int) -> Evaluation | None:
-        """Return the newest evaluation up to a version; None without one."""
-        return newest(self._found, version)
+    def newest(
+        self, version: int, fingerprint_of: Callable[[int], int | None] = lambda version: None
+    ) -> Evaluation | None:
+        """Return the newest evaluation, as the function `newest`."""
+        return newest(self._found, version, fingerprint_of)
 
     def find(self, version: int, fingerprint: int, plan: str) -> Evaluation | None:
         """Return the evaluation of these weights under this plan; None if there is none."""

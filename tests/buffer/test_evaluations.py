@@ -251,6 +251,10 @@ def test_after_a_rollback_the_last_evaluation_is_that_of_a_version_that_is_left(
 
     assert [found.version for found in bench.book.found] == [0, 2]
     assert bench.buffer.evaluations.last.version == 0
+    # Its number is that of other weights from now on, which are not due.
+    bench.buffer.evaluations.plan = plan(4)
+    bench.say(Published(2, 12, 0))
+    assert bench.buffer.evaluations.last.version == 0
 
 
 def test_no_tickets_while_paused_or_draining():

@@ -66,8 +66,8 @@ class Book:
     def __init__(self):
         self.found = []
 
-    def newest(self, version):
-        return newest(self.found, version)
+    def newest(self, version, fingerprint_of):
+        return newest(self.found, version, fingerprint_of)
 
     def find(self, version, fingerprint, plan):
         return find(self.found, version, f"{fingerprint:016x}", plan)
