@@ -417,6 +417,11 @@ class TestConversions:
                 'reward_model_name_or_path = "r": reward_weights has 2 for 1 rewards',
             ),
             (
+                "trl",
+                {"reward_model_name_or_path": "r", "reward_weights": [None]},
+                'reward_model_name_or_path = "r": reward_weights has null in place of a weight',
+            ),
+            (
                 "openrlhf",
                 {"reward.model_name_or_path": "r,s", "reward.remote_url": "http://h/s"},
                 'reward.model_name_or_path = "r,s": OpenRLHF loads no reward model beside reward.remote_url',

@@ -195,6 +195,8 @@ def _rewards(value: Any, given: Given) -> dict[str, Any]:
     weights = list(given["reward_weights"] or [1.0] * (len(names) + (model is not None)))
     if len(weights) != len(names) + (model is not None):
         raise NotCarriedError(f"reward_weights has {len(weights)} for {len(names) + (model is not None)} rewards")
+    if None in weights:
+        raise NotCarriedError("reward_weights has null in place of a weight")
     of_functions = weights[len(weights) - len(names) :]
     here = [(str(name).removeprefix("trl.rewards."), weight) for name, weight in zip(names, of_functions, strict=True)]
     tables = [_function(name, weight) for name, weight in here if name != _REASONING]
