@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import logging
 import os
 import secrets
 import shutil
 import stat
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -31,7 +33,10 @@ from pipeline.runtime.transport import trainer_name
 from pipeline.storage.arena import PAGE_BYTES, Arena
 from pipeline.storage.files import UNREADABLE, no_room
 from pipeline.storage.layout import LedgerLayout, LedgerMemory
-from pipeline.storage.weights_header import newest_version
+from pipeline.storage.weights_header import is_whole, newest_version
+
+# The engine's ranks have a folder beside them (`pipeline.rollout.generation.vllm.ranks`).
+_FILES: Final = ("arena", "weights", "training*", "metrics", "config.json", "*.sock", "*.lock")
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +97,19 @@ class Workspace:
 
     @classmethod
     def is_left(cls, folder: Path, config: Config) -> bool:
-        """Return whether a killed supervisor of a configuration's run left the folder."""
+        """Return whether a killed supervisor of a configuration's run left the folder.
+
+        Raises:
+            ConfigError: If there is a folder in place of one of its files.
+        """
         try:
-            return cls.open(folder).run.is_of(config)
+            is_left = cls.open(folder).run.is_of(config)
         except (OSError, *UNREADABLE):
             return False
+        for path in itertools.chain.from_iterable(map(folder.glob, _FILES)):
+            if path.is_dir():
+                raise ConfigError(f"{path} is a folder, where a daemon has a file: remove it")
+        return is_left
 
     @classmethod
     def prepare(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
@@ -185,9 +198,14 @@ class Workspace:
             return None
         # Of an external trainer that lives on the ledger counts on; the built-in one would begin below its version.
         if version > 0 and config.trainer.kind == "builtin" and newest_version(found.weights_path) is None:
-            log.error("the weights of the killed run are gone from shared memory, the run goes on from its last "
-                      "checkpoint: version=%d path=%s", version, found.weights_path)  # fmt: skip
+            log.error("the weights of the killed run are gone from shared memory, or cut off there, the run goes on "
+                      "from its last checkpoint: version=%d path=%s", version, found.weights_path)  # fmt: skip
             return None
+        for state in folder.glob("training*"):
+            if not is_whole(state):
+                log.error("the training state of the killed run was cut off in shared memory, the run goes on from its "
+                          "last checkpoint: version=%d path=%s", version, state)  # fmt: skip
+                state.unlink()
         # Sockets and locks of dead processes are useless, and ranks would wait for them at an old rendezvous: the
         # numbers of generations begin again. An external trainer lives on with its own: another process would get a
         # lock under a new inode. Those of a dead one do no harm, the next one takes both.
@@ -201,7 +219,7 @@ class Workspace:
     @classmethod
     def _fresh(cls, folder: Path, config: Config, layout: LedgerLayout) -> Workspace:
         if any(folder.iterdir()):
-            log.warning("files of another run in shared memory are removed: folder=%s", folder)
+            log.warning("files of an earlier run in shared memory are removed: folder=%s", folder)
             # Not the files alone: the sockets of an external trainer that lives on lead into the folder (`connect`).
             shutil.rmtree(folder)
             _make_own(folder)
@@ -238,11 +256,13 @@ def _refuse_unsaved(folder: Path, config: Config) -> None:
     run = Path(found.run.folder)
     saved = saved_version(run / "checkpoints")
     if newest.version > saved:
-        other_release = "with the release of rlhfd that ran it, since this one cannot read its arena"
+        unreadable = _why_unreadable(folder / "arena") if is_same else ""
+        other_release = "with the release of rlhfd that ran it, if that was another one"
         how = other_release if is_same else f"as it was configured{_odd_settings(found.run, config)}"
         raise ConfigError(
             f"{folder} holds the run {run.name}, killed at policy version {newest.version}; its last checkpoint "
-            f"is of version {saved}: start it once more {how}, to save it, or give these versions up: rm -r {folder}"
+            f"is of version {saved}{unreadable}: start it once more {how}, to save it, or give these versions up: "
+            f"rm -r {folder}"
         )
 
 
@@ -255,6 +275,16 @@ def _odd_settings(run: RunId, config: Config) -> str:
         if (note := read_note(Path(run.folder))) is not None:
             odd += differences_to(note, config)
     return f" ({'; '.join(odd[:DIFFERENCES])})" if odd else ""
+
+
+def _why_unreadable(arena: Path) -> str:
+    """Return what is to be said of an arena that this release cannot take over."""
+    reason = "it has the layout of another release"
+    try:
+        Arena(arena, payload=False).close()
+    except (OSError, LedgerError) as error:
+        reason = str(error)
+    return f", and its arena cannot be read ({reason})"
 
 
 def _make_own(folder: Path) -> None:

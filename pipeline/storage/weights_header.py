@@ -91,8 +91,23 @@ def unpack_version(marks: memoryview[int], slot: int) -> WeightsVersion:
     return WeightsVersion(version, fingerprint, through, bool(rollback), history, probe, max(rollback, 1) - 2)
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether a file has all slots of a weights file."""
+    with path.open("rb") as file:
+        return _is_whole(file.read(PAGE_BYTES), os.fstat(file.fileno()).st_size)
+
+
+def _is_whole(page: bytes, size_bytes: int) -> bool:
+    if len(page) < PAGE_BYTES or page[: len(MAGIC)] != MAGIC:
+        return False
+    _, slots, slot_bytes, data_offset, _ = HEADER.unpack_from(page)
+    return size_bytes >= data_offset + slots * slot_bytes
+
+
 def newest_version(path: Path, *, attempts: int = 1) -> WeightsVersion | None:
-    """Return the newest version of a weights file; None before the first publish, or during a write of the header.
+    """Return the newest version of a weights file.
+
+    None before the first publish, during a write of the header, and of a file that another program has cut off.
 
     Args:
         path: Path of the file; it need not exist.
@@ -111,9 +126,10 @@ def newest_version(path: Path, *, attempts: int = 1) -> WeightsVersion | None:
                 break
         else:
             return None
+        has_all = _is_whole(page, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
-    if len(page) < PAGE_BYTES or page[: len(MAGIC)] != MAGIC:
+    if not has_all:
         return None
     marks = memoryview(page).cast("Q")
     slot = marks[NEWEST] - 1

@@ -463,8 +463,15 @@ def test_steps_of_another_killed_run_in_shared_memory_are_not_removed(tmp_path):
     assert not begin_run(mine, shm, checked_layout(mine)).taken_over, "all of its steps are in a checkpoint"
 
 
-def test_steps_that_a_killed_daemon_of_another_release_left_are_not_removed_and_that_release_is_asked_for(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("is_cut", "reason"),
+    [
+        (False, "it has the layout of another release"),
+        (True, "shared memory was truncated by another program: .*/arena holds 8,192 B of [0-9,]* B"),
+    ],
+)
+def test_steps_beside_an_arena_that_cannot_be_read_are_not_removed_and_the_reason_is_told(
+    tmp_path, monkeypatch, is_cut, reason
 ):
     of, shm = config(tmp_path), tmp_path / "shm"
     open_run(of, shm)
@@ -475,11 +482,15 @@ def test_steps_that_a_killed_daemon_of_another_release_left_are_not_removed_and_
     written = json.loads((shm / "config.json").read_text())
     written["buffer"]["checksum"] = True
     (shm / "config.json").write_text(json.dumps(written))
-    monkeypatch.setattr("pipeline.storage.layout.LAYOUT_VERSION", 10**6)
+    if is_cut:
+        os.truncate(shm / "arena", 8192)
+    else:
+        monkeypatch.setattr("pipeline.storage.layout.LAYOUT_VERSION", 10**6)
     open_run(of, shm)
 
+    way = "start it once more with the release of rlhfd that ran it, if that was another one, to save it, or give"
     with pytest.raises(
-        ConfigError, match=r"killed at policy version 3; .* version 2: start it once more with the release of rlhfd"
+        ConfigError, match=rf"version 3; .* version 2, and its arena cannot be read \({reason}\): {way}"
     ):
         begin_run(of, shm, checked_layout(of))
 

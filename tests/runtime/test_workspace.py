@@ -110,15 +110,16 @@ def test_the_arena_of_another_number_of_ranks_is_replaced_and_its_run_is_the_sam
 
 
 @pytest.mark.parametrize(
-    ("kind", "version", "is_there", "taken_over"),
+    ("kind", "version", "left_bytes", "taken_over"),
     [
-        ("builtin", 3, False, False),
-        ("builtin", 0, False, True),
-        ("builtin", 3, True, True),
-        ("external", 3, False, True),
+        ("builtin", 3, 0, False),
+        ("builtin", 0, 0, True),
+        ("builtin", 3, 1 << 20, True),
+        ("builtin", 3, 9000, False),
+        ("external", 3, 0, True),
     ],
 )
-def test_a_killed_run_whose_weights_are_gone_is_not_taken_over(folder, kind, version, is_there, taken_over):
+def test_a_killed_run_whose_weights_are_gone_is_not_taken_over(folder, kind, version, left_bytes, taken_over):
     """Its ledger would drop all rows of the versions that are published again, as stale."""
     of_kind = Config.model_validate({"buffer": {"arena_bytes": 4 << 20}, "trainer": {"kind": kind}})
     left = Workspace.prepare(folder, of_kind, checked_layout(of_kind))
@@ -126,15 +127,48 @@ def test_a_killed_run_whose_weights_are_gone_is_not_taken_over(folder, kind, ver
         ledger = Ledger(arena.ledger, checked_layout(of_kind))
         ledger.publish(version, 1, 0)
         ledger.close()
-    if is_there:
-        tensors = {"weight": torch.zeros(2)}
-        publisher = WeightsPublisher(left.weights_path, tensors)
-        publisher.publish(version, tensors)
-        publisher.close()
+    if left_bytes:
+        published(left.weights_path, version)
+        os.truncate(left.weights_path, min(left_bytes, left.weights_path.stat().st_size))
 
     found = Workspace.prepare(folder, of_kind, checked_layout(of_kind))
 
     assert found.taken_over == taken_over
+
+
+def test_a_folder_in_place_of_a_file_is_refused_by_its_path(folder):
+    left = Workspace.prepare(folder, config(), checked_layout(config()))
+    # As vLLM's ranks have.
+    folder.joinpath("ranks").mkdir()
+    assert Workspace.is_left(folder, config())
+    left.weights_path.mkdir()
+
+    with pytest.raises(ConfigError, match=f"^{left.weights_path} is a folder, where a daemon has a file: remove it"):
+        Workspace.is_left(folder, config())
+
+
+@pytest.mark.parametrize("left_bytes", [0, 9000])
+def test_of_training_states_that_were_cut_off_a_takeover_leaves_those_that_are_whole(folder, caplog, left_bytes):
+    """Without one the trainer goes back to its last checkpoint; one that is cut off would end it at each start."""
+    left = Workspace.prepare(folder, config(), checked_layout(config()))
+    whole, cut = folder / "training", folder / "training-1"
+    for path in (left.weights_path, whole, cut):
+        published(path, 3)
+    os.truncate(cut, left_bytes)
+
+    assert Workspace.prepare(folder, config(), checked_layout(config())).taken_over
+
+    assert whole.exists() and not cut.exists()
+    assert (
+        f"was cut off in shared memory, the run goes on from its last checkpoint: version=-1 path={cut}" in caplog.text
+    )
+
+
+def published(path, version):
+    """Publish a version to a new file of weights."""
+    tensors = {"weight": torch.zeros(2)}
+    with contextlib.closing(WeightsPublisher(path, tensors)) as publisher:
+        publisher.publish(version, tensors)
 
 
 def test_another_runs_arena_is_replaced(folder):
