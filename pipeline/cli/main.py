@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,29 +51,43 @@ _OF_PATHS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP
 class _Commands(click.Group):
     """Turns our errors into lines on standard error and their exit codes."""
 
+    def make_context(self, *arguments: Any, **named: Any) -> click.Context:
+        # It writes the help and the version.
+        with _told_errors():
+            return super().make_context(*arguments, **named)
+
     def invoke(self, context: click.Context) -> Any:
         open_standard_streams()
         escape_unknown_characters()
         keep_exit_codes()
-        try:
-            return super().invoke(context)
-        except click.UsageError as error:
-            raise advised(error) from error
-        except RlhfdError as error:
-            click.echo(str(error), err=True)
-            context.exit(int(error.exit_code))
-        except OSError as error:
-            if error.errno == errno.EPIPE and drop_unwritable_output():
-                context.exit()  # as of `| head`: its reader has what it wants
-            if error.errno in (errno.ENOSPC, errno.EDQUOT) and drop_unwritable_output():
-                click.echo(f"standard output: {error.strerror}", err=True)
-            elif error.errno in _OF_PATHS and error.filename is not None:
-                click.echo(f"{error.filename}: {error.strerror}", err=True)
-            elif error.errno == errno.ENOENT and is_in_removed_folder():
-                click.echo("the current folder has been removed: change to another one", err=True)
-            else:
-                raise
-            context.exit(int(ExitCode.FAILED))
+        with _told_errors():
+            try:
+                return super().invoke(context)
+            except click.UsageError as error:
+                raise advised(error) from error
+
+
+@contextlib.contextmanager
+def _told_errors() -> Iterator[None]:
+    code = ExitCode.FAILED
+    try:
+        yield
+        return
+    except RlhfdError as error:
+        click.echo(str(error), err=True)
+        code = error.exit_code
+    except OSError as error:
+        if error.errno == errno.EPIPE and drop_unwritable_output():
+            code = ExitCode.OK  # as of `| head`: its reader has what it wants
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT) and drop_unwritable_output():
+            click.echo(f"standard output: {error.strerror}", err=True)
+        elif error.errno in _OF_PATHS and error.filename is not None:
+            click.echo(f"{error.filename}: {error.strerror}", err=True)
+        elif error.errno == errno.ENOENT and is_in_removed_folder():
+            click.echo("the current folder has been removed: change to another one", err=True)
+        else:
+            raise
+    raise click.exceptions.Exit(int(code))
 
 
 def _print_version(context: click.Context, _: click.Parameter, is_set: bool) -> None:

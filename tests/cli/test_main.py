@@ -118,7 +118,7 @@ class TestCommands:
 
     def test_output_that_a_full_disk_refuses_is_one_line_on_standard_error(self) -> None:
         # More than Python's buffer, and less.
-        for words in (["config", "show", "--effective"], ["completion", "bash"]):
+        for words in (["config", "show", "--effective"], ["completion", "bash"], ["--help"], ["--version"]):
             code = f"from pipeline.cli.main import main; main({words})"
             with open("/dev/full", "w") as full:
                 ended = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
