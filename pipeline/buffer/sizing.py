@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.buffer.admission import Limits
 from pipeline.config.lengths import EXTENT_OVERHEAD_BYTES
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, counted
 from pipeline.storage.layout import LedgerLayout
 from pipeline.storage.tables import MOST_LEASES
 
@@ -91,8 +91,8 @@ def refuse_small_tickets(config: Config) -> None:
     for part, part_rows, most in parts:
         if (tickets := -(-part_rows // rows)) > most:
             raise ConfigError(
-                f"rollout.batch_size: {part}, {part_rows:,} rows, would be {tickets:,} tickets of {rows:,} rows; the "
-                f"ledger has room for {most:,}: a larger rollout.batch_size makes fewer"
+                f"rollout.batch_size: {part}, {part_rows:,} rows, would be {tickets:,} tickets of "
+                f"{counted(rows, 'row')}; the ledger has room for {most:,}: a larger rollout.batch_size makes fewer"
             )
 
 
@@ -102,6 +102,6 @@ def refuse_many_leases(config: Config) -> None:
     leases = (trainer.gradient_accumulation_steps * trainer.publish_every + 1) * trainer.world_size
     if leases > MOST_LEASES:
         raise ConfigError(
-            f"trainer.publish_every: {trainer.world_size} ranks would hold {leases:,} batches at once, "
+            f"trainer.publish_every: {counted(trainer.world_size, 'rank')} would hold {leases:,} batches at once, "
             f"{trainer.gradient_accumulation_steps} x {trainer.publish_every} to a version; at most {MOST_LEASES:,}"
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.options import configured, load, placing, prepare_as_start
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from pipeline.config.load import LoadedConfig
@@ -125,7 +125,7 @@ def _write_pass_rates(config: Config, results: list[PromptResult], path: Path) -
     with contextlib.closing(PromptSource(prompts, config.daemon.seed)) as source:
         rates = {source.at(result.position).index: result.right / result.responses for result in results}
     left_out = write_pass_rates(prompts, rates, path, column=column)
-    click.echo(f'{len(rates):,} rows with the column "{column}" are in {path}'
+    click.echo(f'{counted(len(rates), "row")} with the column "{column}" in {path}'
                + (f", {left_out:,} without a result are left out" if left_out else ""), err=True)  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def _as_its_run(loaded: LoadedConfig, head: CheckpointNote) -> Config:
 
 
 def _show_progress(done: int, prompts: int) -> None:
-    click.echo(f"\r{done:,} of {prompts:,} prompts", nl=done == prompts, err=True)
+    click.echo(f"\r{done:,} of {counted(prompts, 'prompt')}", nl=done == prompts, err=True)
 
 
 def lines_of(evaluation: Evaluation) -> list[str]:

@@ -350,7 +350,7 @@ def _of_passes(config: Config) -> Conflicts:
 def _of_ranks(config: Config) -> Conflicts:
     trainer = config.trainer
     if trainer.devices != "auto" and len(trainer.devices) < config.ranks_here:
-        message = f"names {len(trainer.devices)} for {config.ranks_here} ranks, each needs its own"
+        message = f"names {len(trainer.devices)} for {counted(config.ranks_here, 'rank')}, each needs its own"
         yield ("trainer.devices", "trainer.world_size"), message
     if trainer.nodes == 1:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, counted
 from pipeline.prompts.source import PromptSource
 
 
@@ -42,8 +42,9 @@ def last_step(config: Config, *, step: int = 0, position: int = 0) -> int:
     steps = prompts * config.group_size // of_step
     if not steps:
         raise ConfigError(
-            f"trainer.max_epochs: {trainer.max_epochs} passes have {prompts:,} prompts, which give "
-            f"{prompts * config.group_size:,} rows, fewer than the {of_step:,} of a step (buffer.sample_batch_size)"
+            f"trainer.max_epochs: {counted(trainer.max_epochs, 'pass has', 'passes have')} "
+            f"{counted(prompts, 'prompt')}, of {counted(prompts * config.group_size, 'row')}, fewer than the "
+            f"{of_step:,} of a step (buffer.sample_batch_size)"
         )
     if step:
         steps = step + max(0, prompts - position) * config.group_size // of_step

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, counted
 from pipeline.prompts.lines import kind_of
 from pipeline.prompts.tables import without_nulls
 from pipeline.prompts.types import JsonValue, Message
@@ -203,7 +203,7 @@ def _problem_of_images(record: Mapping[str, Any], prompt: object) -> str | None:
     if isinstance(prompt, list):
         parts = sum(_image_parts(message) for message in prompt)
         if parts != len(images):
-            return f'{len(images)} images for {parts} parts of "type": "image" in the messages'
+            return f'{counted(len(images), "image")} for {counted(parts, "part")} of "type": "image" in the messages'
     return None
 
 

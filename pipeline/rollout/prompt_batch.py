@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.errors import FieldError, ShapeError
+from pipeline.errors import FieldError, ShapeError, counted
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.rollout.environment.turn_rows import TurnColumns
 from pipeline.rollout.generation.interface import Completed, Engine, Request, Sampling
@@ -75,8 +75,9 @@ class PromptBatch:
         """
         responses = [response for request in completed for response in request.responses]
         if [len(request.responses) for request in completed] != [self.group_size] * len(self.prompts):
+            returned = counted(len(responses), "response")
             raise ShapeError(
-                f"the engine returned {len(responses)} responses for {len(self.prompts)} prompts, "
+                f"the engine returned {returned} for {counted(len(self.prompts), 'prompt')}, "
                 f"{self.group_size} of each were requested"
             )
         # An engine of the user's may give tensors of any device and dtype.

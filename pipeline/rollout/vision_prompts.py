@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.user_modules import install_command
-from pipeline.errors import ConfigError, PromptError
+from pipeline.errors import ConfigError, PromptError, counted
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.prompts.rendering import Rendering, Template, render
 from pipeline.prompts.types import Prompt
@@ -96,7 +96,7 @@ class VisionPrompts:
             ids = [token for _ in prompt.images for token in self._image_in_front] + ids
             named = len(prompt.images)
         if named != len(prompt.images):
-            raise PromptError(f"{named} image tokens for {len(prompt.images)} images")
+            raise PromptError(f"{counted(named, 'image token')} for {counted(len(prompt.images), 'image')}")
         if not prompt.images:
             return RenderedPrompt(ids)
         vision = self._pixels(prompt.images)

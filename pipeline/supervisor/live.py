@@ -24,6 +24,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.errors import counted
+
 _PANEL_INTERVAL_S: Final = 0.25
 _LINE_INTERVAL_S: Final = 1.0
 _QUIET_S: Final = 60.0
@@ -246,7 +248,7 @@ def evaluation_text(evaluation: Mapping[str, Any]) -> str:
     ]
     last = f"version {evaluation['version']}: {', '.join(known)}" if evaluation.get("version") is not None else ""
     prompts = evaluation.get("prompts") or 0
-    now = f"{evaluation.get('done') or 0:,} of {prompts:,} prompts of an evaluation" if prompts else ""
+    now = f"{evaluation.get('done') or 0:,} of {counted(prompts, 'prompt')} of an evaluation" if prompts else ""
     return "; ".join(part for part in (last, now) if part) or "not evaluated yet"
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from pipeline.errors import counted
 from pipeline.runtime.messages import (
     Ack,
     Credit,
@@ -218,7 +219,8 @@ class BufferSession:
             ValueError: If fewer batches are in hand; none is handed back then.
         """
         if not 0 <= batches <= len(self._in_hand):
-            raise ValueError(f"{batches} batches cannot be handed back: {len(self._in_hand)} are in hand")
+            wanted = counted(batches, "batch", "batches")
+            raise ValueError(f"{wanted} cannot be handed back, {len(self._in_hand)} in hand")
         for _ in range(batches):
             lowest = self._in_hand.pop()
             self._send(Release(self._name, lowest, self._peer.incarnation))

@@ -414,7 +414,7 @@ class TestConversions:
             (
                 "trl",
                 {"reward_model_name_or_path": "r", "reward_weights": [1.0, 2.0]},
-                'reward_model_name_or_path = "r": reward_weights has 2 for 1 rewards',
+                'reward_model_name_or_path = "r": reward_weights has 2 for 1 reward',
             ),
             (
                 "trl",

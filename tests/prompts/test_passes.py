@@ -57,7 +57,7 @@ def test_a_resume_with_other_rows_a_step_counts_the_prompts_that_are_left(tmp_pa
 def test_passes_without_the_rows_of_a_step_are_refused(tmp_path):
     config = config_of(tmp_path, "trainer.max_epochs=1", "buffer.sample_batch_size=128")
 
-    with pytest.raises(ConfigError, match=r"trainer.max_epochs: 1 passes have 25 prompts, which give 100 rows, fewer"):
+    with pytest.raises(ConfigError, match=r"trainer.max_epochs: 1 pass has 25 prompts, of 100 rows, fewer"):
         last_step(config)
 
 

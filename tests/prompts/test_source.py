@@ -129,11 +129,11 @@ def test_a_broken_line_is_named_by_file_line_and_column(tmp_path: Path, line: st
         ({"prompt": "a", "videos": ["a.mp4"]}, '"videos" are not read from a prompt file, only "images" are'),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]},
-            '0 images for 1 parts of "type": "image" in the messages',
+            '0 images for 1 part of "type": "image" in the messages',
         ),
         (
             {"prompt": [{"role": "user", "content": "a"}], "images": ["a.png"]},
-            '1 images for 0 parts of "type": "image" in the messages',
+            '1 image for 0 parts of "type": "image" in the messages',
         ),
     ],
 )

@@ -337,7 +337,7 @@ def test_the_command_writes_the_pass_rate_of_each_prompt_for_a_curriculum(
     rates = [row["pass_rate"] for row in rated]
     assert sum(rates) / len(rates) == pytest.approx(json.loads(done.stdout)["total"]["pass_at_1"])
     assert 0 < sum(rates) < len(rates), "prompts that pass and prompts that do not"
-    assert 'rows with the column "pass_rate" are in rated.jsonl' in done.stderr
+    assert 'rows with the column "pass_rate" in rated.jsonl' in done.stderr
     prompts = PromptsConfig(path="rated.jsonl", pass_rate_column="pass_rate", curriculum="easy_first")
     assert check(prompts) == len(given)
     assert two.exit_code == 2 and "--pass-rates needs one file of prompts" in two.output

@@ -167,9 +167,9 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, vision: VisionPro
 def test_more_or_fewer_places_than_images_are_refused(tmp_path: Path, vision: VisionPrompts) -> None:
     image = painted(tmp_path / "red.png", 8, 8, RED)
 
-    with pytest.raises(PromptError, match="1 image tokens for 2 images"):
+    with pytest.raises(PromptError, match="1 image token for 2 images"):
         vision.render(prompt_of("<|image_pad|>b", image, image))
-    with pytest.raises(PromptError, match="1 image tokens for 0 images"):
+    with pytest.raises(PromptError, match="1 image token for 0 images"):
         vision.render(prompt_of("<|image_pad|>b"))
 
 

@@ -282,13 +282,13 @@ def test_more_batches_at_once_than_there_are_leases_are_refused(folder):
     ("rollout", "rows", "trainer", "message"),
     [
         ({"algorithm": "ppo", "batch_size": 1}, 8736, {}, ""),
-        ({"algorithm": "ppo", "batch_size": 1}, 8737, {}, r"a batch, 8,737 rows, would be 8,737 tickets of 1 rows; "),
+        ({"algorithm": "ppo", "batch_size": 1}, 8737, {}, r"a batch, 8,737 rows, would be 8,737 tickets of 1 row; "),
         ({"batch_size": 1, "num_generations": 8}, 47656, {}, ""),
         ({"batch_size": 1, "num_generations": 8}, 51200, {}, r"would be 6,400 tickets of 8 rows; .* room for 5,957: "),
         ({"algorithm": "ppo", "batch_size": 1}, 8192, {"gradient_accumulation_steps": 2}, ""),
         (
             {"algorithm": "ppo", "batch_size": 1}, 8192, {"gradient_accumulation_steps": 3},
-            r"what a version is trained on, 24,576 rows, would be 24,576 tickets of 1 rows; .* room for 16,384: ",
+            r"what a version is trained on, 24,576 rows, would be 24,576 tickets of 1 row; .* room for 16,384: ",
         ),
     ],
 )  # fmt: skip

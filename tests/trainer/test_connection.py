@@ -144,7 +144,7 @@ def test_more_batches_than_are_in_hand_are_not_handed_back(house):
     house.batch(connection)
     house.batch(connection)
 
-    with pytest.raises(ValueError, match="3 batches cannot be handed back: 2 are in hand"):
+    with pytest.raises(ValueError, match="3 batches cannot be handed back, 2 in hand"):
         connection.hand_back(3)
 
     connection.publish(actor={"weight": torch.zeros(2)})
@@ -442,7 +442,7 @@ def test_a_batch_in_hand_before_a_rollback_is_neither_handed_back_nor_acknowledg
     published_by_the_first_rank(house, 1, 6, 0)
     connection.start_over(WeightsVersion(0, 5, 0, rollback=True, history=1))
 
-    with pytest.raises(ValueError, match="1 batches cannot be handed back: 0 are in hand"):
+    with pytest.raises(ValueError, match="1 batch cannot be handed back, 0 in hand"):
         connection.hand_back(1)
     connection.acknowledge()
     house.turn()

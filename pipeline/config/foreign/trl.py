@@ -23,6 +23,7 @@ from pipeline.config.foreign.option import (
     warmup_share,
     warmup_steps,
 )
+from pipeline.errors import counted
 
 PROMPT_TOKENS: Final = 1024
 """Tokens of a prompt in a conversion without a bound: rollout.max_new_tokens needs one beside it."""
@@ -194,7 +195,8 @@ def _rewards(value: Any, given: Given) -> dict[str, Any]:
     model = given["reward_model_name_or_path"]
     weights = list(given["reward_weights"] or [1.0] * (len(names) + (model is not None)))
     if len(weights) != len(names) + (model is not None):
-        raise NotCarriedError(f"reward_weights has {len(weights)} for {len(names) + (model is not None)} rewards")
+        rewards = counted(len(names) + (model is not None), "reward")
+        raise NotCarriedError(f"reward_weights has {len(weights)} for {rewards}")
     if None in weights:
         raise NotCarriedError("reward_weights has null in place of a weight")
     of_functions = weights[len(weights) - len(names) :]

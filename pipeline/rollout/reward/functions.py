@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.config import user_modules
 from pipeline.config.rewards import REWARD_NAMES, OwnReward, RewardConfig, reward_of
-from pipeline.errors import ConfigError, RewardError
+from pipeline.errors import ConfigError, RewardError, counted
 from pipeline.experience.vision_rows import MODEL_KEYWORDS, VisionRows
 from pipeline.progress import Telemetry
 from pipeline.rollout.response_text import ResponseText
@@ -185,7 +185,8 @@ class FunctionReward(RowRewards):
         called = _taken(awaited([call], self._timeout_s)[0]) if signature.is_async else call()
         results = list(of_rows(called, len(given)))
         if len(results) != len(given):
-            raise RewardError(f"{_name_of(function)} returned {len(results)} scores for {len(given)} rows")
+            returned = f"{counted(len(results), 'score')} for {counted(len(given), 'row')}"
+            raise RewardError(f"{_name_of(function)} returned {returned}")
         for row, result in zip(given, results, strict=True):
             found[row] = result
         return found

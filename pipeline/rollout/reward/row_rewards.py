@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pipeline.errors import ConfigError, RewardError
+from pipeline.errors import ConfigError, RewardError, counted
 from pipeline.experience.vision_rows import VisionRows
 from pipeline.models.flat_rows import Index
 from pipeline.progress import Telemetry
@@ -109,7 +109,7 @@ class RowRewards(ABC):
         if not names:
             raise ConfigError("no reward functions: give at least one")
         if weights is not None and len(weights) != len(names):
-            raise ConfigError(f"{len(weights)} weights for {len(names)} reward functions")
+            raise ConfigError(f"{counted(len(weights), 'weight')} for {counted(len(names), 'reward function')}")
         self._names = list(names)
         self._telemetry = telemetry
         self._weights = list(weights or [1.0] * len(names))

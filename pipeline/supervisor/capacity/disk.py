@@ -12,7 +12,7 @@ from pipeline.config.identity import run_dir
 from pipeline.config.plan import Models, Terms, checkpoint_bytes, models_of
 from pipeline.config.schema import Config
 from pipeline.config.types import BUILTIN_PREFIX
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, counted
 from pipeline.storage import recording
 from pipeline.supervisor.capacity.budgets import Budget, size
 from pipeline.telemetry import log_file, samples
@@ -60,7 +60,8 @@ def disk_notes(config: Config) -> list[str]:
         each = size(checkpoint_bytes(config, models))
         return [
             f"daemon.state_dir: trainer.keep_checkpoints = 0 keeps all checkpoints, {each} each "
-            f"{config.trainer.save_every:,} steps, without trainer.max_steps: the plan cannot say how many they will be"
+            f"{counted(config.trainer.save_every, 'step')}, without trainer.max_steps: the plan cannot say how many "
+            "they will be"
         ]
     parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in budget.terms.items() if nbytes)
     # 0 keeps all of them.

@@ -131,7 +131,7 @@ def test_results_are_weighted_and_kept_as_they_were(folder: Path) -> None:
 
 
 def test_a_weight_for_each_function_or_none() -> None:
-    with pytest.raises(ConfigError, match="1 weights for 2 reward functions"):
+    with pytest.raises(ConfigError, match="1 weight for 2 reward functions"):
         FunctionReward([print, print], None, weights=[1.0])
 
 
@@ -149,7 +149,7 @@ def test_one_without_a_reward_among_batched_rows_is_an_error_of_its_row(folder: 
         loaded("both")(**rows(["", "none"]))
     with pytest.raises(RewardError, match=r"both raised KeyError\('x'\) for row 0"):
         loaded("both")(**rows(["error", ""]))
-    with pytest.raises(RewardError, match="short returned 1 scores for 2 rows"):
+    with pytest.raises(RewardError, match="short returned 1 score for 2 rows"):
         loaded("short")(**rows(["", ""]))
 
 
