@@ -101,7 +101,8 @@ def _is_whole(page: bytes, size_bytes: int) -> bool:
     if len(page) < PAGE_BYTES or page[: len(MAGIC)] != MAGIC:
         return False
     _, slots, slot_bytes, data_offset, _ = HEADER.unpack_from(page)
-    return size_bytes >= data_offset + slots * slot_bytes
+    whole_bytes: int = data_offset + slots * slot_bytes
+    return size_bytes >= whole_bytes
 
 
 def newest_version(path: Path, *, attempts: int = 1) -> WeightsVersion | None:
