@@ -211,10 +211,12 @@ def test_a_run_that_is_complete_leaves_no_spool(starts):
     assert not first.spool.path.exists()
 
 
-def test_a_spool_beside_the_checkpoint_of_another_run_is_removed(starts):
+@pytest.mark.parametrize("of_another", [True, False])
+def test_a_spool_of_weights_that_no_checkpoint_of_the_run_has_is_removed(starts, of_another):
     first = starts("first")
     stopped(first)
-    checkpoint(first, identity="another")
+    if of_another:
+        checkpoint(first, identity="another")
 
     second = starts("second")
     second.take_in()
@@ -232,17 +234,6 @@ def test_the_rows_of_a_run_that_has_taken_more_than_max_steps_stay(starts):
     second.take_in()
 
     assert second.ledger.ready == 16
-
-
-def test_without_a_checkpoint_a_spool_of_later_weights_is_removed(starts):
-    first = starts("first")
-    stopped(first)
-
-    second = starts("second")
-    second.take_in()
-
-    assert second.ledger.ready == 0
-    assert not first.spool.path.exists()
 
 
 def test_without_a_spool_prompts_go_on_from_the_checkpoint(starts):

@@ -199,32 +199,23 @@ def test_reward_functions_of_any_form_that_can_be_called_are_right(folder: Path,
     assert result.exit_code == 0, result.stderr
 
 
-def test_losses_and_advantages_of_ones_own_are_found_by_the_check(folder: Path) -> None:
-    (folder / "my_losses.py").write_text("def mine(inputs): return -inputs.log_probs\n")
-
-    good = check('[trainer]\npolicy_loss = "my_losses:mine"\n[rollout]\nadvantages = "my_losses:mine"\n')
-    keys = 'advantages = "my_advantages:mine"\nengine = "my_engine:new"\n'
-    bad = check(f'[trainer]\npolicy_loss = "my_loss:mine"\n[rollout]\n{keys}')
-
-    assert good.exit_code == 0, good.stderr
-    assert bad.exit_code == ExitCode.BAD_CONFIG
-    loss, advantages, engine = bad.stderr.splitlines()
-    assert loss.startswith("c.toml:2:15: trainer.policy_loss: cannot import my_loss: there is no module my_loss")
-    assert advantages.startswith("c.toml:4:14: rollout.advantages: cannot import my_advantages")
-    assert engine.startswith("c.toml:5:10: rollout.engine: cannot import my_engine: there is no module my_engine")
-
-
 @pytest.mark.parametrize("key", ["trainer.policy_loss", "rollout.advantages", "rollout.engine"])
-def test_a_function_that_its_module_does_not_have_is_found_by_the_check(folder: Path, key: str) -> None:
+def test_a_function_of_ones_own_that_is_not_there_is_found_by_the_check(folder: Path, key: str) -> None:
     (folder / "my_module.py").write_text("def mine(inputs): return inputs\n")
     section, _, name = key.partition(".")
 
-    good, bad = (check(f'[{section}]\n{name} = "my_module:{function}"\n') for function in ("mine", "other"))
+    def checked(function: str) -> Result:
+        return check(f'[{section}]\n{name} = "{function}"\n')
 
-    assert good.exit_code == 0, good.stderr
-    assert bad.exit_code == ExitCode.BAD_CONFIG
-    (line,) = bad.stderr.splitlines()
-    assert line.startswith(f"c.toml:2:{len(name) + 4}: {key}: my_module has no function other")
+    assert checked("my_module:mine").exit_code == 0
+    for function, message in (
+        ("my_module:other", "my_module has no function other"),
+        ("my_loss:mine", "cannot import my_loss: there is no module my_loss"),
+    ):
+        bad = checked(function)
+        assert bad.exit_code == ExitCode.BAD_CONFIG
+        (line,) = bad.stderr.splitlines()
+        assert line.startswith(f"c.toml:2:{len(name) + 4}: {key}: {message}")
 
 
 def test_reward_modules_are_looked_up_in_the_configurations_folder(folder: Path) -> None:
@@ -237,26 +228,24 @@ def test_reward_modules_are_looked_up_in_the_configurations_folder(folder: Path)
     assert (result.exit_code, result.stdout) == (0, "there/c.toml: ok\n"), result.stderr
 
 
-def test_an_adapter_is_not_taken_for_a_model(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["adapter_config.json"], "is a LoRA adapter: merge it into its model first"),
+        # Transformers would load the adapter's base model in its place.
+        (["adapter_config.json", "config.json"],
+         "has config.json and adapter_config.json: remove the one that is not used"),
+    ],
+)  # fmt: skip
+def test_an_adapter_is_not_taken_for_a_model(folder: Path, names: list[str], message: str) -> None:
     (folder / "adapter").mkdir()
-    (folder / "adapter/adapter_config.json").write_text("{}")
+    for name in names:
+        (folder / "adapter" / name).write_text("{}")
 
     result = check('[model]\nactor = "adapter"\n')
 
     assert result.exit_code == ExitCode.BAD_CONFIG
-    assert "adapter is a LoRA adapter: merge it into its model first" in result.stderr
-
-
-def test_a_model_with_the_description_of_an_adapter_beside_it_is_refused(folder: Path) -> None:
-    """Transformers would load the adapter's base model in its place."""
-    (folder / "both").mkdir()
-    for name in ("adapter_config.json", "config.json"):
-        (folder / "both" / name).write_text("{}")
-
-    result = check('[model]\nactor = "both"\n')
-
-    assert result.exit_code == ExitCode.BAD_CONFIG
-    assert "both has config.json and adapter_config.json: remove the one that is not used" in result.stderr
+    assert f"adapter {message}" in result.stderr
 
 
 def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:

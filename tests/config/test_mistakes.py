@@ -255,15 +255,8 @@ MISTAKES = [
     ('[model]\nactor = ""', '2:9: model.actor: must be a path or one of builtin:sort-digits, got ""'),
     ("[model]\nreward = ['a']", '2:10: model.reward: must be a string, got ["a"]'),
     (
-        (
-            "[daemon]\nname = "
-            '"xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'
-            'xxxxx"'
-        ),
-        (
-            "2:8: daemon.name: must have at most 64 characters, got "
-            '"xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...'
-        ),
+        f'[daemon]\nname = "{"x" * 65}"',
+        f'2:8: daemon.name: must have at most 64 characters, got "{"x" * 59}...',
     ),
     (
         '[trainer]\npolicy_loss = "gpso"',

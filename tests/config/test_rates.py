@@ -3,8 +3,6 @@
 import math
 
 import pytest
-import torch
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from pipeline.config.load import load
 from pipeline.config.rates import Decay
@@ -32,21 +30,6 @@ def test_a_cosine_falls_slowly_then_fast_then_slowly_to_the_final_ratio():
     assert cosine[4:13] == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * done / 10)) / 2 for done in range(1, 10)])
     assert cosine[13:] == pytest.approx([0.1, 0.1, 0.1])
     assert cosine[8] == pytest.approx(0.55), "the half of the fall at the half of its steps"
-
-
-@pytest.mark.parametrize(("schedule", "theirs"), [("linear", get_linear_schedule_with_warmup),
-                                                  ("cosine", get_cosine_schedule_with_warmup)])  # fmt: skip
-def test_the_course_is_that_of_transformers_one_step_of_the_rise_earlier(schedule, theirs):
-    """Theirs begins at 0, a step that teaches nothing; ours takes that step at the first part of the rise."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = theirs(optimizer, num_warmup_steps=5, num_training_steps=40)
-    expected = []
-    for _ in range(40):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-
-    assert ratios(39, schedule, 5, 39, 0.0) == pytest.approx(expected[1:], abs=1e-12)
 
 
 def test_a_model_that_is_trained_later_rises_from_there_and_ends_with_the_others():

@@ -143,21 +143,6 @@ def test_a_column_of_images_as_bytes_is_refused_as_in_a_line_of_json(tmp_path: P
         check(path)
 
 
-def test_messages_lack_the_keys_that_are_null_because_other_rows_have_them(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": [{"role": "user", "content": "a", "name": None}], "tools": [{"function": {"name": "f", "x": None}}]},
-        {"prompt": [{"role": "user", "content": "b", "name": "n"}], "tools": [{"function": {"name": "f", "x": 1}}]},
-    ]
-    path = write_parquet(tmp_path / "p.parquet", rows)
-
-    with closing(PromptSource(PromptsConfig(path=str(path), tools_column="tools"), 0)) as source:
-        found = sorted((source.at(position) for position in range(2)), key=lambda prompt: prompt.index)
-
-    assert found[0].prompt == [{"role": "user", "content": "a"}]
-    assert found[0].tools == [{"function": {"name": "f"}}]
-    assert found[1].prompt == [{"role": "user", "content": "b", "name": "n"}]
-
-
 @pytest.mark.parametrize("column", ["prompt", "task.chat"])
 def test_prompts_of_a_table_are_the_same_ones_with_their_pass_rates(tmp_path: Path, column: str) -> None:
     plain: dict[str, Any] = {"role": "user", "content": "1+1="}
@@ -177,24 +162,26 @@ def test_prompts_of_a_table_are_the_same_ones_with_their_pass_rates(tmp_path: Pa
     assert '"note": null' in (tmp_path / "rated.jsonl").read_text()
 
 
-def test_messages_inside_an_object_lack_the_keys_that_are_null_too(tmp_path: Path) -> None:
-    call = {"function": {"name": "f"}}
-    rows = [
-        {"data": {"messages": [{"role": "user", "content": "a", "name": None}], "tools": [{**call, "strict": None}]}},
-        {"data": {"messages": [{"role": "user", "content": "b", "name": "n"}], "tools": [{**call, "strict": True}]}},
-    ]
-    names = {"prompt_column": "data.messages", "tools_column": "data.tools"}
+@pytest.mark.parametrize("object_", ["", "data."], ids=["columns", "inside an object"])
+def test_messages_lack_the_keys_that_are_null_because_other_rows_have_them(tmp_path: Path, object_: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": content, "name": name}],
+         "tools": [{"function": {"name": "f", "x": x}, "strict": strict}]}
+        for content, name, x, strict in (("a", None, None, None), ("b", "n", 1, True))
+    ]  # fmt: skip
+    written = [{"data": row} for row in rows] if object_ else rows
+    names = {"prompt_column": f"{object_}messages", "tools_column": f"{object_}tools"}
 
     def found(path: Path) -> list[Prompt]:
         with closing(PromptSource(PromptsConfig(path=str(path), **names), 0)) as source:
             return sorted((source.at(position) for position in range(2)), key=lambda prompt: prompt.index)
 
-    first, second = found(write_parquet(tmp_path / "p.parquet", rows))
+    first, second = found(write_parquet(tmp_path / "p.parquet", written))
 
-    assert first.prompt == [{"role": "user", "content": "a"}] and first.tools == [call]
-    assert second.prompt == rows[1]["data"]["messages"] and second.tools == rows[1]["data"]["tools"]
+    assert first.prompt == [{"role": "user", "content": "a"}] and first.tools == [{"function": {"name": "f"}}]
+    assert second.prompt == rows[1]["messages"] and second.tools == rows[1]["tools"]
     # A line says what it has.
-    assert found(write_lines(tmp_path / "p.jsonl", rows))[0].prompt == rows[0]["data"]["messages"]
+    assert found(write_lines(tmp_path / "p.jsonl", written))[0].prompt == rows[0]["messages"]
 
 
 def broken_table(column: str) -> Any:

@@ -441,12 +441,6 @@ def test_a_ticket_is_worked_on_once_however_often_it_comes(bench):
     assert bench.worker.idle
 
 
-def test_a_predecessors_ticket_is_ignored(bench):
-    bench.worker.handle(Ticket(bench.incarnation + 1, 0, 0, 2, 1, 0, 1 << 15, 0, 100.0))
-
-    assert bench.worker.idle
-
-
 def test_draining_ends_only_when_everything_is_settled(bench):
     bench.ticket()
     bench.worker.handle(Drain())

@@ -41,6 +41,20 @@ def sampling(**changes: Any) -> Sampling:
     return Sampling(**{"max_length": 10, "pad_token_id": tiny.PAD, "eos_token_ids": (tiny.EOS,), "seed": 11, **changes})
 
 
+def shapes_of_passes(model: LlamaForCausalLM) -> list[tuple[int, ...]]:
+    """Return a list that gets the shape of the token ids of each pass of the model from now on."""
+    shapes: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def recorded(**keywords: Any) -> Any:
+        shapes.append(tuple(keywords["input_ids"].shape))
+        return forward(**keywords)
+
+    model.forward = recorded  # type: ignore[method-assign, assignment]
+    return shapes
+
+
 def slow_greedy(model: LlamaForCausalLM, prompt: list[int], steps: int) -> list[int]:
     """The most probable token, one whole forward pass a token, nothing cached and nothing padded."""
     row = list(prompt)
@@ -126,20 +140,13 @@ def test_first_tokens_follow_the_models_distribution() -> None:
 
 def test_finished_rows_leave_the_batch_and_change_nothing() -> None:
     model = tiny.llama()
-    widths: list[int] = []
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def counted(**keywords: Any) -> Any:
-        widths.append(len(keywords["input_ids"]))
-        return forward(**keywords)
-
     everything_ends = sampling(max_length=24, eos_token_ids=tuple(range(1, 12)))
     expected = TransformersGenerator(model).generate(PROMPTS, MASK, everything_ends, group_size=8, batch_rows=1)
-    model.forward = counted  # type: ignore[method-assign, assignment]
+    shapes = shapes_of_passes(model)
 
     responses = TransformersGenerator(model).generate(PROMPTS, MASK, everything_ends, group_size=8)
 
+    widths = [rows for rows, _ in shapes]
     assert widths[0] == 3
     assert widths[1] <= 24
     assert widths[-1] < 12
@@ -149,15 +156,8 @@ def test_finished_rows_leave_the_batch_and_change_nothing() -> None:
 
 def test_each_prompt_is_encoded_once_for_its_group() -> None:
     model = tiny.llama()
-    encoded: list[tuple[int, ...]] = []
-    forward = model.forward
+    encoded = shapes_of_passes(model)
 
-    @functools.wraps(forward)
-    def recorded(**keywords: Any) -> Any:
-        encoded.append(tuple(keywords["input_ids"].shape))
-        return forward(**keywords)
-
-    model.forward = recorded  # type: ignore[method-assign, assignment]
     TransformersGenerator(model).generate(PROMPTS, MASK, sampling(eos_token_ids=()), group_size=5)
 
     assert encoded == [(3, 4)] + [(15, 1)] * 5
@@ -165,20 +165,12 @@ def test_each_prompt_is_encoded_once_for_its_group() -> None:
 
 def test_prompts_of_similar_length_share_a_mini_batch() -> None:
     model = tiny.llama()
-    encoded: list[tuple[int, ...]] = []
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def recorded(**keywords: Any) -> Any:
-        encoded.append(tuple(keywords["input_ids"].shape))
-        return forward(**keywords)
-
     lengths = torch.tensor([8, 2, 7, 1])
     mask = (torch.arange(8) >= 8 - lengths.unsqueeze(1)).long()
     prompts = torch.randint(3, 12, (4, 8), generator=torch.Generator().manual_seed(0)) * mask
     settings = sampling(max_length=12, eos_token_ids=())
     expected = TransformersGenerator(model).generate(prompts, mask, settings, group_size=2)
-    model.forward = recorded  # type: ignore[method-assign, assignment]
+    encoded = shapes_of_passes(model)
 
     responses = TransformersGenerator(model).generate(prompts, mask, settings, group_size=2, batch_rows=4)
 
