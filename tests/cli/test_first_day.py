@@ -57,12 +57,7 @@ OWN = '[prompts]\npath = "builtin:sort-digits"\n[[rewards]]\nname = "exact"\n'
 """Tables without which a model of its own is refused."""
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for variable in ("RLHFD_CONFIG", "RLHFD_RUNTIME_DIR"):
-        monkeypatch.delenv(variable, raising=False)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.fixture(autouse=True)

@@ -26,13 +26,7 @@ VENV = sys.prefix
 FILES = {"grpo.toml", "my_rewards.py", "prompts.jsonl"}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for variable in list(os.environ):
-        if variable.startswith("RLHFD_") and variable != "RLHFD_TEST_SESSION":
-            monkeypatch.delenv(variable)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def run(*arguments: str) -> Result:

@@ -24,12 +24,6 @@ from tests.support.daemon import PROGRAM, clean_environment
 URL = "http://127.0.0.1:"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def refusal(*words: str) -> tuple[int, str]:
     result = CliRunner().invoke(main, ["page", *words, "--runtime-dir", "run/rlhfd"])
     return result.exit_code, result.stderr

@@ -20,15 +20,6 @@ from tests.support.daemon import PROGRAM, clean_environment
 from tests.support.instances import SERVE, process, serving
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for variable in list(os.environ):
-        if variable.startswith("RLHFD_") and variable != "RLHFD_TEST_SESSION":
-            monkeypatch.delenv(variable)
-    return tmp_path
-
-
 def shown(*words):
     result = CliRunner().invoke(main, ["runs", *words, "--runtime-dir", "run/rlhfd"])
     assert result.exit_code == 0, result.output

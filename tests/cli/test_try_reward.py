@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -29,23 +28,19 @@ def right(input_ids, attention_mask, *, gt_answer, response_start, response_end,
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Path) -> Path:
-    monkeypatch.chdir(tmp_path)
+def folder(folder: Path, monkeypatch: pytest.MonkeyPatch, task: Path) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for variable in list(os.environ):
-        if variable.startswith("RLHFD_") and variable != "RLHFD_TEST_SESSION":
-            monkeypatch.delenv(variable)
     monkeypatch.setenv(FOLDER_VARIABLE, "")
     # A name of its own: modules stay loaded in this process.
-    module = f"rewards_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{module}.py").write_text(REWARDS)
-    (tmp_path / "run.toml").write_text(
+    module = f"rewards_{folder.name.replace('-', '_')}"
+    (folder / f"{module}.py").write_text(REWARDS)
+    (folder / "run.toml").write_text(
         f"rewards = ['{module}:length', '{module}:right']\n"
         f"[model]\nactor = '{task / 'model'}'\n[prompts]\npath = '{task / 'prompts.jsonl'}'\n"
         f"[rollout]\nmax_length = 12\n"
         f"[daemon]\nstate_dir = 'state'\n"
     )
-    return tmp_path
+    return folder
 
 
 def run(*arguments: str) -> Result:
