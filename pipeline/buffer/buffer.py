@@ -287,7 +287,7 @@ class Buffer:
         elif role == "trainer":
             if index == "0" and hello.fresh:
                 self._leases.rebase()
-            self._leases.redeliver(int(index), held=hello.held, now_s=now_s)
+            self._leases.redeliver(int(index), held=hello.held, fresh=hello.fresh, now_s=now_s)
 
     def _is_current(self, peer: str, incarnation: int) -> bool:
         return self._peers.get(peer) == incarnation

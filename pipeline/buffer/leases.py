@@ -41,6 +41,8 @@ class Leases:
         self._quarantine = context.quarantine
         self._credit: dict[str, int] = {}
         self._leased_s: dict[int, float] = {}
+        # Leases that their ranks have acknowledged, each of a step in which another rank has not acknowledged its own.
+        self._acked: set[int] = set()
         # The incarnation of each rank that knows that no lease from this number on follows.
         self._told: dict[str, tuple[int, int]] = {}
 
@@ -70,7 +72,7 @@ class Leases:
         if self._ledger.totals.policy_version < 0:
             return
         outstanding: dict[str, int] = {}
-        for lease in self._ledger.leases:
+        for lease in self._ledger.leases.keys() - self._acked:
             name = trainer_name(lease % self._limits.world_size)
             outstanding[name] = outstanding.get(name, 0) + 1
         while True:
@@ -121,25 +123,42 @@ class Leases:
         position = admission.uncovered_position(self._ledger, lease)
         self._send(trainer, Lease(self._peers[trainer], lease, version, parts, position, deaths))
 
-    def redeliver(self, rank: int, *, held: list[int], now_s: float) -> None:
-        """Send a rank the leases of its predecessor again, except those after a vacant number."""
+    def redeliver(self, rank: int, *, held: list[int], fresh: bool, now_s: float) -> None:
+        """Send a rank the leases of its predecessor again, except those after a vacant number.
+
+        A predecessor's acknowledgements are void: its successor takes a step again that other ranks take again.
+        """
         world_size = self._limits.world_size
+        if fresh:
+            self._acked = {lease for lease in self._acked if lease % world_size != rank}
         vacant = next((lease for lease in self._ledger.vacant if lease % world_size == rank), None)
         if vacant is not None:
             self._take_back(rank, vacant, "holder_died", now_s)
         for lease in sorted(self._ledger.leases):
-            if lease % world_size == rank and lease not in held:
+            if lease % world_size == rank and lease not in held and lease not in self._acked:
                 chosen = self._ledger.leases[lease]
                 self._observer.lease_ended("holder_died", sum(len(rows) for _, rows in chosen), None)
                 self._send_lease(trainer_name(rank), lease, chosen)
 
     def acknowledge(self, ack: Ack, now_s: float) -> None:
-        """Count a batch as trained."""
-        if ack.lease in self._ledger.leases:
-            self._end("acked", ack.lease, now_s)
-            self.free(self._ledger.acknowledge(ack.lease))
-        else:
+        """Count the batches of a step as trained, once every rank has acknowledged its own.
+
+        Ranks step together. If they all die before the last one has, their successors take the whole step again: one
+        that had the rows of its next step would wait for the others without end.
+        """
+        if ack.lease not in self._ledger.leases or ack.lease in self._acked:
             self._observer.duplicate()
+            return
+        self._acked.add(ack.lease)
+        ledger, first = self._ledger, ack.lease - ack.lease % self._limits.world_size
+        step = range(first, first + self._limits.world_size)
+        is_whole = step.stop <= ledger.totals.leases and not any(lease in step for lease in ledger.vacant)
+        # A buffer that was killed here may have counted some of them.
+        leases = [lease for lease in step if lease in ledger.leases]
+        if is_whole and self._acked.issuperset(leases):
+            for lease in leases:
+                self._end("acked", lease, now_s)
+                self.free(ledger.acknowledge(lease))
 
     def release(self, release: Release, now_s: float) -> None:
         """Take a batch back; its rows are ready again."""
@@ -151,6 +170,7 @@ class Leases:
 
     def _end(self, result: LeaseEnd, lease: int, now_s: float) -> None:
         rows = sum(len(rows) for _, rows in self._ledger.leases[lease])
+        self._acked.discard(lease)
         # Of a lease of an earlier buffer no time is known.
         leased_s = self._leased_s.pop(lease, None)
         self._observer.lease_ended(result, rows, None if leased_s is None else now_s - leased_s)

@@ -130,7 +130,7 @@ class Credit(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """The optimizer step that used this batch is done: its rows count as trained."""
+    """The optimizer step that used this batch is done: its rows count as trained, once every rank has said so."""
 
     trainer: str
     lease: int

@@ -5,8 +5,8 @@
             loss = ...
             daemon.publish(actor=model.state_dict())
 
-A batch is leased: it counts as trained when the next batch is requested, or when weights that include it are published,
-which is one store in shared memory. If its trainer dies before both, the batch is delivered again.
+A batch is leased: it counts as trained when every rank has requested its next batch, or when weights that include it
+are published, which is one store in shared memory. If its trainer dies before both, the batch is delivered again.
 """
 
 from __future__ import annotations

@@ -253,6 +253,52 @@ def test_ranks_take_turns():
     assert [lease.lease for lease in bench.heard("trainer-1", Lease)] == [1, 3]
 
 
+def two_steps_of_two_ranks():
+    """Return a bench whose two ranks have their leases of two steps: 0 and 2, 1 and 3."""
+    bench = Bench(limits(world_size=2, rows_per_version=16, max_staleness=1))
+    bench.say(Published(0, 9, 0), *worker(tickets=8), *trainer(rank=0), *trainer(rank=1))
+    for ticket in bench.heard("worker-0", Ticket):
+        bench.say(sealed(ticket))
+    assert [lease.lease for rank in (0, 1) for lease in bench.heard(f"trainer-{rank}", Lease)] == [0, 2, 1, 3]
+    return bench
+
+
+def test_ranks_that_die_before_each_has_acknowledged_its_batch_of_a_step_take_it_again_together():
+    bench = two_steps_of_two_ranks()
+
+    bench.say(Ack("trainer-1", 1), *trainer(rank=0, incarnation=2), *trainer(rank=1, incarnation=2))
+
+    assert [lease.lease for lease in bench.heard("trainer-0", Lease) if lease.to == 2] == [0, 2]
+    assert [lease.lease for lease in bench.heard("trainer-1", Lease) if lease.to == 2] == [1, 3]
+    assert bench.ledger.totals.trained == 0
+    bench.say(Ack("trainer-0", 0))
+    assert bench.ledger.totals.trained == 0, "the word of the dead rank does not count"
+    bench.say(Ack("trainer-1", 1))
+    assert bench.ledger.totals.trained == 16
+
+
+def test_a_rank_that_has_acknowledged_its_batch_gets_the_next_one_and_not_the_same_again():
+    bench = two_steps_of_two_ranks()
+
+    bench.say(Ack("trainer-1", 1), Ack("trainer-1", 1))
+    bench.buffer.handle(Hello("trainer-1", 2, held=[3], fresh=False), 0.0)
+
+    assert not [lease for lease in bench.heard("trainer-1", Lease) if lease.to == 2]
+    assert bench.counts.duplicates == 1
+    bench.say(Published(1, 8, 2))
+    assert (bench.ledger.totals.trained, bench.ledger.leased) == (16, 16), "a version includes the batches of all ranks"
+
+
+def test_a_buffer_killed_as_it_counts_the_batches_of_a_step_leaves_none_to_its_successor():
+    bench = two_steps_of_two_ranks()
+    bench.ledger.acknowledge(0)
+
+    bench.restart()
+    bench.say(Ack("trainer-0", 0), Ack("trainer-1", 1))
+
+    assert bench.ledger.totals.trained == 16
+
+
 def test_draining_stops_tickets_and_leases_and_tells_everyone():
     bench = Bench()
     bench.say(Published(0, 9, 0), *worker(), *trainer())
