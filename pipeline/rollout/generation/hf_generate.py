@@ -73,7 +73,7 @@ class ActorGenerator:
                 ids, mask = rows[part].to(device), masks[part].to(device)
                 pixels = {} if row_vision is None else self._pixels(ids, mask, row_vision.rows(part))
                 generated = self._call(ids, mask, sampling, pixels).to(input_ids.device)
-                sequences.append(_checked(generated, rows[part], sampling))
+                sequences.append(_checked(generated, rows[part], sampling, first))
                 self._telemetry.progress()
         joined = torch.cat(sequences)
         responses = joined[:, input_ids.shape[1] :]
@@ -162,8 +162,8 @@ def _stopping_criterion(width: int, sampling: Sampling) -> Callable[..., Tensor]
     return stopped
 
 
-def _checked(sequences: Tensor, prompts: Tensor, sampling: Sampling) -> Tensor:
-    """Return ids padded to ``(rows, max_length)``; check that they continue the prompts."""
+def _checked(sequences: Tensor, prompts: Tensor, sampling: Sampling, first: int) -> Tensor:
+    """Return ids padded to ``(rows, max_length)``; check that they continue the prompts, from row `first` on."""
     width = prompts.shape[1]
     if sequences.dim() != 2 or len(sequences) != len(prompts) or not width < sequences.shape[1] <= sampling.max_length:
         raise ShapeError(
@@ -172,7 +172,7 @@ def _checked(sequences: Tensor, prompts: Tensor, sampling: Sampling) -> Tensor:
         )
     differing = (sequences[:, :width] != prompts).any(dim=1)
     if bool(differing.any()):
-        raise ShapeError(f"row {int(differing.nonzero()[0])}: actor.generate changed the prompt")
+        raise ShapeError(f"row {first + int(differing.nonzero()[0])}: actor.generate changed the prompt")
     return functional.pad(sequences, (0, sampling.max_length - sequences.shape[1]), value=sampling.pad_token_id)
 
 

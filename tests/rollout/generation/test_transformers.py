@@ -513,6 +513,16 @@ def test_ids_that_do_not_continue_the_prompts_are_refused(result: Tensor, messag
         ActorGenerator(Wrong()).generate(PROMPTS, MASK, sampling())
 
 
+def test_a_changed_prompt_has_its_row_of_the_call_whatever_the_mini_batches() -> None:
+    class OfThird:
+        def generate(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            ids = torch.ones_like(input_ids) if input_ids.equal(PROMPTS[2:]) else input_ids
+            return torch.cat([ids, ids[:, -1:]], dim=1)
+
+    with pytest.raises(ShapeError, match=r"row 2: actor\.generate changed the prompt"):
+        ActorGenerator(OfThird()).generate(PROMPTS, MASK, sampling(), batch_rows=1)
+
+
 def test_only_an_actor_with_the_librarys_generate_runs_in_the_cached_loop() -> None:
     class Own(LlamaForCausalLM):
         def generate(self, *arguments: Any, **keywords: Any) -> Any:
