@@ -122,6 +122,13 @@ class RewardError(RlhfdError):
         self.raised = raised
         self.cause = cause
 
+    def at(self, place: str) -> RewardError:
+        """Return this error with a function, or a row, in front of its texts."""
+        bare = f"{place}: {self.bare or self}"
+        found = RewardError(f"{place}: {self}", bare=bare, raised=self.raised, cause=bare)
+        found.__cause__ = self.__cause__
+        return found
+
 
 class ArenaFullError(RlhfdError):
     """No extent of that size is free now: wait for a release, then retry."""

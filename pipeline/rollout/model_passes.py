@@ -211,7 +211,8 @@ class ModelPasses:
                 **({"columns": columns[part]} if columns is not None and takes_columns else {}),
             )
             part_scores = _exact(reward_model, part_scores)
-            scores.append(checked_scores(part_scores, len(ids), name, keep_errored=keep_errored).cpu())
+            checked = checked_scores(part_scores, len(ids), name, keep_errored=keep_errored, first_row=part.start)
+            scores.append(checked.cpu())
 
         if is_own:
             step(slice(0, len(rows)))

@@ -195,7 +195,7 @@ def test_unknown_command_is_a_usage_error(tmp_path: Path) -> None:
 BROKEN_REWARDS = [
     variant("no_such_rewards:f", "cannot import no_such_rewards: there is no module no_such_rewards; looked in "),
     variant("rewards_of_test:missing", "rewards_of_test has no function missing"),
-    ("rewards_of_test:nan", "rewards_of_test:nan returned nan for row 0; a reward is a finite number"),
+    ("rewards_of_test:nan", "rewards_of_test:nan returned nan; a reward is a finite number"),
 ]
 
 

@@ -148,10 +148,10 @@ def test_a_function_in_the_worker_that_raises_costs_its_group_and_is_named_once_
     raised, invalid = (next(text for text in logged if reason in text) for reason in ("=exception", "=invalid"))
     row = int(re.match(r"reward errored: row=(\d+) ", raised)[1])
     assert raised == (
-        f"reward errored: row={row} reason=exception: in_process:score raised KeyError for row {row} "
+        f"reward errored: row={row} reason=exception: in_process:score raised KeyError "
         f"({tmp_path}/in_process.py:4) prompt={tmp_path}/p.jsonl:2"
     )
-    assert "returned a str for row" in invalid and invalid.endswith(f"prompt={tmp_path}/p.jsonl:3")
+    assert "returned a str; a reward" in invalid and invalid.endswith(f"prompt={tmp_path}/p.jsonl:3")
     assert [roller.source.at(row // 4).line, row % 4] == [2, 0], "the first response to the prompt of that line"
 
 
@@ -185,7 +185,7 @@ def test_a_function_in_the_worker_that_fails_for_each_prompt_ends_the_start_with
         moody("bad", "bad")
 
     message = str(raised.value)
-    assert message.startswith("rewards: in_process:score raised KeyError('bad') for row 0 ")
+    assert message.startswith("rewards: in_process:score raised KeyError('bad') (")
     assert f"({tmp_path}/in_process.py:4), prompt {tmp_path}/p.jsonl:" in message
 
 

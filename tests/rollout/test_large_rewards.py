@@ -70,7 +70,7 @@ def test_a_reward_beyond_float32_is_a_problem_of_its_function_and_counted(caplog
 
     assert [bool(one) for one in found.isnan()] == [False, *[True] * 6, False, *[True] * 4]
     first, again = [record.getMessage() for record in caplog.records]
-    assert "given returned 1e+39 for row 1; float32, in which a reward is trained, holds" in first
+    assert "given returned 1e+39; float32, in which a reward is trained, holds" in first
     assert "given returned a number beyond float32" in again and "times=10" in again
 
 

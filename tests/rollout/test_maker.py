@@ -479,8 +479,9 @@ def test_numbers_that_are_not_finite_are_refused_by_model_and_row() -> None:
         maker(critic=lambda input_ids, attention_mask: input_ids.float() / (input_ids - 7)).make_experience(
             PROMPTS, MASK, max_length=7
         )
-    with pytest.raises(RewardError, match="FakeReward returned nan for row 1"):
-        maker(scores=[1.0, math.nan]).make_experience(PROMPTS, MASK, max_length=7)
+    for rows in (None, 1):
+        with pytest.raises(RewardError, match="FakeReward returned nan for row 1"):
+            maker(scores=[1.0, math.nan], inference_batch_size=rows).make_experience(PROMPTS, MASK, max_length=7)
 
 
 def test_log_probs_of_the_sampler_are_looked_at_too_unless_that_is_left_to_the_taker() -> None:

@@ -103,11 +103,11 @@ class FunctionReward(RowRewards):
         """The numbers of the functions that score all rows of a call together: the batched and the async ones."""
         return [at for at, (_, one) in enumerate(self._functions) if one.is_batched or one.is_async]
 
-    def _scores(self, rows: GivenRows) -> list[RowScore]:
+    def _scores(self, rows: GivenRows, first: int) -> list[RowScore]:
         scores = []
-        for found in self.results(range(len(self._functions)), rows):
+        for row, found in enumerate(self.results(range(len(self._functions)), rows), first):
             if isinstance(error := found[-1], RewardError) and self.problems is None:
-                raise error
+                raise error.at(f"row {row}")
             scores.append(row_score(found, is_joint=len(found) - 1 in self.together))
             self._telemetry.progress()
         return scores
@@ -142,7 +142,7 @@ class FunctionReward(RowRewards):
             found: list[Scored | RewardError] = []
             for at in which:
                 call = functools.partial(_taken, joint[at][row]) if at in joint else functools.partial(alone, at, row)
-                found.append(_result(self._functions[at][0], row, call))
+                found.append(_result(self._functions[at][0], call))
                 if isinstance(found[-1], RewardError):
                     break
             yield found
@@ -250,7 +250,9 @@ def load_reward_function(reward: RewardConfig | str) -> RewardFunction:
     return adapted(function, style)
 
 
-def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: bool = False) -> Tensor:
+def checked_scores(
+    scores: Any, batch_size: int, source: str, *, keep_errored: bool = False, first_row: int = 0
+) -> Tensor:
     """Return the result of a reward model as one finite number a row.
 
     Args:
@@ -258,6 +260,7 @@ def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: b
         batch_size: Rows that were scored (B).
         source: The model's name, for the error.
         keep_errored: Return NaN for a score that is not a finite number, in place of refusing it.
+        first_row: Number of the first row, for the error.
 
     Returns:
         ``(B,)`` float64 if the scores are, else float32.
@@ -277,7 +280,8 @@ def checked_scores(scores: Any, batch_size: int, source: str, *, keep_errored: b
         return tensor.masked_fill(~finite, math.nan)
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
-        raise RewardError(f"{source} returned {tensor[row].item()} for row {row}; a reward is a finite number")
+        found = f"{tensor[row].item()} for row {first_row + row}"
+        raise RewardError(f"{source} returned {found}; a reward is a finite number")
     return tensor
 
 
@@ -289,46 +293,30 @@ def _seen(vision: VisionRows | None) -> dict[str, Any]:
     return {**seen, "raw_images": vision.raw_images[0]}
 
 
-def _told(name: str, row: int, error: RewardError) -> RewardError:
-    """Return an error of this package for a row, in its words, which quote a text only beside `bare`."""
-    bare = error.bare or str(error)
-    told = RewardError(
-        f"{name}: {error} for row {row}",
-        bare=f"{name}: {bare} for row {row}",
-        raised=error.raised,
-        cause=f"{name}: {bare}",
-    )
-    told.__cause__ = error.__cause__
-    return told
-
-
 def _name_of(function: RewardFunction) -> str:
     return f"{function.__module__}:{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
 
 
-def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> Scored | RewardError:
+def _result(function: RewardFunction, call: Callable[[], Any]) -> Scored | RewardError:
     """Return the score that a call gives, NaN for None, or its error, with the exception behind it as the cause."""
     name = _name_of(function)
     try:
         result = call()
-    # User code may raise any exception, also of a task that it has cancelled; the error names the row.
+    # User code may raise any exception, also of a task that it has cancelled.
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
         # With a cause it is no error of the function: the row lacks what the call needs.
         if isinstance(error, RewardError) and (error.cause or getattr(function, "__module__", "") == NAMED):
-            return _told(name, row, error)
+            return error.at(name)
         location = _location_of(function, error)
-        cause = f"{name} raised {type(error).__name__}"
-        message, bare = f"{name} raised {error!r} for row {row}{location}", f"{cause} for row {row}{location}"
-        found = RewardError(message, bare=bare, raised=True, cause=f"{cause}{location}")
+        bare = f"{name} raised {type(error).__name__}{location}"
+        found = RewardError(f"{name} raised {error!r}{location}", bare=bare, raised=True, cause=bare)
         found.__cause__ = error
         return found
     try:
         result, numbers = split(result)
     except RewardError as error:
-        location = _location_of(function)
-        return RewardError(
-            f"{name} returned a dict for row {row}: {error}{location}", cause=f"{name}: {error}{location}"
-        )
+        said = f"{name} returned a dict: {error}{_location_of(function)}"
+        return RewardError(said, cause=said)
     if result is None:
         return scored(math.nan, numbers)
     try:
@@ -338,10 +326,12 @@ def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> Scor
         score = float(result)
     # The result may be of any type.
     except Exception as error:  # noqa: BLE001
-        returned = "{} returned {} for row {}; a reward is a finite number{}".format
-        kind, location = f"a {type(result).__name__}", _location_of(function)
-        message, bare = returned(name, _shown(result), row, location), returned(name, kind, row, location)
-        found = RewardError(message, bare=bare, cause=f"{name} returned {kind}{location}")
+        location = _location_of(function)
+        message, bare = (
+            f"{name} returned {shown}; a reward is a finite number{location}"
+            for shown in (_shown(result), f"a {type(result).__name__}")
+        )
+        found = RewardError(message, bare=bare, cause=bare)
         found.__cause__ = error
         return found
     if not is_reward(score):
@@ -349,7 +339,7 @@ def _result(function: RewardFunction, row: int, call: Callable[[], Any]) -> Scor
         kind = "a reward is a finite number"
         if math.isfinite(score):
             kind = f"float32, in which a reward is trained, holds numbers up to {LARGEST:.4g}"
-        message = f"{name} returned {score} for row {row}; {kind}{location}"
+        message = f"{name} returned {score}; {kind}{location}"
         large = "a number beyond float32" if math.isfinite(score) else score
         return RewardError(message, cause=f"{name} returned {large}{location}")
     return scored(score, numbers)

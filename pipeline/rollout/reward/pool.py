@@ -92,7 +92,7 @@ class RewardPool(RowRewards):
         """Wait until every scorer has loaded the functions; see `ProcessPool.wait_ready` for errors."""
         self._pool.wait_ready(self._pool.step, timeout_s)
 
-    def _scores(self, rows: GivenRows) -> list[RowScore]:
+    def _scores(self, rows: GivenRows, first: int) -> list[RowScore]:
         # The functions' parameters: a scorer that has ended has told them.
         if (facts := self._pool.processes[0].facts) is None:
             self.wait_ready()

@@ -167,12 +167,17 @@ class RowRewards(ABC):
         """Return the score of each row, by as many calls as the bound asks for."""
         count = len(rows.input_ids)
         size = self._most_rows or max(count, 1)
-        parts = (rows.part(slice(first, first + size)) for first in range(0, count, size))
-        return [score for part in parts for score in self._scores(part)]
+        parts = ((rows.part(slice(first, first + size)), first) for first in range(0, count, size))
+        return [score for part, first in parts for score in self._scores(part, first)]
 
     @abstractmethod
-    def _scores(self, rows: GivenRows) -> list[RowScore]:
-        """Return the score of each row; a part is NaN where its function does not apply."""
+    def _scores(self, rows: GivenRows, first: int) -> list[RowScore]:
+        """Return the score of each row; a part is NaN where its function does not apply.
+
+        Args:
+            rows: Some rows of the call.
+            first: Number of the first of them in the call.
+        """
 
     def info(self, kept: Index | None, *, has_turns: bool = False) -> dict[str, Tensor]:
         """Return a column of each part of the last call, and of each further number, NaN where a row has none.
@@ -214,26 +219,25 @@ class RowRewards(ABC):
         if score.problem:
             return score
         if all(map(math.isnan, score.parts)):
-            return self._without(none_applies(self._names, row))
+            return self._without(row, none_applies(self._names))
         parts = [0.0 if math.isnan(part) else part for part in score.parts]
         applied = RowScore(parts=parts, numbers=score.numbers)
         weighted = self._weighted(applied)
-        return applied if is_reward(sum(weighted)) else self._without(too_large(weighted))
+        return applied if is_reward(sum(weighted)) else self._without(row, too_large(weighted))
 
     def _weighted(self, score: RowScore) -> list[float]:
         return [weight * part for weight, part in zip(self._weights, score.parts, strict=True)]
 
-    def _without(self, error: RewardError) -> RowScore:
+    def _without(self, row: int, error: RewardError) -> RowScore:
         if self.problems is None:
-            raise error
+            raise error.at(f"row {row}")
         return row_score([error], is_joint=False)
 
 
-def none_applies(names: Sequence[str], row: int) -> RewardError:
+def none_applies(names: Sequence[str]) -> RewardError:
     """Return the error of a row to which no reward function applies; `names` are those of the functions."""
-    every = names[0] if len(names) == 1 else "every reward function"
-    said = f"{every} returned None"
-    return RewardError(f"{said} for row {row}: no reward applies to it", cause=said)
+    said = f"{names[0] if len(names) == 1 else 'every reward function'} returned None: no reward applies to the row"
+    return RewardError(said, cause=said)
 
 
 def is_reward(value: float) -> bool:

@@ -62,7 +62,7 @@ class SummedReward(RowRewards):
         if self._functions is not None:
             self._functions.bound(most_rows)
 
-    def _scores(self, rows: GivenRows) -> list[RowScore]:
+    def _scores(self, rows: GivenRows, first: int) -> list[RowScore]:
         row = rows._asdict()
         scores = torch.stack([model(**row).cpu() for model in self.models], dim=1).tolist()
         own = [RowScore()] * len(scores) if self._functions is None else self._functions._divided(rows)

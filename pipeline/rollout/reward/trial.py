@@ -110,13 +110,12 @@ class RewardTrial:
             except SystemExit as end:
                 return Trial(parts, len(response_ids), is_cut, f"{name} ended its process: sys.exit({end.code!r})")
             if isinstance(found, RewardError):
-                return Trial(parts, len(response_ids), is_cut, str(found).replace(" for row 0", "", 1))
+                return Trial(parts, len(response_ids), is_cut, str(found))
             numbers.append(found.numbers)
             if not math.isnan(found.reward):
                 parts[name] = settings.weight * found.reward
         if self._functions and not parts and not self._models:
-            names = [settings.name for _, settings, _ in self._functions]
-            problem = str(none_applies(names, 0)).replace(" for row 0", "", 1)
+            problem = str(none_applies([settings.name for _, settings, _ in self._functions]))
             return Trial(parts, len(response_ids), is_cut, problem)
         for of_model, model in self._models:
             if isinstance(model, OwnTokenizerReward):

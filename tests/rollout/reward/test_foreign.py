@@ -130,7 +130,11 @@ def test_a_further_column_named_answer_is_no_other_name_of_the_answer(folder: Pa
 @pytest.mark.parametrize(
     ("name", "given", "problem"),
     [
-        ("trl_chat", {"prompt": [{"role": "user", "content": "skip"}]}, "trl_chat returned None for row 0"),
+        (
+            "trl_chat",
+            {"prompt": [{"role": "user", "content": "skip"}]},
+            "row 0: foreign_rewards:trl_chat returned None: ",
+        ),
         ("trl_all", {}, "trl_all raised TypeError"),
         ("verl_short", {"answer": None}, r'verl_short: the row has no ground truth.*"reward_model\.ground_truth"'),
         ("verl_odd", {}, r'verl_odd raised .*the dict has no \\?"score\\?", its keys are points'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +59,22 @@ def test_several_functions_add_up() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (float("nan"), "judge returned nan for row 1"),
-        (float("inf"), "judge returned inf for row 1"),
-        (torch.zeros(2), r"judge returned shape \(2,\) for row 1"),
-        (torch.zeros(2, 3), r"judge returned shape \(2, 3\) for row 1"),
-        ("x" * 1000, r"judge returned 'x{79} for row 1"),
-        (None, "judge returned None for row 1"),
-        ("good", "judge returned 'good' for row 1"),
-        ("0.5", "judge returned '0.5' for row 1"),
-        (b"1", "judge returned b'1' for row 1"),
+        (float("nan"), "judge returned nan"),
+        (float("inf"), "judge returned inf"),
+        (torch.zeros(2), r"judge returned shape \(2,\)"),
+        (torch.zeros(2, 3), r"judge returned shape \(2, 3\)"),
+        ("x" * 1000, r"judge returned 'x{79}"),
+        (None, "judge returned None"),
+        ("good", "judge returned 'good'"),
+        ("0.5", "judge returned '0.5'"),
+        (b"1", "judge returned b'1'"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_that_names_function_row_and_value(value: Any, message: str) -> None:
     def judge(ids: Tensor, mask: Tensor, **_: Any) -> Any:
         return value if ids[1] == 8 else 1.0
 
-    with pytest.raises(RewardError, match=rf"^tests\.rollout\.reward\.test_functions:.*<locals>\.{message}"):
+    with pytest.raises(RewardError, match=rf"^row 1: tests\.rollout\.reward\.test_functions:.*<locals>\.{message}"):
         score(judge)
 
 
@@ -85,7 +86,7 @@ def test_a_function_that_returns_none_is_left_out_of_its_rows_sum() -> None:
         return 0.25
 
     assert score(of_some, of_all).tolist() == [2.25, 0.25]
-    with pytest.raises(RewardError, match="every reward function returned None for row 1: no reward applies to it"):
+    with pytest.raises(RewardError, match="row 1: every reward function returned None: no reward applies to the row"):
         score(of_some, of_some)
 
 
@@ -93,8 +94,19 @@ def test_a_raising_function_is_an_error_and_not_reward_zero() -> None:
     def judge(ids: Tensor, mask: Tensor, **_: Any) -> float:
         raise KeyError("answer")
 
-    with pytest.raises(RewardError, match=r"judge raised KeyError\('answer'\) for row 0"):
+    with pytest.raises(RewardError, match=r"^row 0: .*judge raised KeyError\('answer'\) \("):
         score(judge)
+
+
+def test_an_error_names_the_row_of_the_call_where_functions_get_a_part_of_it() -> None:
+    def judge(ids: Tensor, mask: Tensor, **_: Any) -> float:
+        return math.nan if ids[1] == 8 else 1.0
+
+    reward = FunctionReward([judge], tokenizer=None)
+    reward.bound(1)
+
+    with pytest.raises(RewardError, match=r"^row 1: "):
+        reward(IDS, MASK, START, END, [None, None])
 
 
 def test_an_error_names_the_line_of_the_function_even_if_a_library_raised() -> None:
@@ -105,7 +117,7 @@ def test_an_error_names_the_line_of_the_function_even_if_a_library_raised() -> N
         score(judge)
 
     place = f"({__file__}:{judge.__code__.co_firstlineno + 1})"
-    assert raised.value.bare.endswith(f"judge raised JSONDecodeError for row 0 {place}")
+    assert raised.value.bare.endswith(f"judge raised JSONDecodeError {place}")
     assert raised.value.cause.endswith(f"judge raised JSONDecodeError {place}")
 
 

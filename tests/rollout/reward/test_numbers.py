@@ -163,7 +163,7 @@ def test_the_style_of_a_table_is_that_of_the_call(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("without", 'without returned a dict for row 0: the dict has no "reward", its keys are end'),
+        ("without", 'without returned a dict: the dict has no "reward", its keys are end'),
         ("short", "returned 3 scores for 2 rows"),
     ],
 )

@@ -137,8 +137,8 @@ def test_a_row_without_a_reward_is_errored_and_the_others_are_scored(
     line = next(number for number, text in enumerate(FUNCTIONS.splitlines(), 1) if "raise KeyError" in text)
     place = f"({folder}/judges.py:{line})"
     assert caplog.messages == [
-        f"reward errored: row=0 reason=exception: judges:by_answer raised KeyError for row 0 {place} prompt=p.jsonl:7",
-        "reward errored: row=0 reason=invalid: judges:by_answer returned nan for row 0; a reward is a finite number "
+        f"reward errored: row=1 reason=exception: judges:by_answer raised KeyError {place} prompt=p.jsonl:9",
+        "reward errored: row=0 reason=invalid: judges:by_answer returned nan; a reward is a finite number "
         f"({folder}/judges.py:7) prompt=p.jsonl:10",
         f"reward errored again: cause=judges:by_answer raised KeyError {place} times=10",
     ]
@@ -241,7 +241,7 @@ def after_three_rows_that_hang_the_rest_is_not_tried(judged: RewardPool) -> None
 def a_cause_is_logged_once_with_the_prompt_and_then_counted(judged: RewardPool) -> None:
     judged.problems = RewardProblems()
     judged.problems.begin(["p.jsonl:7", "p.jsonl:9"], 1)
-    score(judged, ["raise", "a"])
+    score(judged, ["a", "raise"])
     judged.problems.begin(["p.jsonl:10"], 9)
     score(judged, ["nan", *["raise"] * 8])
     score(judged, ["raise"])

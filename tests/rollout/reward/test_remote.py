@@ -240,7 +240,7 @@ def test_a_wrong_answer_is_an_error_of_its_rows_at_once(answer: Any, message: st
         found = results(settings(server.url), ["ab", "c"])
 
     assert all(isinstance(error, RewardError) for error in found)
-    with pytest.raises(RewardError, match=rf"^reward:remote: {message}.* for row 1$"):
+    with pytest.raises(RewardError, match=rf"^reward:remote: {message}"):
         raise found[1]
     assert len(server.requests) == 1
     # What the service said may hold a prompt: it is in no log.
@@ -268,9 +268,7 @@ def test_an_answer_that_cannot_be_read_costs_the_rows_of_its_request_alone(answe
         found = results(settings(server.url, batch_size=1), ["bad", "fine"])
 
     assert found[1] == 4.0 and len(server.requests) == 2
-    with pytest.raises(
-        RewardError, match=rf"^reward:remote: the service answered in another form: {reason} for row 0$"
-    ):
+    with pytest.raises(RewardError, match=rf"^reward:remote: the service answered in another form: {reason}$"):
         raise found[0]
 
 
