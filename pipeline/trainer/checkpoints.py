@@ -1,6 +1,7 @@
 """Checkpoints: a folder that `from_pretrained` reads, with the training state; whole or absent.
 
 step-000070/   the actor, its tokenizer and image processor in Hugging Face's format
+    model.safetensors.index.json the actor's files: without it vLLM takes trainer_state.safetensors for one of them
     critic/                      with PPO
     trainer_state.safetensors    optimizer moments, float32 copies, progress, random state
     trainer_state.json           `CheckpointNote`: step and version, and size and checksum of every other file
@@ -22,9 +23,10 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from pipeline.config.model_files import INDEX, WHOLE
 from pipeline.config.schema import Config
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.models.loading import load_actor, load_critic
@@ -93,6 +95,7 @@ def save_checkpoint(
         run = _run_of(root) or secrets.token_hex(4)
         with _reporting_growth(temporary, telemetry):
             actor.save_pretrained(temporary)
+            _write_index(temporary)
             tokenizer.save_pretrained(temporary)
             if critic is not None:
                 critic.save_pretrained(temporary / "critic")
@@ -200,6 +203,14 @@ def _is_latest(root: Path, latest: Latest) -> bool:
         return read_latest(root) == latest
     except ConfigError:
         return False
+
+
+def _write_index(folder: Path) -> None:
+    """Write the index of a model of one file; one of several has its own."""
+    if (folder / WHOLE).is_file():
+        with safe_open(folder / WHOLE, "pt") as weights:
+            index = {"metadata": {}, "weight_map": dict.fromkeys(weights.keys(), WHOLE)}
+        (folder / INDEX).write_bytes(msgspec.json.encode(index))
 
 
 def _files(folder: Path, telemetry: Telemetry) -> dict[str, FileNote]:

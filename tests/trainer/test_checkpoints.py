@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.errors import CheckpointError, ConfigError
@@ -72,6 +73,15 @@ def test_a_checkpoint_is_a_model_of_transformers_and_a_state(tmp_path):
     for name, tensor in tiny.llama(70).state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert all(torch.equal(found[name], tensor) for name, tensor in state(1.5).items())
+
+
+def test_an_index_tells_the_weights_of_the_model_from_the_training_state(tmp_path):
+    """Without it vLLM takes each safetensors file of the folder for a part of the model."""
+    folder = save(tmp_path, 70)
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    assert index["weight_map"] == dict.fromkeys(weights, "model.safetensors") and len(weights) > 1
 
 
 def test_the_last_one_is_named_in_plain_json(tmp_path):
@@ -335,7 +345,7 @@ class SlowActor:
 
     def save_pretrained(self, folder):
         folder.mkdir()
-        with (folder / "model.safetensors").open("wb") as file:
+        with (folder / "growing").open("wb") as file:
             file.truncate(1 << 20)
             for piece in range(3):
                 self.told.clear()

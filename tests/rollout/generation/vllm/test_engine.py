@@ -24,11 +24,13 @@ from pipeline.rollout.generation.interface import Request, Sampling, Span
 from pipeline.rollout.generation.vllm import new_engine, wire
 from pipeline.rollout.generation.vllm.engine import VllmEngine
 from pipeline.rollout.generation.weights import ModelWeights
+from pipeline.trainer.checkpoints import save_checkpoint
 from tests.rollout.generation.vllm.models import EOS, begin, finish, log_probs_of, small_llama
 from tests.support.daemon import is_alive, wait_until
 from tests.support.proving import prove
 from tests.support.told import Told
 from tests.support.vllm_engines import forked_engine
+from tests.trainer.test_checkpoints import Tokenizer, note, state
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -84,6 +86,16 @@ def run(engine, *requests):
 
 def ids(responses):
     return [tuple(response.token_ids.tolist()) for response in responses]
+
+
+def test_a_checkpoint_is_loaded_as_the_model_that_it_holds(models, tmp_path, forkserver):
+    folder = save_checkpoint(tmp_path, note(7), actor=models.second, tokenizer=Tokenizer(), state=state())
+
+    with contextlib.closing(forked_engine(settings(folder), forkserver)) as engine:
+        (response,) = run(engine, request(group_size=1))[0]
+
+    expected = log_probs_of(models.second, PROMPT, response.token_ids)
+    assert torch.allclose(response.log_probs, expected, rtol=0, atol=1e-4)
 
 
 # The interface.
