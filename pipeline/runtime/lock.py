@@ -361,7 +361,9 @@ def find(runtime_dir: Path) -> InstanceRecord:
     """
     pid = holder(runtime_dir)
     if pid is None:
-        raise NotRunningError(f"no instance runs in {runtime_dir}")
+        left = shm_directory(runtime_dir)
+        killed = f"; one was killed, and has left {left} to the next start" if (left / "run.json").exists() else ""
+        raise NotRunningError(f"no instance runs in {runtime_dir}{killed}")
     with contextlib.suppress(FileNotFoundError):
         # A record with another pid is of a killed instance.
         if (record := InstanceRecord.read(runtime_dir)).pid == pid:

@@ -243,6 +243,15 @@ class TestFind:
         with pytest.raises(NotRunningError, match="no instance runs in"):
             instance_lock.find(tmp_path / name)
 
+    def test_what_a_killed_instance_has_left_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(instance_lock, "_SHM", tmp_path / "shm")
+        left = instance_lock.shm_directory(tmp_path)
+        left.mkdir(parents=True)
+        (left / "run.json").touch()
+
+        with pytest.raises(NotRunningError, match=f"{tmp_path}; one was killed, and has left {left} to the next start"):
+            instance_lock.find(tmp_path)
+
     def test_record_of_a_killed_instance_is_not_running(self, tmp_path: Path) -> None:
         with process(tmp_path) as child:
             record(tmp_path, pid=child.pid).write(tmp_path)
