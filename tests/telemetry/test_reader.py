@@ -55,7 +55,7 @@ def test_text_shows_each_bound_series_and_nothing_else(slab: MetricsSlab) -> Non
 
     assert Exposition(MetricsReader(slab)).text().decode() == (
         "# HELP rlhfd_tokens_total Tokens by kind (prompt, response, trained); responses count as they are sampled, "
-        "of lost rollouts too.\n"
+        "of lost rollouts and of evaluations too.\n"
         "# TYPE rlhfd_tokens_total counter\n"
         'rlhfd_tokens_total{kind="prompt"} 3.0\n'
         "# HELP rlhfd_rollouts_in_flight Rollouts in flight.\n"
