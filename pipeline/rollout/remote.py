@@ -34,7 +34,7 @@ from pipeline.rollout.ticket_stream import EngineStream, new_stream
 from pipeline.rollout.worker_progress import WorkerTelemetry
 from pipeline.runtime.actor_start import ActorSpec, enter
 from pipeline.runtime.run_inputs import inputs_to_compare
-from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.activity import Activities
 from pipeline.telemetry.carried_records import CarriedRecords
 from pipeline.telemetry.metrics import OTHER
 
@@ -115,11 +115,11 @@ class Loaded:
     inputs: dict[str, str]
 
 
-class NodeClock(ActivityClock):
+class NodeClock(Activities):
     """The activity of a node, whose time the gateway counts; each change of it is a heartbeat."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
-        self._activity = OTHER
+        super().__init__(OTHER)
         self._beat = beat
 
     def enter(self, activity: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pipeline.progress import Telemetry
 from pipeline.rollout.generation.interface import EngineLoad
-from pipeline.telemetry.activity import ActivityClock
+from pipeline.telemetry.activity import Activities
 
 
 class WorkerTelemetry(Telemetry):
@@ -21,7 +21,7 @@ class WorkerTelemetry(Telemetry):
         clock: The worker's activity.
     """
 
-    clock: ActivityClock
+    clock: Activities
 
     def __init__(self, *, log_texts: bool = False) -> None:
         super().__init__(log_texts=log_texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.errors import FieldError
@@ -11,7 +12,36 @@ from pipeline.telemetry.metrics import OTHER, START
 from pipeline.telemetry.slab import SlotWriter
 
 
-class ActivityClock:
+class Activities(ABC):
+    """The present activity of a process.
+
+    Args:
+        first: The first activity.
+    """
+
+    def __init__(self, first: str) -> None:
+        self._activity = first
+
+    @property
+    def activity(self) -> str:
+        """The present activity."""
+        return self._activity
+
+    @abstractmethod
+    def enter(self, activity: str) -> str:
+        """End the present activity, begin another one and return the one that ended."""
+
+    @contextlib.contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Count the block as an activity; then, also after an error, resume the previous one, "other" after "start"."""
+        interrupted = self.enter(activity)
+        try:
+            yield
+        finally:
+            self.enter(OTHER if interrupted == START else interrupted)
+
+
+class ActivityClock(Activities):
     """Adds a process's wall time to rlhfd_process_time_seconds_total, at each change of activity.
 
     Invariant: after each change the activities add up to the time since the start, in whole nanoseconds. In between,
@@ -34,22 +64,17 @@ class ActivityClock:
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        super().__init__(START)
         names = dict.fromkeys([*activities, START, OTHER])
         self._writer = writer
         self._counters = {name: writer.counter("rlhfd_process_time_seconds_total", activity=name) for name in names}
         self._spent_ns = dict.fromkeys(names, 0)
         self._clock_ns = clock_ns
-        self._activity = START
         started_ns = writer.started_ns()
         if started_ns is None:
             started_ns = clock_ns()
             writer.enter(START, started_ns, 0)
         self._booked_ns = started_ns
-
-    @property
-    def activity(self) -> str:
-        """The present activity."""
-        return self._activity
 
     def enter(self, activity: str) -> str:
         """End the present activity, begin another one and return the one that ended.
@@ -67,12 +92,3 @@ class ActivityClock:
         self._activity, self._booked_ns = activity, now_ns
         self._writer.enter(activity, now_ns, self._spent_ns[activity])
         return ended
-
-    @contextlib.contextmanager
-    def during(self, activity: str) -> Iterator[None]:
-        """Count the block as an activity; then, also after an error, resume the previous one, "other" after "start"."""
-        interrupted = self.enter(activity)
-        try:
-            yield
-        finally:
-            self.enter(OTHER if interrupted == START else interrupted)

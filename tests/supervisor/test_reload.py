@@ -10,9 +10,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.config import load as config_load
 from pipeline.config.advice import SECTIONS
 from pipeline.config.changes import Change, compare, is_live, with_live
 from pipeline.config.load import load
@@ -71,7 +73,7 @@ def test_what_does_not_go_together_with_what_stays_is_refused(monkeypatch: pytes
         with_live(external, wanted)
 
 
-def test_a_file_that_never_answers_holds_no_end(tmp_path: Path) -> None:
+def test_a_file_that_never_answers_holds_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run.toml"
     file.touch()
     loaded = load(file, (), {})
@@ -80,11 +82,25 @@ def test_a_file_that_never_answers_holds_no_end(tmp_path: Path) -> None:
     file.unlink()
     os.mkfifo(file)
 
+    loop, asked, load_again = asyncio.new_event_loop(), asyncio.Event(), config_load.load_again
+
+    def read(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(asked.set)
+        return load_again(*arguments)
+
+    monkeypatch.setattr(config_load, "load_again", read)
+
     async def reload() -> None:
         Reload(loaded, loaded.config, None, None, writer, on_reloaded=lambda config: None).schedule()  # type: ignore[arg-type]
-        await asyncio.sleep(0.1)
+        await asked.wait()
 
-    run = threading.Thread(target=asyncio.run, args=[reload()])
+    runner = asyncio.Runner(loop_factory=lambda: loop)
+
+    def run_to_its_end() -> None:
+        with runner:
+            runner.run(reload())
+
+    run = threading.Thread(target=run_to_its_end)
     run.start()
     run.join(5.0)
     is_held = run.is_alive()

@@ -201,10 +201,16 @@ def test_a_rank_leaves_no_file_whoever_kills_it_and_takes_each_configuration_onc
 def test_an_error_in_carrying_the_buffers_messages_ends_the_gateway(shelf, tmp_path, monkeypatch):
     """Else the rank would wait for a lease without end."""
     gateways = pytest.importorskip("pipeline.trainer.ray")
-    waited = iter(range(50))
+    delivered, deadline_s = threading.Event(), time.monotonic() + 30.0
 
     def deliver(downward):
+        delivered.set()
         raise ValueError("not carried")
+
+    def wait(references, timeout):
+        assert time.monotonic() < deadline_s, "the gateway goes on without the messages"
+        delivered.wait(timeout)
+        return [], references
 
     actor = SimpleNamespace(
         **{name: SimpleNamespace(remote=lambda: None) for name in ("run", "collect")},
@@ -214,7 +220,7 @@ def test_an_error_in_carrying_the_buffers_messages_ends_the_gateway(shelf, tmp_p
     monkeypatch.setattr(gateways, "found_meeting", lambda *_: None)
     monkeypatch.setattr(gateways._Gateway, "_placed", lambda *_: actor)
     monkeypatch.setattr(gateways.ray, "kill", lambda actor: None)
-    monkeypatch.setattr(gateways.ray, "wait", lambda references, timeout: ([], time.sleep(0.1 * bool(next(waited)))))
+    monkeypatch.setattr(gateways.ray, "wait", wait)
     context = SimpleNamespace(
         index=1, folder=tmp_path, generation=1, report=lambda told: None, reloaded=lambda: None, stopping=False
     )
