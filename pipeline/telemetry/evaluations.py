@@ -200,7 +200,9 @@ class EvaluationFile:
         self._waiting: list[Evaluation] = []
         self._is_failing = False
 
-    def newest(self, version: int, fingerprint_of: Callable[[int], int | None]) -> Evaluation | None:
+    def newest(
+        self, version: int, fingerprint_of: Callable[[int], int | None] = lambda version: None
+    ) -> Evaluation | None:
         """Return the newest evaluation, as the function `newest`."""
         return newest(self._found, version, fingerprint_of)
 

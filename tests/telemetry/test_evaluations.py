@@ -73,7 +73,7 @@ def test_the_file_holds_each_evaluation_as_a_line_and_finds_it_by_weights_and_pl
     found = again.find(10, 7, "plan")
     assert found is not None and found.total.prompts == 3
     assert again.find(10, 8, "plan") is None and again.find(10, 7, "other") is None
-    assert find(read_evaluations(path), 20, f"{8:016x}") == again.newest(20, lambda version: None)
+    assert find(read_evaluations(path), 20, f"{8:016x}") == again.newest(20)
 
 
 @pytest.mark.parametrize("torn", [1, 40])
@@ -97,8 +97,7 @@ def test_a_line_that_cannot_be_written_waits_for_room(tmp_path: Path, caplog: py
     file = EvaluationFile(path)
     file.add(PLAN.evaluation(0, "0a", [RESULTS]))
     file.write_waiting()
-    assert file.newest(20, lambda version: None) is not None
-    assert [record.levelname for record in caplog.records] == ["ERROR"], "logged once"
+    assert file.newest(20) is not None and [record.levelname for record in caplog.records] == ["ERROR"], "logged once"
 
     path.rmdir()
     file.write_waiting()
